@@ -1,0 +1,25 @@
+"""What theodolite raises when it cannot go on.
+
+Every message is one line that names the thing at fault and says what to do. The command line prints it
+without a traceback and exits with the class's `exit_status`. Nothing else belongs in this module.
+"""
+
+from __future__ import annotations
+
+
+class TheodoliteError(Exception):
+    """Base of every error that theodolite raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(TheodoliteError):
+    """The call was wrong: a path, an option or an input that cannot be used."""
+
+    exit_status = 2
+
+
+class WorkError(TheodoliteError):
+    """The call was right and the work failed: NaN weights, a full disk, a model that does not verify."""
+
+    exit_status = 1
