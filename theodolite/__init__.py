@@ -1,3 +1,48 @@
-"""theodolite surveys the geometry of attention in any Hugging Face transformer."""
+"""theodolite surveys the geometry of attention in any Hugging Face transformer.
+
+The public names are imported when they are first used, so that `import theodolite` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from theodolite.corpus import Corpus as Corpus
+    from theodolite.errors import TheodoliteError as TheodoliteError
+    from theodolite.models import OpenModel as OpenModel
+    from theodolite.models import open_model as open_model
+    from theodolite.report.page import write_report as write_report
+    from theodolite.run import Run as Run
+    from theodolite.survey import spectra as spectra
+    from theodolite.survey import survey as survey
+    from theodolite.theory.decomposition import decompose as decompose
+
+_HOMES = {
+    "Corpus": "theodolite.corpus",
+    "OpenModel": "theodolite.models",
+    "Run": "theodolite.run",
+    "TheodoliteError": "theodolite.errors",
+    "decompose": "theodolite.theory.decomposition",
+    "open_model": "theodolite.models",
+    "spectra": "theodolite.survey",
+    "survey": "theodolite.survey",
+    "write_report": "theodolite.report.page",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in ("theory", "train"):
+        return importlib.import_module(f"theodolite.{name}")
+    raise AttributeError(f"module 'theodolite' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,50 @@
+"""Pure, batched torch functions for the mathematics of attention geometry.
+
+They take tensors and give tensors (float64), read no files and know no model. Formulas that differ from the
+published ones are explained in docs/errata.md.
+"""
+
+from __future__ import annotations
+
+from theodolite.theory.decomposition import Decomposition, decompose
+from theodolite.theory.entropy import entropy_lower_bound
+from theodolite.theory.propagation import (
+    empirical_propagation,
+    piecewise_softmax,
+    propagation,
+    propagation_finite,
+)
+from theodolite.theory.regimes import REGIMES, regime
+from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
+from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram
+from theodolite.theory.spectrum import (
+    QKMoments,
+    qk_eigenvalues,
+    qk_moments,
+    qk_singular_values,
+    qk_spectral_norm,
+)
+
+__all__ = [
+    "REGIMES",
+    "Decomposition",
+    "QKMoments",
+    "ScreeNOT",
+    "dct2",
+    "decompose",
+    "empirical_propagation",
+    "entropy_lower_bound",
+    "largest_singular_value",
+    "low_frequency_ratio",
+    "normalised_gram",
+    "piecewise_softmax",
+    "propagation",
+    "propagation_finite",
+    "qk_eigenvalues",
+    "qk_moments",
+    "qk_singular_values",
+    "qk_spectral_norm",
+    "regime",
+    "screenot",
+    "stable_rank",
+]

@@ -1,0 +1,45 @@
+"""What every test shares: few threads, quiet libraries, one checkpoint of each family a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+
+from tests import checkpoints
+from theodolite.models import OpenModel, open_model
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """checkpoint(family) → the folder of a tiny random model of that family."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def folder(family: str) -> Path:
+        path = root / family
+        return path if path.exists() else checkpoints.write(family, path)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def opened(checkpoint):
+    """opened(family) → that model, opened."""
+    cache: dict[str, OpenModel] = {}
+
+    def model(family: str) -> OpenModel:
+        if family not in cache:
+            cache[family] = open_model(checkpoint(family))
+        return cache[family]
+
+    return model

@@ -1,0 +1,196 @@
+"""Propagation probabilities against simulated random walks, scipy's normal distribution and closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory import (
+    empirical_propagation,
+    piecewise_softmax,
+    propagation,
+    propagation_finite,
+    qk_moments,
+)
+
+DOUBLE = torch.float64
+
+
+def walk_values(
+    matrix: Tensor, root: Tensor, length: int, draws: int, temperature: float, seed: int
+) -> Tensor:
+    """s_1 … s_T of the last query over simulated walks with steps of covariance root·rootᵀ, (draws, T)."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randn(draws, length, len(matrix), generator=generator, dtype=DOUBLE) @ root.mT
+    tokens = steps.cumsum(1)
+    logits = torch.einsum("ntd,nd->nt", tokens, tokens[:, -1] @ matrix) / temperature
+    return (logits - logits.mean(1, keepdim=True) + 1) / length
+
+
+def spectrum_with(xi: float, eta: float, width: int) -> Tensor:
+    """A diagonal W_QK with tr W = ξη and tr W² = η²."""
+    noise = torch.randn(width, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
+    noise = noise - noise.mean()
+    values = noise / noise.norm() * math.sqrt(1 - xi**2 / width) + xi / width
+    return torch.diag(eta * values)
+
+
+def test_piecewise_softmax_is_the_clamped_expansion() -> None:
+    """Oracle: S(0) + ∇S(0)·ω with the softmax's Jacobian at zero from autograd."""
+    logits = 30 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    jacobian = torch.autograd.functional.jacobian(lambda w: w.softmax(-1), torch.zeros(5, dtype=DOUBLE))
+    expansion = logits @ jacobian.mT + 1 / 5
+    torch.testing.assert_close(piecewise_softmax(logits), expansion.clamp(0, 1))
+    assert ((expansion < 0) | (expansion > 1)).any()
+    assert torch.equal(empirical_propagation(logits), (expansion >= 0) & (expansion <= 1))
+
+
+def test_small_logits_make_piecewise_softmax_a_softmax() -> None:
+    logits = 1e-5 * torch.randn(4, 9, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    torch.testing.assert_close(piecewise_softmax(logits), logits.softmax(-1), rtol=0, atol=1e-10)
+    assert empirical_propagation(logits).all()
+
+
+def test_a_single_key_always_propagates() -> None:
+    assert empirical_propagation(torch.tensor([[-1e4], [7.0]])).all()
+    assert (piecewise_softmax(torch.tensor([[123.0]])) == 1).all()
+    assert propagation_finite(torch.tensor(5.0), torch.tensor(3.0), torch.tensor(2.0), 1, 1.0).item() == 1
+
+
+@pytest.mark.parametrize(("variant", "linear"), [("corrected", -2.0), ("published", 0.0)])
+def test_limit_curve_is_the_normal_probability_of_its_moments(variant: str, linear: float) -> None:
+    """Oracle: scipy.stats.norm with mean (θ−½)ξη and variance (2θ² + linear·θ + 7/12)η²."""
+    theta = torch.linspace(0, 1, 21, dtype=DOUBLE)
+    xi = torch.tensor([-20.0, -1.0, 0.0, 3.0], dtype=DOUBLE)[:, None]
+    eta = torch.tensor([0.05, 1.0, 30.0], dtype=DOUBLE)
+    got = propagation(theta, xi, eta, variant=variant)
+    assert got.shape == (4, 3, 21)
+    for a in range(4):
+        for b in range(3):
+            mean = (theta.numpy() - 0.5) * xi[a].item() * eta[b].item()
+            scale = np.sqrt(2 * theta.numpy() ** 2 + linear * theta.numpy() + 7 / 12) * eta[b].item()
+            normal = scipy.stats.norm(mean, scale)
+            np.testing.assert_allclose(got[a, b], normal.cdf(1) - normal.cdf(0), rtol=1e-9, atol=1e-15)
+
+
+def test_tails_keep_their_relative_accuracy() -> None:
+    """At θ = 1, ξ = ±30 the interval lies some 39 standard deviations out; oracle: scipy's survival function."""
+    theta, eta = torch.ones(1, dtype=DOUBLE), torch.tensor(1e4, dtype=DOUBLE)
+    scale = math.sqrt(7 / 12)
+    for xi in (30.0, -30.0):
+        got = propagation(theta, torch.tensor(xi, dtype=DOUBLE), eta).item()
+        z = abs(xi) / 2 / scale
+        near = z - 1e-4 / scale if xi > 0 else z
+        expected = scipy.stats.norm.sf(near) - scipy.stats.norm.sf(near + 1e-4 / scale)
+        assert got == pytest.approx(expected, rel=1e-9)
+        assert got > 0
+
+
+def test_corrected_curve_is_mirrored_by_the_sign_of_xi() -> None:
+    theta = torch.linspace(0, 1, 33, dtype=DOUBLE)
+    xi, eta = torch.tensor(2.5), torch.tensor(0.8)
+    torch.testing.assert_close(propagation(theta, xi, eta), propagation(theta, -xi, eta).flip(0))
+
+
+def test_limit_curve_survives_the_extremes() -> None:
+    theta = torch.linspace(0, 1, 5)
+    xi = torch.tensor([0.0, 1e6, -1e6, math.nan])
+    curve = propagation(theta, xi[:, None], torch.tensor([0.0, 1e-12, 1e12]))
+    assert curve[:3].isfinite().all()
+    assert curve[3].isnan().all()
+
+
+@pytest.mark.parametrize(("xi", "eta"), [(0.0, 2.0), (4.0, 0.5), (-4.0, 1.0)])
+def test_curves_against_simulated_walks(xi: float, eta: float) -> None:
+    """Corrected within 0.06 of 1500 walks at T = 200, d = 64; the printed variance is off by more than 0.2."""
+    values = walk_values(spectrum_with(xi, eta, 64), torch.eye(64, dtype=DOUBLE), 200, 1500, 1.0, seed=7)
+    measured = ((values >= 0) & (values <= 1)).double().mean(0)
+    theta = torch.arange(1, 201, dtype=DOUBLE) / 200
+    pair = torch.tensor(xi, dtype=DOUBLE), torch.tensor(eta, dtype=DOUBLE)
+    assert (measured - propagation(theta, *pair)).abs().max() < 0.06
+    assert (measured - propagation(theta, *pair, variant="published")).abs().max() > 0.2
+    finite = propagation_finite(pair[0] * pair[1], pair[1] ** 2, pair[1] ** 2, 200, 1.0)
+    assert (measured - finite).abs().max() < 0.06
+
+
+def finite_moments(length: int) -> tuple[Tensor, Tensor]:
+    """s_ab and s_aa·s_bb by the T×T matrix K of the definition."""
+    index = torch.arange(1, length + 1, dtype=DOUBLE)
+    kernel = torch.minimum(index[:, None], index)
+    a = torch.eye(length, dtype=DOUBLE) / length - 1 / length**2
+    return a @ kernel[:, -1], torch.einsum("is,st,it->i", a, kernel, a) * length
+
+
+@pytest.mark.parametrize("length", [2, 3, 17, 40])
+def test_finite_form_is_that_of_the_explicit_kernel(length: int) -> None:
+    trace = torch.tensor([0.7, -3.0], dtype=DOUBLE)
+    form, square = torch.tensor([2.0, 5.0], dtype=DOUBLE), torch.tensor([1.5, -4.0], dtype=DOUBLE)
+    cross, own = finite_moments(length)
+    mean = cross * trace[:, None] / 1.7 + 1 / length
+    scale = ((own * form[:, None] + cross**2 * square[:, None]) / 1.7**2).sqrt()
+    normal = scipy.stats.norm(mean.numpy(), scale.numpy())
+    expected = normal.cdf(1) - normal.cdf(0)
+    np.testing.assert_allclose(propagation_finite(trace, form, square, length, 1.7), expected, atol=1e-12)
+
+
+def test_moments_of_an_asymmetric_head_against_simulated_walks() -> None:
+    """Mean and variance of s_i, anisotropic Σ and asymmetric W_QK: within 4.5 standard errors at 40 positions."""
+    width, length, draws, temperature = 8, 40, 30000, 3.0
+    generator = torch.Generator().manual_seed(2)
+    w_q = torch.randn(width, width, generator=generator, dtype=DOUBLE) + 0.5 * torch.eye(width)
+    root = torch.randn(width, width, generator=generator, dtype=DOUBLE) / 3
+    moments = qk_moments(w_q, torch.eye(width), root @ root.mT, temperature)
+    assert abs(moments.trace_of_square) < 0.7 * moments.form_squared
+    values = walk_values(w_q, root, length, draws, temperature, seed=3)
+
+    cross, own = finite_moments(length)
+    mean = cross * moments.r + 1 / length
+    variance = (own * moments.form_squared + cross**2 * moments.trace_of_square) / temperature**2
+    measured = values.var(0)
+    fourth = (values - values.mean(0)).pow(4).mean(0)
+    assert ((values.mean(0) - mean) / (measured / draws).sqrt()).abs().max() < 4.5
+    assert ((measured - variance) / ((fourth - measured**2) / draws).sqrt()).abs().max() < 4.5
+
+
+def test_finite_form_tends_to_the_corrected_curve() -> None:
+    """At T = 131072 the two differ by the 1/T that the limit drops."""
+    length = 131072
+    xi, eta = torch.tensor([-3.0, 0.0, 8.0], dtype=DOUBLE), torch.tensor([0.3, 1.0, 5.0], dtype=DOUBLE)
+    finite = propagation_finite(xi * eta, eta**2, eta**2, length, 1.0)
+    assert finite.shape == (3, length)
+    theta = torch.arange(1, length + 1, dtype=DOUBLE) / length
+    assert (finite - propagation(theta, xi, eta)).abs().max() < 2e-4
+
+
+def test_zero_weights_let_every_key_propagate_at_finite_length() -> None:
+    zero = torch.zeros(2)
+    assert (propagation_finite(zero, zero, zero, 6, 1.0) == 1).all()
+
+
+def test_temperature_may_differ_between_heads() -> None:
+    ones = torch.ones(2, dtype=DOUBLE)
+    both = propagation_finite(ones, ones, ones, 9, torch.tensor([1.0, 4.0]))
+    torch.testing.assert_close(both[1], propagation_finite(ones, ones, ones, 9, 4.0)[0])
+
+
+def test_both_forms_are_differentiable() -> None:
+    """Oracle: finite differences."""
+    theta = torch.linspace(0, 1, 7, dtype=DOUBLE)
+    xi = torch.tensor([-2.0, 1.5], dtype=DOUBLE, requires_grad=True)
+    eta = torch.tensor([0.5, 1.5], dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: propagation(theta, a, b), (xi, eta))
+    assert torch.autograd.gradcheck(lambda a, b: propagation_finite(a, b, b, 6, 1.3), (xi, eta))
+
+
+def test_wrong_calls_are_named() -> None:
+    one = torch.ones(())
+    with pytest.raises(UsageError, match="unknown variant 'exact'"):
+        propagation(torch.zeros(1), one, one, variant="exact")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="length is 0"):
+        propagation_finite(one, one, one, 0, 1.0)

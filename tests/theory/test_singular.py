@@ -1,0 +1,157 @@
+"""ScreeNOT against the reference package, singular values against torch.linalg."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from screenot.ScreeNOT import adaptiveHardThresholding
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory import largest_singular_value, screenot, stable_rank
+
+
+def noisy(rows: int, columns: int, rank: int, correlation: float, seed: int) -> np.ndarray:
+    """A rank-r signal with singular values 2…8 in noise that follows an AR(1) process along its rows."""
+    generator = np.random.default_rng(seed)
+    lags = np.abs(np.subtract.outer(np.arange(columns), np.arange(columns)))
+    root = np.linalg.cholesky(correlation**lags + 1e-12 * np.eye(columns))
+    noise = generator.normal(size=(rows, columns)) @ root.T / np.sqrt(max(rows, columns))
+    left = np.linalg.qr(generator.normal(size=(rows, rank)))[0]
+    right = np.linalg.qr(generator.normal(size=(columns, rank)))[0]
+    return noise + left * np.linspace(8, 2, rank) @ right.T
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k"), [(60, 60, 20), (50, 120, 20), (120, 50, 20), (30, 200, 5), (45, 44, 0), (9, 8, 3)]
+)
+def test_rank_and_threshold_are_those_of_the_reference(rows: int, columns: int, k: int) -> None:
+    """The reference bisects the threshold to 1e-5, which is what the two may differ by."""
+    for seed in range(12):
+        matrix = noisy(rows, columns, rank=min(seed % 7, k), correlation=[0.0, 0.5, 0.9][seed % 3], seed=seed)
+        _, threshold, rank = adaptiveHardThresholding(matrix, k)
+        got = screenot(torch.from_numpy(matrix), k)
+        assert got.rank.item() == rank
+        assert got.threshold.item() == pytest.approx(threshold, abs=1.1e-5)
+
+
+def test_white_noise_threshold_is_the_known_constant() -> None:
+    """For square white noise of unit variance per column the optimal threshold is 4/√3 (Gavish & Donoho)."""
+    matrix = noisy(600, 600, rank=0, correlation=0.0, seed=0)
+    got = screenot(torch.from_numpy(matrix))
+    assert got.threshold.item() == pytest.approx(4 / np.sqrt(3), rel=0.01)
+    assert got.rank.item() == 0
+
+
+def test_scale_changes_nothing_but_the_threshold() -> None:
+    matrix = torch.from_numpy(noisy(60, 80, rank=4, correlation=0.5, seed=1))
+    base = screenot(matrix)
+    for scale in (1e-9, 1e7):
+        scaled = screenot(scale * matrix)
+        assert scaled.rank == base.rank == 4
+        torch.testing.assert_close(scaled.threshold / scale, base.threshold, rtol=1e-12, atol=0)
+
+
+def test_batches_give_what_single_matrices_give() -> None:
+    batch = torch.stack([torch.from_numpy(noisy(50, 70, 3, 0.5, seed)) for seed in range(4)]).reshape(2, 2, 50, 70)
+    got = screenot(batch, k=10)
+    assert got.singular_values.shape == (2, 2, 50)
+    single = screenot(batch[1, 0], k=10)
+    assert got.rank[1, 0] == single.rank
+    torch.testing.assert_close(got.threshold[1, 0], single.threshold)
+    torch.testing.assert_close(got.singular_values, torch.linalg.svdvals(batch))
+
+
+def test_exact_low_rank_and_zero_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(60, 3, generator=generator) @ torch.randn(3, 50, generator=generator)
+    low = low.double()
+    exact = low[:, :3] @ torch.linalg.pinv(low[:, :3]) @ low
+    assert screenot(exact).rank == 3
+    assert adaptiveHardThresholding(exact.numpy(), 20)[2] == 3
+    zero = screenot(torch.zeros(50, 60))
+    assert zero.rank == 0
+    assert zero.threshold == 0
+    assert adaptiveHardThresholding(np.zeros((50, 60)), 20)[2] == 0
+
+
+@pytest.mark.parametrize("k", [-1, 20, 40, 100])
+def test_bound_on_the_rank_that_does_not_fit_is_refused(k: int) -> None:
+    with pytest.raises(UsageError, match=r"for a 41×90 matrix: give k between 0 and 19"):
+        screenot(torch.ones(41, 90), k)
+    if k > 0:
+        with pytest.raises(ValueError, match="k too large"):
+            adaptiveHardThresholding(np.ones((41, 90)), k)
+
+
+def test_largest_bound_that_fits_is_accepted() -> None:
+    assert screenot(torch.eye(41, 90), 19).singular_values.shape == (41,)
+    assert screenot(torch.eye(1, 3), 0).singular_values.shape == (1,)
+    with pytest.raises(UsageError, match=r"matrix has shape \(5,\)"):
+        screenot(torch.ones(5))
+
+
+def test_stable_rank_is_the_ratio_of_norms() -> None:
+    matrix = torch.randn(3, 20, 30, generator=torch.Generator().manual_seed(0))
+    norms = torch.linalg.matrix_norm(matrix.double()), torch.linalg.matrix_norm(matrix.double(), ord=2)
+    torch.testing.assert_close(stable_rank(matrix), (norms[0] / norms[1]) ** 2)
+    assert stable_rank(torch.eye(7, 9)).item() == pytest.approx(7)
+    assert stable_rank(torch.zeros(4, 4)) == 0
+
+
+def spectral_norm(x: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(x.double(), ord=2)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("shape", [(2, 40, 64), (3, 70, 20), (1, 5), (5, 1), (2, 2, 6, 6)])
+def test_largest_singular_value_is_that_of_the_svd(shape: tuple[int, ...], decay: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.arange(1, shape[-1] + 1, dtype=torch.float64) ** -decay
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    torch.testing.assert_close(largest_singular_value(x), spectral_norm(x), rtol=1e-9, atol=0)
+    single = largest_singular_value(x.float())
+    torch.testing.assert_close(single, spectral_norm(x.float()), rtol=2e-6, atol=0)
+    assert single.dtype == torch.float64
+
+
+def test_hidden_states_with_a_massive_dimension() -> None:
+    """One dimension of 1e4 at the first position beside values of 1, in float32."""
+    x = torch.randn(2, 64, 96, generator=torch.Generator().manual_seed(0))
+    x[:, 0, 17] = 1e4
+    torch.testing.assert_close(largest_singular_value(x), spectral_norm(x), rtol=1e-6, atol=0)
+
+
+def test_start_finds_the_first_direction_where_the_mean_row_does_not_lean_to_it() -> None:
+    """The mean row is zero, or exactly the second singular direction."""
+    rows = torch.randn(20, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mirrored = torch.cat([rows, -rows])
+    misleading = torch.zeros(40, 12, dtype=torch.float64)
+    misleading[:, 0] = 1
+    misleading[:20, 1], misleading[20:, 1] = 3, -3
+    x = torch.stack([mirrored, misleading])
+    torch.testing.assert_close(largest_singular_value(x), spectral_norm(x), rtol=1e-9, atol=0)
+
+
+def test_degenerate_matrices() -> None:
+    assert (largest_singular_value(torch.zeros(2, 4, 5)) == 0).all()
+    assert largest_singular_value(torch.ones(6, 6)).item() == pytest.approx(6)
+    assert largest_singular_value(torch.eye(9)).item() == pytest.approx(1)
+    broken = torch.ones(2, 4, 5)
+    broken[1, 2, 3] = torch.nan
+    got = largest_singular_value(broken)
+    assert got[0].item() == pytest.approx(np.sqrt(20))
+    assert got[1].isnan()
+    assert largest_singular_value(torch.zeros(0, 4, 5)).shape == (0,)
+    half = largest_singular_value(torch.ones(3, 3, dtype=torch.bfloat16, requires_grad=True))
+    assert half.item() == pytest.approx(3)
+    with pytest.raises(UsageError, match=r"x has shape \(4,\)"):
+        largest_singular_value(torch.ones(4))
+
+
+def test_few_iterations_give_a_lower_estimate() -> None:
+    x = torch.randn(60, 60, generator=torch.Generator().manual_seed(0))
+    few, many = largest_singular_value(x, iterations=3), largest_singular_value(x, iterations=60)
+    assert few < many
+    torch.testing.assert_close(many, spectral_norm(x), rtol=1e-6, atol=0)

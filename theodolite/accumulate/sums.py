@@ -1,0 +1,66 @@
+"""Named tensors, one a layer, that are summed over a corpus. What every accumulator here is made of.
+
+An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
+distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
+them together on the CPU. Sums are float64 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""What an accumulator saves and what the measures read: name → tensor, leading with layers."""
+
+
+class LayerSums:
+    """Tensors `name → (layers, *shape)` that only ever grow by addition, or by maximum for `maxima`."""
+
+    def __init__(self, layers: int, shapes: dict[str, tuple[int, ...]], maxima: tuple[str, ...] = ()) -> None:
+        self.layers = layers
+        self.maxima = frozenset(maxima)
+        self._tensors = {
+            name: [torch.zeros(shape, dtype=torch.float64) for _ in range(layers)]
+            for name, shape in shapes.items()
+        }
+
+    def at(self, name: str, layer: int, device: torch.device) -> Tensor:
+        """The tensor itself, moved to `device` first if it is elsewhere; change it in place."""
+        tensors = self._tensors[name]
+        if tensors[layer].device != device:
+            tensors[layer] = tensors[layer].to(device)
+        return tensors[layer]
+
+    def add(self, name: str, layer: int, value: Tensor) -> None:
+        """Add `value` (or take the maximum with it, for the maxima)."""
+        tensor = self.at(name, layer, value.device)
+        if name in self.maxima:
+            torch.maximum(tensor, value.to(tensor.dtype), out=tensor)
+        else:
+            tensor += value
+
+    def state(self) -> State:
+        """All tensors, stacked over layers, on the CPU."""
+        return {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        for name, tensors in self._tensors.items():
+            for layer, value in enumerate(state[name]):
+                tensors[layer].copy_(value)
+
+    def merge(self, other: LayerSums) -> None:
+        """Take in what another accumulator has seen."""
+        for name, value in other.state().items():
+            for layer in range(self.layers):
+                self.add(name, layer, value[layer].to(self._tensors[name][layer].device))
+
+
+def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:
+    """Slices of a batch to work on at once: a context at a time on a CPU, whose cache holds one, else all."""
+    step = 1 if device.type == "cpu" else max(batch, 1)
+    for start in range(0, batch, step):
+        yield slice(start, min(start + step, batch))

@@ -1,0 +1,372 @@
+"""From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed.
+
+Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts; it
+does not find text (`texts.py` does), knows no model, and imports no model library: a tokenizer is anything that
+behaves like those of `transformers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.texts import Document, document_of_row, python_topics, read_path, stdlib_sources
+
+PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
+READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
+STREAMED_CONTEXTS = (
+    256  # of sources without an end (random tokens, streamed datasets) when no number is given
+)
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
+
+    all_special_ids: Any
+    eos_token_id: Any
+    sep_token_id: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        """A mapping with the token ids of `text` under `input_ids`."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """C contexts of T tokens each, and where they come from.
+
+    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the remainder
+    is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents of the same
+    label, in reading order, with the tokenizer's end-of-sequence token between them (or, without one, its
+    separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS] … [SEP], a
+    beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts nothing.
+
+    Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept, in
+    reading order; when more, all that there are.
+
+    `labels` indexes `label_names`; −1 says that a context has no label.
+    """
+
+    name: str
+    contexts: Int[Tensor, "contexts length"]
+    labels: Int[Tensor, " contexts"]
+    label_names: list[str]
+    seed: int
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of everything that was read: length, token ids, labels and their names."""
+        digest = hashlib.sha256(f"length {self.contexts.shape[1]}\n".encode())
+        for name in self.label_names:
+            encoded = name.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in (self.contexts, self.labels):
+            digest.update(tensor.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        text_column: str = "text",
+    ) -> Corpus:
+        """A file or a folder of `.txt`, `.md`, `.jsonl`, `.parquet`; see `texts.read_path` for labels and errors."""
+        documents = read_path(path, text_column)
+        return _build(cls, str(path), documents, tokenizer, length, contexts, seed)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Iterable[str],
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        labels: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> Corpus:
+        """Texts in memory, each with its label (None: no labels)."""
+        if isinstance(texts, str):
+            raise UsageError("texts is one string; give a list of texts.")
+        texts = list(texts)
+        if labels is not None and len(labels) != len(texts):
+            raise UsageError(
+                f"There are {len(texts)} texts and {len(labels)} labels; give each text one label."
+            )
+        of_text = labels if labels is not None else [None] * len(texts)
+        documents = [Document(text, label) for text, label in zip(texts, of_text, strict=True)]
+        return _build(cls, "texts", documents, tokenizer, length, contexts, seed)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        name: str,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int,
+        config: str | None = None,
+        split: str = "train",
+        text_column: str = "text",
+        seed: int = 0,
+    ) -> Corpus:
+        """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
+
+        Labels are the column `label` or `topic`, if any. Reading stops when `READ_AHEAD` × `contexts` contexts
+        were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
+        """
+        _check_sizes(length, contexts)
+        documents = _streamed(name, config, split, text_column)
+        return _build(cls, name, documents, tokenizer, length, contexts, seed, most=READ_AHEAD * contexts)
+
+    @classmethod
+    def python_docs(
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+    ) -> Corpus:
+        """The language reference inside every CPython (`pydoc_data.topics`): English, with topics as labels."""
+        return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+
+    @classmethod
+    def stdlib_code(
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+    ) -> Corpus:
+        """Source code of the running interpreter's standard library, with files as labels."""
+        return _build(cls, "stdlib_code", stdlib_sources(), tokenizer, length, contexts, seed)
+
+    @classmethod
+    def random_tokens(
+        cls, vocabulary: int | Tokenizer, length: int, contexts: int = STREAMED_CONTEXTS, seed: int = 0
+    ) -> Corpus:
+        """Token ids drawn uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
+
+        Of a tokenizer, special tokens are left out, and put around every context as in text.
+        """
+        _check_sizes(length, contexts)
+        if isinstance(vocabulary, int):
+            if vocabulary < 1:
+                raise UsageError(
+                    f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1."
+                )
+            ids, frame = np.arange(vocabulary), _Frame([], [], [])
+        else:
+            special = set(vocabulary.all_special_ids)
+            ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
+            frame = _frame(vocabulary, length)
+        body = length - len(frame.before) - len(frame.after)
+        drawn = np.random.default_rng(seed).choice(ids, size=(contexts, body))
+        before, after = (
+            np.tile(np.array(x, dtype=np.int64), (contexts, 1)) for x in (frame.before, frame.after)
+        )
+        rows = torch.from_numpy(np.concatenate([before, drawn, after], axis=1))
+        return cls("random_tokens", rows, torch.full((contexts,), -1), [], seed)
+
+
+def make_corpus(
+    spec: str | Path | None,
+    tokenizer: Tokenizer,
+    length: int,
+    contexts: int | None = None,
+    seed: int = 0,
+    text_column: str = "text",
+) -> Corpus:
+    """The corpus that `spec` names: `docs` (or None), `code`, `random`, `hf:NAME[:CONFIG[:SPLIT]]`, or a path.
+
+    A file named like a keyword is reached as `./docs`. Random tokens and datasets give `STREAMED_CONTEXTS` when
+    `contexts` is None.
+    """
+    name = "docs" if spec is None else str(spec)
+    if name == "docs":
+        return Corpus.python_docs(tokenizer, length, contexts, seed)
+    if name == "code":
+        return Corpus.stdlib_code(tokenizer, length, contexts, seed)
+    some = STREAMED_CONTEXTS if contexts is None else contexts
+    if name == "random":
+        return Corpus.random_tokens(tokenizer, length, some, seed)
+    if name.startswith("hf:"):
+        dataset, config, split, *more = [*name[3:].split(":"), "", ""]
+        if not dataset or any(more):
+            raise UsageError(
+                f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
+            )
+        return Corpus.from_dataset(
+            dataset, tokenizer, length, some, config or None, split or "train", text_column, seed
+        )
+    if not Path(name).exists():
+        raise UsageError(f"There is no file or folder {name}; give a path, or docs, code, random or hf:NAME.")
+    return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
+
+    before: list[int]
+    after: list[int]
+    between: list[int]
+
+
+@dataclass
+class _Cutter:
+    """Cuts documents into the bodies of contexts, and remembers the longest text that did not fill one."""
+
+    tokenizer: Tokenizer
+    body: int  # tokens of a context without those around it
+    between: list[int]
+    longest: int = 0
+    short: dict[str | None, list[int]] = field(default_factory=dict)
+
+    def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
+        for document in documents:
+            own: list[int] = []
+            full = False
+            for ids in _encode(self.tokenizer, document.text):
+                own += ids
+                while len(own) >= self.body:
+                    yield document.label, own[: self.body]
+                    own, full = own[self.body :], True
+            if full or not own:
+                continue
+            packed = self.short.setdefault(document.label, [])
+            packed += self.between + own if packed else own
+            self.longest = max(self.longest, len(packed))
+            if len(packed) >= self.body:
+                yield document.label, packed[: self.body]
+                self.short[document.label] = packed[self.body :]
+
+
+def _build(
+    kind: type[Corpus],
+    name: str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    length: int,
+    contexts: int | None,
+    seed: int,
+    most: int | None = None,
+) -> Corpus:
+    """Tokenize, cut, sample; `most` bounds how many contexts are looked at."""
+    _check_sizes(length, contexts)
+    frame = _frame(tokenizer, length)
+    around = len(frame.before) + len(frame.after)
+    cutter = _Cutter(tokenizer, length - around, frame.between)
+    kept = _sample(islice(cutter.cut(documents), most), contexts, seed)
+    if not kept:
+        if not cutter.longest:
+            raise UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
+        raise UsageError(
+            f"{name} is shorter than one context of {length} tokens: its longest text has "
+            f"{cutter.longest + around}; use a smaller --length or a longer text."
+        )
+    rows = [[*frame.before, *body, *frame.after] for _, body in kept]
+    names = list(dict.fromkeys(label for label, _ in kept if label is not None))
+    index = {label: position for position, label in enumerate(names)}
+    labels = [-1 if label is None else index[label] for label, _ in kept]
+    return kind(name, torch.from_numpy(np.array(rows, dtype=np.int64)), torch.tensor(labels), names, seed)
+
+
+def _sample(
+    found: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
+) -> list[tuple[str | None, np.ndarray]]:
+    """A uniform sample of `count` without replacement, in order (Vitter's algorithm R: memory for `count`)."""
+    random = np.random.default_rng(seed)
+    kept: list[tuple[int, str | None, np.ndarray]] = []
+    for position, (label, body) in enumerate(found):
+        entry = (position, label, np.array(body, dtype=np.int32))
+        if count is None or position < count:
+            kept.append(entry)
+        elif (place := int(random.integers(0, position + 1))) < count:
+            kept[place] = entry
+    kept.sort(key=lambda entry: entry[0])
+    return [(label, body) for _, label, body in kept]
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
+    """Token ids of `text`, in pieces of at most `PIECE` characters.
+
+    Pieces end before white space where there is some: there the tokenizers that split words before merging
+    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by a token a piece.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + PIECE
+        if end < len(text):
+            last = None
+            for last in re.finditer(r"(?<=\S)\s", text[begin + PIECE // 2 : end]):
+                pass
+            if last is not None:
+                end = begin + PIECE // 2 + last.start()
+        # verbose=False: a document is longer than the model, which is why it is cut.
+        yield list(tokenizer(text[begin:end], add_special_tokens=False, verbose=False)["input_ids"])
+        begin = end
+
+
+def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
+    """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            before, after = full[:start], full[start + len(bare) :]
+            break
+    else:
+        raise UsageError(
+            f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
+        )
+    if len(before) + len(after) >= length:
+        raise UsageError(
+            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} special ones; "
+            "use a larger --length."
+        )
+    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return _Frame(before, after, [token for token in ends if token is not None][:1])
+
+
+def _streamed(name: str, config: str | None, split: str, text_column: str) -> Iterator[Document]:
+    """Rows of a dataset as they arrive, class numbers replaced by their names."""
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+        features = dataset.features or {}
+        for row in dataset:
+            for column, feature in features.items():
+                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
+                    row[column] = feature.int2str(row[column])
+            if document := document_of_row(row, text_column, f"Dataset {name}"):
+                yield document
+    except UsageError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a network, "
+            "give a folder that holds its files."
+        ) from error
+
+
+def _check_sizes(length: int, contexts: int | None) -> None:
+    if length < 2:
+        raise UsageError(
+            f"A context of {length} tokens has no attention to survey; use a --length of at least 2."
+        )
+    if contexts is not None and contexts < 1:
+        raise UsageError(f"{contexts} contexts were asked for; use --contexts of at least 1.")

@@ -1,0 +1,1 @@
+"""From statistics and weights to tables and arrays. No model and no corpus is known here."""

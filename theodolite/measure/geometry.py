@@ -1,0 +1,185 @@
+"""From the means and second moments of hidden states to the geometry of position and context.
+
+One row a residual layer; all over positions 1 … T−1, position 0 apart. Source: Song & Zhong 2024.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.outliers import OUTLIER_MAGNITUDE
+from theodolite.accumulate.sums import State
+from theodolite.theory.singular import largest_singular_value, screenot, stable_rank
+from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram
+
+SCREENOT_RANK = 20
+"""Upper bound on the rank given to ScreeNOT, as published."""
+
+CUTOFFS = (1, 3, 5, 10)
+"""K of the low-frequency ratios, as published (Table 4)."""
+
+OUTLIER_SHARE = 0.06
+"""A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
+
+SHOWN_SINGULAR_VALUES = 60
+SHOWN_FREQUENCIES = 10
+SHOWN_POSITIONS = 64
+SHOWN_CONTEXTS = 64
+
+Columns = dict[str, list[float]]
+Arrays = dict[str, Tensor]
+
+
+def geometry(
+    means: State, moments: State, outliers: State, sample: Sample, labels: Int[Tensor, " sampled"]
+) -> tuple[Columns, Arrays]:
+    """The geometry columns of the layers table and the arrays behind them.
+
+    Args:
+        means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `Outliers`.
+        sample: which contexts and tokens `means` kept.
+        labels: label of each kept context, −1 for none.
+    """
+    mean, pos, ctx = decomposed_means(means)
+    contexts = float(means["contexts"][0])
+    tokens = contexts * (pos.shape[1] - 1)
+    rows: list[dict[str, float]] = []
+    arrays: dict[str, list[Tensor]] = {}
+    order = _ordered_by_label(labels)
+    shown = torch.linspace(1, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - 1)).round().long()
+    for layer in range(len(mean)):
+        p = pos[layer, 1:]
+        gram = normalised_gram(p)
+        row = _positional(p, gram, contexts, moments["moment"][layer])
+        row |= _contextual(p, ctx[layer], labels)
+        row |= _stream(means, outliers, layer, contexts, tokens)
+        rows.append(row)
+        cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
+        for name, value in _pictures(pos[layer], ctx[layer], gram, cvec, shown, order).items():
+            arrays.setdefault(name, []).append(value)
+    stacked = {name: torch.stack(values) for name, values in arrays.items()}
+    stacked |= {
+        "mean": mean,
+        "positional_basis": pos.float(),
+        "context_basis": ctx.float(),
+        "context_label": labels,
+        "cvec_position": sample.token_position,
+        "gram_position": shown,
+        "gram_label": labels[order],
+        "outlier_share": (outliers["outlier"] / tokens).float(),
+    }
+    return {name: [row[name] for row in rows] for name in rows[0]}, stacked
+
+
+def outlier_rows(outliers: State, contexts: float, length: int) -> list[dict[str, float]]:
+    """One row for each layer's dimensions that are outliers, or carry a massive activation."""
+    share = outliers["outlier"] / (contexts * (length - 1))
+    notable = (share >= OUTLIER_SHARE) | (outliers["massive"] > 0) | (outliers["massive_first"] > 0)
+    return [
+        {
+            "layer": layer,
+            "dimension": dimension,
+            "share": float(share[layer, dimension]),
+            "maximum": float(outliers["maximum"][layer, dimension]),
+            "maximum_first": float(outliers["maximum_first"][layer, dimension]),
+            "massive": int(outliers["massive"][layer, dimension]),
+            "massive_first": int(outliers["massive_first"][layer, dimension]),
+        }
+        for layer, dimension in notable.nonzero().tolist()
+    ]
+
+
+def _positional(p: Tensor, gram: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
+    """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
+    # ‖P tiled over contexts‖₂ = √C · ‖P‖₂, and ‖M‖₂² is the largest eigenvalue of the centred moments.
+    whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
+    tiled = contexts * float(torch.linalg.matrix_norm(p, 2)) ** 2
+    ratios = low_frequency_ratio(gram, CUTOFFS)
+    bound = min(SCREENOT_RANK, (min(p.shape) - 2) // 2)  # ScreeNOT needs 2k + 1 values below it
+    return {
+        "rank": float(screenot(p, k=max(bound, 0)).rank),
+        "stable_rank": float(stable_rank(p)),
+        "relative_norm": math.sqrt(tiled / whole) if whole > 0 else math.nan,
+        **{f"low_frequency_{k}": float(r) for k, r in zip(CUTOFFS, ratios, strict=True)},
+    }
+
+
+def _contextual(p: Tensor, ctx: Tensor, labels: Tensor) -> dict[str, float]:
+    """Incoherence of positional and context basis, and similarity of contexts within and between labels."""
+    direction = torch.nn.functional.normalize(ctx, dim=-1)
+    incoherence = (torch.nn.functional.normalize(p, dim=-1) @ direction.T).abs()
+    similarity = (direction @ direction.T).abs()
+    pairs = torch.ones_like(similarity, dtype=torch.bool).triu(1) & (labels >= 0) & (labels[:, None] >= 0)
+    same = labels == labels[:, None]
+    return {
+        "incoherence_mean": _mean(incoherence),
+        "incoherence_max": float(incoherence.max()) if incoherence.numel() else math.nan,
+        "incoherence_random": random_cosine(p.shape[-1]),
+        "similarity_within": _mean(similarity[pairs & same]),
+        "similarity_between": _mean(similarity[pairs & ~same]),
+    }
+
+
+def random_cosine(width: int) -> float:
+    """E|cos| of two random directions of R^d: Γ(d/2) / (√π · Γ((d+1)/2))."""
+    return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
+
+
+def _stream(means: State, outliers: State, layer: int, contexts: float, tokens: float) -> dict[str, float]:
+    massive, first = outliers["massive"][layer], outliers["massive_first"][layer]
+    return {
+        "norm": float(means["norm_sum"][layer]) / contexts,
+        "norm_first": float(means["norm_first_sum"][layer]) / contexts,
+        "cosine_previous": float(means["cosine_sum"][layer]) / contexts if layer else math.nan,
+        "rank_collapse": float(means["collapse_sum"][layer]) / contexts,
+        "massive_activations": float(massive.sum()),
+        "massive_activations_first": float(first.sum()),
+        "outlier_dimensions": float((outliers["outlier"][layer] / tokens >= OUTLIER_SHARE).sum()),
+    }
+
+
+def _pictures(
+    pos: Float[Tensor, "positions width"],
+    ctx: Float[Tensor, "sampled width"],
+    gram: Tensor,
+    cvec: Float[Tensor, "tokens width"],
+    shown: Tensor,
+    order: Tensor,
+) -> dict[str, Tensor]:
+    """What one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
+    _, values, directions = torch.linalg.svd(pos[1:], full_matrices=False)
+    axes = torch.zeros(3, pos.shape[-1], dtype=pos.dtype)
+    axes[: min(3, len(directions))] = directions[:3]
+    coordinates = pos @ axes.T
+    # The sign of a principal direction is arbitrary: let the farthest position have a positive coordinate.
+    farthest = coordinates[1:].abs().argmax(dim=0)
+    sign = coordinates[1:].gather(0, farthest[None]).sign()
+    sign[sign == 0] = 1
+    both = torch.nn.functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
+    spectrum = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
+    low = dct2(gram)[:SHOWN_FREQUENCIES, :SHOWN_FREQUENCIES].abs()
+    spectrum[: low.shape[0], : low.shape[1]] = low
+    return {
+        "positional_pca": (coordinates * sign).float(),
+        "cvec_pca": (cvec @ axes.T * sign).float(),
+        "singular_values": values[:SHOWN_SINGULAR_VALUES],
+        "gram": (both @ both.T).float(),
+        "dct": spectrum,
+    }
+
+
+def _ordered_by_label(labels: Int[Tensor, " sampled"]) -> Tensor:
+    """Kept contexts for the Gram matrix: grouped by label, the most frequent labels first."""
+    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    frequency = torch.where(values < 0, -1, counts)[inverse]
+    key = sorted(range(len(labels)), key=lambda i: (-int(frequency[i]), int(labels[i]), i))
+    return torch.tensor(key[:SHOWN_CONTEXTS], dtype=torch.int64)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if values.numel() else math.nan

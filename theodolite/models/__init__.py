@@ -1,0 +1,5 @@
+"""Checkpoints: opening, tapping and probing them. The only place that knows `transformers`."""
+
+from theodolite.models.open import OpenModel as OpenModel
+from theodolite.models.open import open_model as open_model
+from theodolite.models.probe import HeadWeights as HeadWeights

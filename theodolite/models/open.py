@@ -1,0 +1,299 @@
+"""Open a checkpoint, check it, and know where its heads are. The way in to every measurement.
+
+Weights come from safetensors only, and no code of a checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models.probe import Call, HeadWeights, capture_calls, probe_layer
+from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+from theodolite.models.tap import tapped
+from theodolite.theory.attention import AttentionInputs, attend
+
+EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
+"""The model that the package carries."""
+
+VERIFIED_LENGTH = 16
+"""Tokens of the sequence on which an opened model is verified."""
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint that has been opened and verified.
+
+    Attributes:
+        hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
+            except while a survey or a probe is under way.
+        tokenizer: its tokenizer, or None where the checkpoint has none.
+        layers: number of blocks L.
+        heads: query heads a layer H.
+        head_width: width of a query d_h.
+        width: width of the residual stream d.
+        causal: whether a query is kept from later keys.
+        id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
+            weights on disk, if they were local.
+    """
+
+    hf: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    structure: Structure
+    width: int
+    causal: bool
+    positions: str
+    id: str
+    revision: str | None
+    sha256: str | None
+    _calls: list[Call] = field(repr=False)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks L."""
+        return len(self.structure.attention)
+
+    @property
+    def heads(self) -> int:
+        """Query heads a layer H."""
+        return self.structure.heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a query d_h."""
+        return self.structure.head_width
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.hf.device
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Rows of the token embedding, or None for a model that reads no tokens."""
+        if self.hf.main_input_name != "input_ids":
+            return None
+        return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[union-attr,arg-type]
+
+    @functools.cached_property
+    def longest(self) -> int | None:
+        """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
+        for name, module in self.hf.named_modules():
+            if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+                return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
+        limit = getattr(self.hf.config, "max_position_embeddings", None)
+        return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+    def head_weights(self, layer: int) -> HeadWeights:
+        """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
+
+        Raises:
+            UsageError: there is no such layer.
+            WorkError: the layer's queries and keys are no affine function of its input.
+        """
+        if not 0 <= layer < self.layers:
+            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
+        return probe_layer(self.hf, self.structure, layer, self._calls[layer])
+
+
+def open_model(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+) -> OpenModel:
+    """Open and verify a checkpoint from a folder or the hub; the embedded model where no path is given.
+
+    Args:
+        path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub.
+        dtype: "auto" keeps the checkpoint's own; else "float32", "bfloat16" and so on.
+        device: where the model goes; a CUDA device if there is one, else the CPU.
+        device_map: spread the model over devices instead (needs `pip install theodolite[accelerate]`).
+        revision: a branch, tag or commit on the hub.
+
+    Raises:
+        UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
+        WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
+    """
+    source = EMBEDDED if path_or_id is None else path_or_id
+    local = _local_folder(source)
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        model = _load(source, config, dtype, device_map, revision)
+    except TheodoliteError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"cannot open {source}: {_first_line(error)}") from error
+    if device_map is None:
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = model.eval().requires_grad_(False)
+    _refuse_bad_numbers(model)
+    structure = find_structure(model, _input(model, 1))
+    calls = capture_calls(model, structure, _input(model, 1))
+    causal, has_bias = _verify(model, structure)
+    return OpenModel(
+        hf=model,
+        tokenizer=_tokenizer(source, revision),
+        structure=structure,
+        width=first_tensor(*calls[0]).shape[-1],
+        causal=causal,
+        positions=_positions(model, calls[0], has_bias),
+        id="embedded" if path_or_id is None else str(path_or_id),
+        revision=getattr(model.config, "_commit_hash", None),
+        sha256=_hash_weights(local) if local else None,
+        _calls=calls,
+    )
+
+
+def _local_folder(source: str | Path) -> Path | None:
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
+            raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
+        return None
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        raise UsageError(f"{source} is no checkpoint: theodolite needs a folder with config.json in it")
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+        if pickled:
+            raise UsageError(
+                f"{source} holds pickled weights ({pickled[0]}), which can run code when read; convert them "
+                "where you trust them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
+            )
+        raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
+    return folder
+
+
+def _load(source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None) -> PreTrainedModel:
+    names = getattr(config, "architectures", None) or []
+    architecture = getattr(transformers, names[0], None) if names else None
+    if names and architecture is None:
+        raise UsageError(
+            f"cannot open {source}: transformers {transformers.__version__} has no architecture {names[0]} "
+            "(theodolite runs no code that a checkpoint brings along)"
+        )
+    model, info = (architecture or AutoModel).from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        device_map=device_map,
+        revision=revision,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise WorkError(
+            f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
+            "to another architecture or are incomplete"
+        )
+    return model
+
+
+def _tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        return None  # random tokens and weights need none; a text without one is refused by the survey
+
+
+def _refuse_bad_numbers(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():
+            kind = "NaN" if torch.isnan(parameter).any() else "infinite"
+            raise WorkError(f"tensor {name} holds {kind} values: the checkpoint is broken, nothing to measure")
+
+
+def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
+    """A small valid input: the first `length` token ids, or an image of noise."""
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        size, channels = model.config.image_size, model.config.num_channels
+        height, width = (size, size) if isinstance(size, int) else size
+        return {
+            "pixel_values": torch.randn(1, channels, height, width, generator=generator).to(
+                model.device, model.dtype
+            )
+        }
+    if model.main_input_name != "input_ids":
+        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make")
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[union-attr,arg-type]
+    ids = torch.randint(vocabulary, (1, length), generator=generator)
+    return {"input_ids": ids.to(model.device), "use_cache": False}
+
+
+def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, bool]:
+    """Compare each attention module's output with the model's own; tell whether it is causal, and biased."""
+    seen: list[AttentionInputs] = []
+
+    def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+        seen.append(inputs)
+        return attend(inputs)
+
+    sample = _input(model, VERIFIED_LENGTH)
+    own = _attention_outputs(model, structure, sample)
+    with tapped(model, listener):
+        ours = _attention_outputs(model, structure, sample)
+    for layer, (expected, got) in enumerate(zip(own, ours, strict=True)):
+        scale = expected.abs().max().clamp_min(1e-30)
+        error = float((got - expected).abs().max() / scale)
+        # The error of earlier layers travels on: allow for it, and for the dtype's own rounding.
+        if not error <= 100 * torch.finfo(expected.dtype).eps * (1 + layer / 4):
+            raise WorkError(
+                f"layer {layer} ({structure.names[layer]}): the attention output recomputed from its queries, "
+                f"keys and values differs from the model's own by {error:.1e}; this family is not supported"
+            )
+    mask = seen[0].mask
+    causal = seen[0].causal if mask is None else not bool(mask[..., 0, -1].any())
+    return causal, seen[0].bias is not None
+
+
+def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+
+    hooks = [module.register_forward_hook(keep) for module in structure.attention]
+    try:
+        with torch.inference_mode():
+            backbone(model)(**sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
+
+
+def _positions(model: nn.Module, call: Call, has_bias: bool) -> str:
+    if call[1].get("position_embeddings") is not None:
+        return "rotary"
+    if has_bias:
+        return "alibi"
+    learned = any("pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules())
+    return "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
+
+
+def _hash_weights(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            for piece in iter(functools.partial(file.read, 1 << 20), b""):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

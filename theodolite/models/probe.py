@@ -1,0 +1,155 @@
+"""The probe: every head's W_q, W_k, W_v and biases, read through the tap and not through parameter names.
+
+An attention module projects its input affinely, whatever the layout of its weights (fused, interleaved,
+grouped, transposed). So its input rows 0 and e_1 … e_d tell all: what arrives at the tap for the row 0 is the
+bias, and for e_i the bias plus row i of the weights. Each row is a sequence of its own at position 0, where
+RoPE is the identity (times its own attention scaling). The rows go through a float64 copy of the module, so
+that the subtraction of the bias costs nothing, and the module stops as soon as the tap has them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.errors import WorkError
+from theodolite.models.structure import Structure, backbone, first_tensor
+from theodolite.models.tap import tapped
+from theodolite.theory.attention import AttentionInputs, attend
+
+ROWS = 1024
+"""Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of one layer's heads: `query = x W_q + b_q`, logit = `query · key · scaling`, all in float64.
+
+    Grouped keys and values are repeated, so that every array leads with the query heads. `projection` is
+    "projection", or "projection before norm" where the family normalises queries and keys after projecting
+    them (Qwen 3, Gemma 3): then no matrix gives the logits, and these are the weights before that norm.
+    """
+
+    w_q: Float[Tensor, "heads width head_width"]
+    w_k: Float[Tensor, "heads width head_width"]
+    w_v: Float[Tensor, "heads width value_width"]
+    b_q: Float[Tensor, "heads head_width"]
+    b_k: Float[Tensor, "heads head_width"]
+    b_v: Float[Tensor, "heads value_width"]
+    scaling: float
+    projection: str
+
+
+class _Captured(Exception):  # noqa: N818 (not an error: it ends a module's forward once the tap has its rows)
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.inputs = inputs
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments with which a model calls an attention module."""
+
+
+def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
+    """How the model calls each layer's attention module on `probe_input` (one token at position 0)."""
+    calls: dict[nn.Module, Call] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True)
+        for module in structure.attention
+    ]
+    try:
+        with tapped(model, lambda _, inputs: attend(inputs)), torch.inference_mode():
+            backbone(model)(**probe_input)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [calls[module] for module in structure.attention]
+
+
+def probe_layer(
+    model: PreTrainedModel, structure: Structure, layer: int, call: Call
+) -> HeadWeights:
+    """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
+
+    Raises:
+        WorkError: the layer's queries or keys are no affine function of its input, even before their norm.
+    """
+    with tapped(model, _raise_captured), torch.inference_mode():
+        module = _double(structure.attention[layer])
+        width = first_tensor(*call).shape[-1]
+        for projection in ("projection", "projection before norm"):
+            weights = _probe(module, call, width, projection)
+            if weights is not None:
+                return weights
+            if module is structure.attention[layer]:
+                break  # no copy, so its norms must stay
+            for name, child in list(module.named_modules()):
+                if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm"):
+                    module.set_submodule(name, nn.Identity())
+    raise WorkError(f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input")
+
+
+def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
+    parameter = next(module.parameters())
+    device, dtype = parameter.device, parameter.dtype
+
+    def tapped_rows(rows: Tensor) -> tuple[Tensor, ...]:
+        inputs = _run(module, call, rows.to(device, dtype))
+        heads = inputs.query.shape[1]
+        repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
+        return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))  # each (rows, heads, width)
+
+    zero = torch.zeros(1, width, dtype=torch.float64)
+    identity = torch.eye(width, dtype=torch.float64)
+    bias = tapped_rows(zero)
+    parts = [tapped_rows(rows) for rows in identity.split(ROWS)]
+    weights = [torch.cat(rows) - b for rows, b in zip(zip(*parts, strict=True), bias, strict=True)]
+    mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for got, w, b in zip(tapped_rows(mixture), weights, bias, strict=True):
+        expected = torch.einsum("rd,dhw->rhw", mixture, w) + b
+        tolerance = 1e-9 if dtype == torch.float64 else 32 * torch.finfo(dtype).eps
+        scale = expected.abs().max() + w.abs().max() * width**0.5
+        if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
+            return None
+    w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
+    scaling = _run(module, call, zero.to(device, dtype)).scaling
+    return HeadWeights(w_q, w_k, w_v, *(b[0] for b in bias), scaling=scaling, projection=projection)
+
+
+def _run(module: nn.Module, call: Call, rows: Tensor) -> AttentionInputs:
+    """Send `rows` (rows, width) through the attention module, each as a sequence of one token."""
+    args, kwargs = call
+    floats = lambda value: _to_dtype(value, rows)  # noqa: E731
+    args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
+    hidden = rows.unsqueeze(1)
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = hidden
+    else:
+        args = (hidden, *args[1:])
+    try:
+        module(*args, **kwargs)
+    except _Captured as captured:
+        return captured.inputs
+    raise WorkError(f"{type(module).__name__} did not reach its attention function")
+
+
+def _raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+    raise _Captured(inputs)
+
+
+def _double(module: nn.Module) -> nn.Module:
+    """A float64 copy, or the module itself where its weights are not here to be copied (offloaded)."""
+    if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
+        return module
+    return copy.deepcopy(module).double()
+
+
+def _to_dtype(value: Any, like: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(like.device, like.dtype)
+    return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

@@ -1,0 +1,85 @@
+"""Where a model keeps its attention modules and its blocks, found by watching one forward pass.
+
+No family is named here. The attention modules are those that call the tap, in the order in which they call it;
+a block is the member of a `ModuleList` that holds one. What does not fit this picture is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError
+from theodolite.models.tap import tapped
+from theodolite.theory.attention import AttentionInputs, attend
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The attention modules of a model in the order of its layers, their names, and the block around each."""
+
+    attention: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+    heads: int
+    head_width: int
+
+
+def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Structure:
+    """Run `probe_input` once and see who calls the tap.
+
+    Raises:
+        UsageError: nothing calls it, a module is shared between layers, a block has two attention modules, or
+            layers differ in their number of heads.
+    """
+    family = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"{family} is an encoder-decoder; theodolite reads models with one stack of blocks")
+    called: list[nn.Module] = []
+    shapes: list[tuple[int, int]] = []
+
+    def note(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        called.append(module)
+        shapes.append((inputs.query.shape[1], inputs.query.shape[-1]))
+        return attend(inputs)
+
+    with tapped(model, note), torch.inference_mode():
+        backbone(model)(**probe_input)
+    if not called:
+        raise UsageError(
+            f"{family} has no attention that goes through the attention interface of transformers; "
+            "theodolite does not support this family yet"
+        )
+    if len(set(map(id, called))) < len(called):
+        raise UsageError(f"{family} uses one attention module for several layers; theodolite needs one a layer")
+    if len(set(shapes)) > 1:
+        raise UsageError(f"{family} has layers with different numbers or widths of heads: {sorted(set(shapes))}")
+    name_of = {id(module): name for name, module in model.named_modules()}
+    names = [name_of[id(module)] for module in called]
+    blocks = [_block_of(model, name) for name in names]
+    if len(set(map(id, blocks))) < len(blocks):
+        raise UsageError(f"{family} has a block with two attention modules; theodolite needs one a block")
+    return Structure(tuple(called), tuple(names), tuple(blocks), *shapes[0])
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head: a survey needs no logits over the vocabulary."""
+    return model.base_model
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among a block's or an attention module's arguments."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _block_of(model: nn.Module, name: str) -> nn.Module:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        parent = model.get_submodule(".".join(parts[: end - 1]))
+        if isinstance(parent, nn.ModuleList):
+            return model.get_submodule(".".join(parts[:end]))
+    raise UsageError(f"{type(model).__name__}: attention module {name} is not inside a list of blocks")

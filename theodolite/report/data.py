@@ -1,0 +1,132 @@
+"""Safe reading of a run for the report: what is absent or all NaN comes back as None.
+
+A weights-only run lacks every column and array that needs a text, and a run of a rare family may lack others.
+Nothing here changes a run, and nothing here draws.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.report.text import head_name
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+Floats = npt.NDArray[np.float64]
+
+
+def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
+    """A column as float64 in the frame's order, None where it is absent, empty, or has no finite value."""
+    if frame is None or name not in frame.columns or not len(frame):
+        return None
+    values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
+    return values if np.isfinite(values).any() else None
+
+
+def array(run: Run, name: str) -> Floats | None:
+    """An array of the run as float64, None where it is absent or empty."""
+    tensor = run.arrays.get(name)
+    if tensor is None or tensor.numel() == 0:
+        return None
+    return np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.float64)
+
+
+def need(run: Run, name: str) -> Floats:
+    """As `array`, for a figure that cannot be drawn without it: `UsageError` where it is absent."""
+    values = array(run, name)
+    if values is None:
+        raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
+    return values
+
+
+def layer_numbers(run: Run) -> Floats:
+    """The residual layers 0…L in the frame's order."""
+    return run.layers["layer"].to_numpy(dtype=np.float64)
+
+
+def residual_layers(run: Run) -> int:
+    """L + 1, the number of residual layers, from the table or from any array that has one row a layer."""
+    if run.layers is not None and len(run.layers):
+        return int(run.layers["layer"].max()) + 1
+    return blocks(run) + 1
+
+
+def blocks(run: Run) -> int:
+    """L, the number of attention blocks."""
+    return int(run.heads["layer"].max()) + 1 if len(run.heads) else 0
+
+
+def heads_per_block(run: Run) -> int:
+    """H, the number of heads of the widest block."""
+    return int(run.heads["head"].max()) + 1 if len(run.heads) else 0
+
+
+def head_labels(run: Run) -> list[str]:
+    """`L3H5` for every row of the head table, in its order."""
+    return [
+        head_name(int(layer), int(head))
+        for layer, head in zip(run.heads["layer"], run.heads["head"], strict=True)
+    ]
+
+
+def head_grid(run: Run, name: str) -> Floats | None:
+    """A head measure as an (L, H) grid, NaN where a head is missing; None where `column` gives none."""
+    values = column(run.heads, name)
+    if values is None:
+        return None
+    grid = np.full((blocks(run), heads_per_block(run)), np.nan)
+    grid[run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)] = values
+    return grid
+
+
+def provenance(run: Run, *path: str) -> Any:
+    """`run.provenance[a][b]…`, None where a step is missing."""
+    value: Any = run.provenance
+    for step in path:
+        if not isinstance(value, dict) or step not in value:
+            return None
+        value = value[step]
+    return value
+
+
+def causal(run: Run) -> bool:
+    """True unless the run says that queries see later keys."""
+    return provenance(run, "model", "causal") is not False
+
+
+def context_length(run: Run) -> int | None:
+    """T, the positions of one context, None for a weights-only run."""
+    length = provenance(run, "corpus", "length")
+    return int(length) if length else None
+
+
+def entropy_limits(run: Run, length: int) -> Floats:
+    """The highest entropy in nats that each of `length` queries can have: ln of the keys that it sees.
+
+    Shape (T,). Causal query t (counted from 0) sees t + 1 keys, so query 0 is bounded by 0.
+    """
+    if causal(run):
+        return np.log(np.arange(1, length + 1, dtype=np.float64))
+    return np.full(length, math.log(length))
+
+
+def entropy_share(run: Run) -> Floats | None:
+    """Each head's mean entropy over the mean of `entropy_limits`, in the order of `run.heads`; None without."""
+    entropy, length = column(run.heads, "entropy"), context_length(run)
+    if entropy is None or length is None or length < 2:
+        return None
+    return entropy / entropy_limits(run, length).mean()
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of 0…count−1, evenly spread, first and last included."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(step) for step in np.linspace(0, count - 1, most)})

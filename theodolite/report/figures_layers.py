@@ -1,0 +1,219 @@
+"""Curves over depth: one small figure a layer measure, beside the ranges that were published.
+
+Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
+every curve except those that name it. Every figure needs only the run's layer table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import published, style
+from theodolite.report.data import Floats, column, layer_numbers, provenance
+from theodolite.report.health import RANK_COLLAPSE
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+_BAND_COLOURS = dict(
+    zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True)
+)
+_BAND_OPACITY = 0.16
+
+
+def _rgba(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
+    values = column(run.layers, name)
+    if values is None:
+        return []
+    return [
+        go.Scatter(
+            x=layer_numbers(run),
+            y=values.astype(np.float32),
+            name=label,
+            mode="lines+markers",
+            line={"color": colour, "width": 2.2} | more.pop("line", {}),
+            marker={"size": 5},
+            hovertemplate=f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>",
+            **more,
+        )
+    ]
+
+
+def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[go.Scatter]:
+    """A shaded range over relative depth: the published layers are stretched onto this model's."""
+    last = float(layer_numbers(run).max())
+    x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
+    shown = model == published.closest(
+        provenance(run, "model", "family"), provenance(run, "model", "positions")
+    )
+    return [
+        go.Scatter(
+            x=x + x[::-1],
+            y=high + low[::-1],
+            name=f"{model}, published",
+            mode="lines",
+            fill="toself",
+            fillcolor=_rgba(_BAND_COLOURS[model], _BAND_OPACITY),
+            line={"width": 0.5, "color": _rgba(_BAND_COLOURS[model], 0.5)},
+            hoveron="fills",
+            text=f"{model}: {what}",
+            hoverinfo="text",
+            visible=True if shown else "legendonly",
+        )
+    ]
+
+
+def _layer_bands(run: Run, table: published.Rows, what: str) -> list[go.Scatter]:
+    return [
+        trace
+        for model in published.MODELS
+        for trace in _band(run, model, *published.layer_range(table[model]), what)
+    ]
+
+
+def _average_bands(run: Run, name: str, what: str, most: float = math.inf) -> list[go.Scatter]:
+    traces: list[go.Scatter] = []
+    for model, average in published.AVERAGES.items():
+        mean, deviation = getattr(average, name)
+        low, high = max(mean - deviation, 0.0), min(mean + deviation, most)
+        traces += _band(run, model, [low, low], [high, high], f"{what} {mean:g} ({deviation:g})")
+    return traces
+
+
+def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figure:
+    layers: Floats = layer_numbers(run)
+    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3]}
+    if len(layers) <= 14:
+        axis["dtick"] = 1
+    return style.figure(traces, "layer", y, layout={"xaxis": axis} | layout)
+
+
+def rank(run: Run) -> go.Figure:
+    """ScreeNOT rank of the positional basis at every layer, beside Table 4."""
+    traces = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
+    traces += _curve(run, "rank", "this model", style.VERMILLION)
+    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})
+
+
+def stable_rank(run: Run) -> go.Figure:
+    """Stable rank ‖P‖²_F/‖P‖²₂ of the positional basis at every layer, beside Table 5 (log axis)."""
+    traces = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
+    traces += _curve(run, "stable_rank", "this model", style.VERMILLION)
+    return _chart(run, traces, "stable rank", yaxis={"type": "log", "dtick": "D2"})
+
+
+def relative_norm(run: Run) -> go.Figure:
+    """Relative norm ‖P‖₂/‖M‖₂ of the positional basis at every layer, beside Table 6."""
+    traces = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
+    traces += _curve(run, "relative_norm", "this model", style.VERMILLION)
+    return _chart(run, traces, "share of the largest direction", yaxis={"range": [0, 1.05]})
+
+
+def low_frequency(run: Run) -> go.Figure:
+    """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
+    traces: list[go.Scatter] = []
+    colours = {1: style.PURPLE, 3: style.GREEN, 5: style.BLUE, 10: style.VERMILLION}
+    last = float(layer_numbers(run).max())
+    for size, colour in colours.items():
+        traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
+        traces.append(
+            go.Scatter(
+                x=[0, last],
+                y=[published.LOW_FREQUENCY[size]] * 2,
+                name="GPT-2, published",
+                legendgroup="published",
+                showlegend=size == 10,
+                mode="lines",
+                line={"color": colour, "width": 1, "dash": "dot"},
+                hovertemplate=f"GPT-2, K = {size}: %{{y:.3f}} (Table 3)<extra></extra>",
+            )
+        )
+    return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
+
+
+def similarity(run: Run) -> go.Figure:
+    """Mean |cosine| of context vectors within and between labels at every layer, beside Table 1."""
+    traces = _average_bands(run, "within", "within one document, Table 1:", 1.0)
+    between = _average_bands(run, "between", "between documents, Table 1:", 1.0)
+    for low, high in zip(between, traces, strict=True):
+        low.legendgroup = high.legendgroup = high.name
+        low.showlegend = False
+    traces += between
+    traces += _curve(run, "similarity_within", "same label", style.VERMILLION)
+    traces += _curve(run, "similarity_between", "other label", style.VERMILLION, line={"dash": "dash"})
+    return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
+
+
+def incoherence(run: Run) -> go.Figure:
+    """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
+    traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
+    traces += _curve(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
+    traces += _curve(run, "incoherence_mean", "mean", style.VERMILLION)
+    traces += _curve(
+        run, "incoherence_random", "mean of random directions", style.GREY, line={"dash": "dash"}
+    )
+    return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
+
+
+def norm(run: Run) -> go.Figure:
+    """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
+    traces = _curve(run, "norm", "positions 1 and on", style.VERMILLION)
+    traces += _curve(run, "norm_first", "first token", style.BLUE, line={"dash": "dash"})
+    return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": 1, "minor": {"showgrid": True}})
+
+
+def cosine_previous(run: Run) -> go.Figure:
+    """Mean cosine between a token's hidden state at a layer and at the layer before."""
+    traces = _curve(run, "cosine_previous", "to the layer before", style.VERMILLION)
+    return _chart(run, traces, "mean cosine", yaxis={"range": [-0.1, 1.05]})
+
+
+def rank_collapse(run: Run) -> go.Figure:
+    """Distance of the token matrix to rank one at every layer, with the line below which it counts as lost."""
+    last = float(layer_numbers(run).max())
+    limit = go.Scatter(
+        x=[-0.3, last + 0.3],
+        y=[RANK_COLLAPSE] * 2,
+        name="collapsed below",
+        mode="lines",
+        line={"color": style.GREY, "width": 1, "dash": "dash"},
+        hoverinfo="skip",
+    )
+    traces = [*_curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.VERMILLION), limit]
+    return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
+
+
+def massive_activations(run: Run) -> go.Figure:
+    """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
+    traces = []
+    for name, label, colour in (
+        ("massive_activations", "positions 1 and on", style.VERMILLION),
+        ("massive_activations_first", "first token", style.BLUE),
+    ):
+        values = column(run.layers, name)
+        if values is not None:
+            traces.append(
+                go.Bar(
+                    x=layer_numbers(run),
+                    y=values.astype(np.float32),
+                    name=label,
+                    marker={"color": colour, "line": {"width": 0}},
+                    hovertemplate=f"layer %{{x}}<br>{label}: %{{y}}<extra></extra>",
+                )
+            )
+    return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
+
+
+def outlier_dimensions(run: Run) -> go.Figure:
+    """How many feature dimensions are outliers (|x| ≥ 6 for a share of tokens) at every layer."""
+    traces = _curve(run, "outlier_dimensions", "outlier dimensions", style.VERMILLION)
+    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})

@@ -1,0 +1,176 @@
+"""Checks of what looks unhealthy, each with the threshold that it stands on.
+
+A check is made only where the run has its numbers, and says so when it finds nothing: silence is not health.
+The thresholds are conventions for a first look, not verdicts; what each is measured against is written beside
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from theodolite.report.data import Floats, column, entropy_share, head_labels
+from theodolite.report.text import counted, listed, number, percent
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
+ENTROPY_COLLAPSE = 0.05  # share of the highest entropy below which a head looks at one key
+RESTING = 0.90  # share of contexts with a first-token sink that explains a low entropy
+FIXED_ROLE = 0.60  # previous-, same-token or induction score that explains a low entropy
+VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
+DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
+UNIFORM = 0.995  # share of the highest entropy above which a head takes a plain average
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found; `concern` when it deserves a look."""
+
+    name: str
+    text: str
+    concern: bool
+
+
+def checks(run: Run) -> list[Check]:
+    """Every check that the run's numbers allow: collapse, vanishing signal, dead heads, massive activations."""
+    made: tuple[Callable[[Run], Check | None], ...] = (
+        _rank_collapse,
+        _entropy_collapse,
+        _vanishing,
+        _dead_heads,
+        _massive,
+        _missing,
+    )
+    return [check for make in made if (check := make(run)) is not None]
+
+
+def _named(run: Run, chosen: Floats) -> str:
+    return listed([name for name, keep in zip(head_labels(run), chosen, strict=True) if keep])
+
+
+def _rank_collapse(run: Run) -> Check | None:
+    residual = column(run.layers, "rank_collapse")
+    if residual is None:
+        return None
+    layers = run.layers["layer"].to_numpy(dtype=int)
+    lowest = int(np.nanargmin(residual))
+    low = [f"layer {layer}" for layer, value in zip(layers, residual, strict=True) if value < RANK_COLLAPSE]
+    if low:
+        text = (
+            f"Rank collapse: in {listed(low)} all tokens are nearly the same vector (residual below "
+            f"{RANK_COLLAPSE:g}; lowest {number(residual[lowest], 2)})."
+        )
+        return Check("rank collapse", text, True)
+    text = f"No rank collapse: the residual stays at or above {number(residual[lowest], 2)} (layer {layers[lowest]})."
+    return Check("rank collapse", text, False)
+
+
+def _entropy_collapse(run: Run) -> Check | None:
+    share = entropy_share(run)
+    if share is None:
+        return None
+    low = share < ENTROPY_COLLAPSE
+    limit = percent(ENTROPY_COLLAPSE)
+    if not low.any():
+        return Check(
+            "entropy collapse",
+            f"No entropy collapse: every head keeps at least {limit} of the highest entropy.",
+            False,
+        )
+    explained = np.zeros(len(share), dtype=bool)
+    for name, least in (
+        ("sink_first", RESTING),
+        ("previous_token", FIXED_ROLE),
+        ("same_token", FIXED_ROLE),
+        ("induction", FIXED_ROLE),
+    ):
+        values = column(run.heads, name)
+        if values is not None:
+            explained |= low & (values >= least)
+    rest = low & ~explained
+    text = f"{counted(int(low.sum()), 'head')} with less than {limit} of the highest entropy: {_named(run, low)}."
+    if not rest.any():
+        return Check(
+            "entropy collapse",
+            f"{text} All rest on the first token or have one fixed role, as is common.",
+            False,
+        )
+    if explained.any():
+        text += f" Neither a first-token sink nor a fixed role explains {_named(run, rest)}."
+    return Check("entropy collapse", f"Entropy collapse: {text}", True)
+
+
+def _vanishing(run: Run) -> Check | None:
+    reach = column(run.heads, "propagation")
+    if reach is not None:
+        gone = reach < VANISHING
+        if gone.any():
+            text = (
+                f"Vanishing signal: fewer than {percent(VANISHING)} of the keys get through in "
+                f"{counted(int(gone.sum()), 'head')}: {_named(run, gone)}."
+            )
+            return Check("vanishing signal", text, True)
+        lowest = percent(float(np.nanmin(reach)))
+        return Check(
+            "vanishing signal",
+            f"No vanishing signal: every head lets at least {lowest} of the keys through.",
+            False,
+        )
+    name = "regime_data" if "regime_data" in run.heads.columns else "regime"
+    if name not in run.heads.columns:
+        return None
+    predicted = run.heads[name].astype(str).str.startswith("vanishing").to_numpy()
+    if predicted.any():
+        text = f"Theory predicts a vanishing signal for {counted(int(predicted.sum()), 'head')}: {_named(run, predicted)}."
+        return Check("vanishing signal", text, True)
+    return Check("vanishing signal", "Theory predicts a vanishing signal for no head.", False)
+
+
+def _dead_heads(run: Run) -> Check | None:
+    size = column(run.heads, "frobenius_squared")
+    if size is None:
+        return None
+    dead = size <= DEAD_SHARE * float(np.nanmedian(size))
+    share = entropy_share(run)
+    plain = np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM) & ~dead
+    found = []
+    if dead.any():
+        found.append(f"W_QK is as good as zero in {_named(run, dead)}")
+    if plain.any():
+        found.append(f"a plain average is all that is left of {_named(run, plain)}")
+    if found:
+        return Check("dead heads", f"Dead heads: {'; '.join(found)}.", True)
+    return Check("dead heads", "No dead heads: every W_QK has a size like the others'.", False)
+
+
+def _massive(run: Run) -> Check | None:
+    later = column(run.layers, "massive_activations")
+    if later is None:
+        return None
+    layers = run.layers["layer"].to_numpy(dtype=int)
+    have = layers[np.nan_to_num(later) > 0]
+    if len(have):
+        text = (
+            f"Massive activations after the first token in {counted(len(have), 'layer')} (first in layer {have.min()}): "
+            "common in large models, hard on low-precision formats."
+        )
+        return Check("massive activations", text, True)
+    return Check("massive activations", "No massive activations after the first token.", False)
+
+
+def _missing(run: Run) -> Check | None:
+    """Numbers that should be there and are not: all of a measured column NaN while the text was read."""
+    if column(run.heads, "entropy") is None:
+        return None
+    unknown = run.heads["entropy"].isna().to_numpy()
+    if not unknown.any():
+        return None
+    return Check(
+        "unmeasured heads", f"Not measured: the attention of {_named(run, unknown)} could not be read.", True
+    )

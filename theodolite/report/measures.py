@@ -1,0 +1,242 @@
+"""What every column of a run means, in plain words, with the formula and where it comes from.
+
+Hover texts, captions, table headings and pickers all read from here, so that a measure is explained in one
+way only. Nothing here reads a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+BAO = "Bao et al. 2024"
+SONG = "Song & Zhong 2024"
+ZHANG = "Zhang et al. 2025"
+ZHAI = "Zhai et al. 2023"
+XIAO = "Xiao et al. 2024"
+OLSSON = "Olsson et al. 2022"
+
+Scale = Literal["share", "amount", "decades", "signed", "kind"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One column: how it is called, what it says, and which colours show it.
+
+    `scale`: "share" (0 to 1), "amount" (from 0 or the lowest value up), "decades" (colour by log10), "signed"
+    (around 0), "kind" (names).
+    """
+
+    column: str
+    title: str
+    group: str
+    meaning: str
+    scale: Scale
+    source: str
+    unit: str = ""
+
+
+_ATTENTION, _ROLES, _SINKS = "Attention on the text", "What the head does", "Sinks"
+_WEIGHTS, _DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
+
+_MEASURED = [
+    Measure(
+        "entropy",
+        "entropy",
+        _ATTENTION,
+        "Mean Shannon entropy of the head's attention rows. Low: it looks at one key at a time; high: it averages.",
+        "amount",
+        f"{ZHAI}; {BAO}, section 5",
+        "nats",
+    ),
+    Measure(
+        "entropy_bound",
+        "entropy bound",
+        _ATTENTION,
+        "The lowest mean entropy that the sizes of tokens and W_QK allow. Near 0 it promises nothing.",
+        "amount",
+        f"{ZHAI}, Theorem 3.1 (exact form)",
+        "nats",
+    ),
+    Measure(
+        "propagation",
+        "signal propagation",
+        _ATTENTION,
+        "Share of the last query's keys whose piecewise-linear softmax value lies in [0, 1], so that their signal "
+        "reaches the gradient. 0: the signal vanishes.",
+        "share",
+        f"{BAO}, section 3",
+    ),
+    Measure(
+        "previous_token",
+        "previous-token score",
+        _ROLES,
+        "Mean attention that a token pays to the token just before it.",
+        "share",
+        OLSSON,
+    ),
+    Measure(
+        "same_token",
+        "same-token score",
+        _ROLES,
+        "Mean attention that a token pays to earlier copies of itself.",
+        "share",
+        f"{SONG}, section 5",
+    ),
+    Measure(
+        "induction",
+        "induction score",
+        _ROLES,
+        "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
+        "share",
+        OLSSON,
+    ),
+    Measure(
+        "sink_first",
+        "first-token sink",
+        _SINKS,
+        "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on average.",
+        "share",
+        f"{XIAO}; {ZHANG}",
+    ),
+    Measure(
+        "sink_later",
+        "later sink",
+        _SINKS,
+        "Share of contexts in which a token after the first is a sink.",
+        "share",
+        ZHANG,
+    ),
+    Measure(
+        "sink_learned",
+        "learned sink",
+        _SINKS,
+        "Mean attention that goes to a learned sink column of the model, which is no token at all.",
+        "share",
+        "models with a sink column, such as gpt-oss",
+    ),
+]
+
+_SPECTRAL = [
+    Measure(
+        "regime",
+        "predicted regime",
+        _WEIGHTS,
+        "Which tokens' signal the spectrum lets through: early, middle or late in the context, all alike "
+        "(uniform), or none (vanishing).",
+        "kind",
+        f"{BAO}, Lemma 2",
+    ),
+    Measure(
+        "r",
+        "r = ξη",
+        _WEIGHTS,
+        "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
+        "signed",
+        f"{BAO}, Lemma 2",
+    ),
+    Measure(
+        "xi_symmetric",
+        "ξ of the symmetric part",
+        _WEIGHTS,
+        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); its size, how concentrated "
+        "the spectrum is around its mean.",
+        "signed",
+        f"{BAO}, eq. 6",
+    ),
+    Measure(
+        "eta_symmetric",
+        "η of the symmetric part",
+        _WEIGHTS,
+        "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large values make the signal vanish.",
+        "decades",
+        f"{BAO}, eq. 6",
+    ),
+    Measure(
+        "xi",
+        "ξ",
+        _WEIGHTS,
+        "tr W/√tr W². Empty where tr W² is negative: then the symmetric part's ξ is the one to read.",
+        "signed",
+        f"{BAO}, eq. 6",
+    ),
+    Measure("eta", "η", _WEIGHTS, "√tr W²/λ. Empty where tr W² is negative.", "decades", f"{BAO}, eq. 6"),
+    Measure(
+        "trace",
+        "trace",
+        _WEIGHTS,
+        "tr W, the sum of the eigenvalues. Positive: a token prefers keys like itself.",
+        "signed",
+        f"{BAO}, section 4",
+    ),
+    Measure(
+        "trace_of_square",
+        "trace of the square",
+        _WEIGHTS,
+        "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
+        "signed",
+        f"{BAO}, section 4",
+    ),
+    Measure(
+        "frobenius_squared",
+        "squared Frobenius norm",
+        _WEIGHTS,
+        "‖W‖²_F = tr WᵀW, the size of the matrix. What LocAteR keeps small.",
+        "decades",
+        f"{BAO}, section 6",
+    ),
+    Measure("mean", "spectrum mean", _WEIGHTS, "tr W/d, over all d eigenvalues.", "signed", f"{BAO}, eq. 8"),
+    Measure(
+        "variance",
+        "spectrum variance",
+        _WEIGHTS,
+        "tr W²/d − (tr W/d)². Small around a mean away from 0: localized attention without collapse.",
+        "signed",
+        f"{BAO}, eq. 8",
+    ),
+]
+
+# Bao et al. 2024 state their results for W = W_QK Σ; the same columns with the text's own Σ̂ carry `_data`.
+_SPECTRAL_DATA = [
+    replace(
+        measure,
+        column=f"{measure.column}_data",
+        title=f"{measure.title} (with Σ̂)",
+        group=_DATA,
+        meaning=f"{measure.meaning} Here W = W_QK Σ̂, with the tokens' covariance in this text.",
+    )
+    for measure in _SPECTRAL
+]
+
+HEAD_MEASURES: dict[str, Measure] = {
+    measure.column: measure for measure in [*_MEASURED, *_SPECTRAL, *_SPECTRAL_DATA]
+}
+
+LAYER_TITLES: dict[str, str] = {
+    "rank": "rank (ScreeNOT)",
+    "stable_rank": "stable rank",
+    "relative_norm": "relative norm",
+    "low_frequency_1": "low freq. K=1",
+    "low_frequency_3": "low freq. K=3",
+    "low_frequency_5": "low freq. K=5",
+    "low_frequency_10": "low freq. K=10",
+    "incoherence_mean": "incoherence, mean",
+    "incoherence_max": "incoherence, max",
+    "incoherence_random": "incoherence, random",
+    "similarity_within": "similarity within",
+    "similarity_between": "similarity between",
+    "norm": "norm",
+    "norm_first": "norm, first token",
+    "cosine_previous": "cosine to layer before",
+    "rank_collapse": "rank-collapse residual",
+    "massive_activations": "massive activations",
+    "massive_activations_first": "massive, first token",
+    "outlier_dimensions": "outlier dimensions",
+}
+
+
+def heading(column: str) -> str:
+    """How a column is called in a table: its measure's title, or its own name spaced out."""
+    if column in HEAD_MEASURES:
+        return HEAD_MEASURES[column].title
+    return LAYER_TITLES.get(column, column.replace("_", " "))

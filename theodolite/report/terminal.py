@@ -1,0 +1,97 @@
+"""What the terminal shows of a run: a short table a layer, a short table of notable heads, and JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from theodolite.run import Run
+
+LAYER_COLUMNS = {
+    "layer": "layer",
+    "rank": "rank",
+    "relative_norm": "relative norm",
+    "low_frequency_10": "low freq. K=10",
+    "incoherence_mean": "incoherence",
+    "similarity_within": "within",
+    "similarity_between": "between",
+    "norm": "norm",
+    "rank_collapse": "collapse residual",
+    "massive_activations_first": "massive (first)",
+    "outlier_dimensions": "outlier dims",
+}
+HEAD_MEASURES = {
+    "sink_first": "first-token sink",
+    "sink_later": "later sink",
+    "previous_token": "previous token",
+    "same_token": "same token",
+    "induction": "induction",
+}
+SPECTRUM_COLUMNS = ("trace", "variance", "xi_symmetric", "eta_symmetric", "r")
+STRONGEST = 3
+
+
+def show_run(run: Run, console: Console) -> None:
+    """Print the short tables of a run."""
+    if len(run.layers):
+        console.print(_layers(run.layers))
+        console.print(_strongest_heads(run.heads))
+    else:
+        console.print(_spectra(run.heads))
+
+
+def tables_as_json(run: Run) -> dict[str, Any]:
+    """Provenance and tables as plain JSON values; NaN becomes null."""
+    names = ("layers", "heads", "sinks", "outliers")
+    tables = {name: _records(getattr(run, name)) for name in names if len(getattr(run, name))}
+    return {"provenance": run.provenance, **tables}
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    rows = table.to_dict(orient="records")
+    return [
+        {str(k): None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        for row in rows
+    ]
+
+
+def _layers(layers: pd.DataFrame) -> Table:
+    table = Table(title="Residual stream, by layer")
+    for title in LAYER_COLUMNS.values():
+        table.add_column(title, justify="right")
+    for row in layers[list(LAYER_COLUMNS)].itertuples(index=False):
+        table.add_row(*(_number(value) for value in row))
+    return table
+
+
+def _strongest_heads(heads: pd.DataFrame) -> Table:
+    table = Table(title="Strongest heads")
+    table.add_column("measure")
+    for place in range(STRONGEST):
+        table.add_column(str(place + 1))
+    for column, title in HEAD_MEASURES.items():
+        best = heads.nlargest(STRONGEST, column)
+        cells = [f"L{row.layer}H{row.head} {_number(getattr(row, column))}" for row in best.itertuples()]
+        table.add_row(title, *cells)
+    return table
+
+
+def _spectra(heads: pd.DataFrame) -> Table:
+    table = Table(title="Query-key spectra, by head")
+    for title in ("head", *SPECTRUM_COLUMNS, "regime"):
+        table.add_column(title, justify="left" if title in ("head", "regime") else "right")
+    for row in heads.itertuples():
+        numbers = (_number(getattr(row, column)) for column in SPECTRUM_COLUMNS)
+        table.add_row(f"L{row.layer}H{row.head}", *numbers, escape(str(row.regime)))
+    return table
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e6 else f"{value:.3g}"

@@ -1,0 +1,116 @@
+"""How strings and numbers are shown: tokens made visible and harmless, numbers short and honest.
+
+Tokens, labels and model names come from anybody's files, so they count as hostile: control and direction
+characters become visible marks here, and markup is escaped (for Plotly, which reads a subset of HTML, as well
+as by the page's template). This module must not read a run or know about figures.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import unicodedata
+
+MISSING = "–"
+NARROW_SPACE = "\u202f"
+TOKEN_LIMIT = 40
+
+_MARKS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\v": "␋", "\f": "␌", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}
+_SPACES = {"\u00a0": "⍽", "\u2028": "⟨U+2028⟩", "\u2029": "⟨U+2029⟩"}
+
+
+def _visible_character(character: str) -> str:
+    if character in _MARKS:
+        return _MARKS[character]
+    if character in _SPACES:
+        return _SPACES[character]
+    if unicodedata.category(character).startswith("C"):
+        return f"⟨U+{ord(character):04X}⟩"
+    return character
+
+
+def visible(text: object, limit: int | None = None) -> str:
+    """`text` with every control, format, surrogate, private or unassigned character shown as a mark.
+
+    Direction overrides and zero-width characters belong to those, so nothing in the result can reorder or
+    hide its neighbours. Texts longer than `limit` characters are cut and end in an ellipsis. Markup is not
+    escaped: the page's template does that.
+    """
+    source = str(text)
+    if limit is not None and len(source) > limit:
+        source = source[: limit - 1] + "…"
+    return "".join(_visible_character(character) for character in source)
+
+
+def token_text(text: object) -> str:
+    """A token on its own, in a table or a label: spaces at either end are shown as ␣."""
+    shown = visible(text, TOKEN_LIMIT)
+    if not shown:
+        return "(empty)"
+    core = shown.strip(" ")
+    if not core:
+        return "␣" * len(shown)
+    start = len(shown) - len(shown.lstrip(" "))
+    end = len(shown) - len(shown.rstrip(" "))
+    return "␣" * start + core + "␣" * end
+
+
+def for_plotly(text: object) -> str:
+    """`text` made visible and escaped for Plotly, whose labels read tags and entities."""
+    return html.escape(visible(text), quote=False)
+
+
+def number(value: object, digits: int = 3) -> str:
+    """A number in at most `digits` significant digits (integers whole), `–` where there is none."""
+    try:
+        amount = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return MISSING
+    if math.isnan(amount):
+        return MISSING
+    if math.isinf(amount):
+        return "∞" if amount > 0 else "−∞"
+    if amount == 0:
+        return "0"
+    size = abs(amount)
+    if amount == int(amount) and size < 1e6:
+        shown = f"{int(amount)}" if size < 1e4 else f"{int(amount):,}".replace(",", NARROW_SPACE)
+    elif size >= 1e5 or size < 1e-3:
+        mantissa, exponent = f"{amount:.{digits - 1}e}".split("e")
+        shown = f"{mantissa}·10{_superscript(int(exponent))}"
+    else:
+        decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+        shown = f"{amount:.{decimals}f}"
+    return shown.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """A share of one in per cent, with a decimal only where it matters (below 10 and above 99)."""
+    if math.isnan(share):
+        return MISSING
+    amount = 100 * share
+    decimals = 1 if (0 < abs(amount) < 10 or 99 < amount < 100) else 0
+    return f"{amount:.{decimals}f}".replace("-", "−") + "\u00a0%"
+
+
+def head_name(layer: int, head: int) -> str:
+    """`L3H5`: block 3, head 5, both counted from 0."""
+    return f"L{layer}H{head}"
+
+
+def listed(items: list[str], limit: int = 5) -> str:
+    """`a, b and c`; past `limit` items the rest is counted."""
+    if len(items) > limit:
+        items = [*items[:limit], f"{len(items) - limit} more"]
+    if len(items) <= 1:
+        return "".join(items)
+    return ", ".join(items[:-1]) + " and " + items[-1]
+
+
+def counted(amount: int, noun: str) -> str:
+    """`1 head`, `3 heads`."""
+    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def _superscript(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -1,0 +1,206 @@
+"""From a finished pass, and from weights alone, to a `Run`: every table, every array, where they come from."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor
+
+import theodolite
+from theodolite.accumulate.attention import SINK_THRESHOLD, diagonal_attention
+from theodolite.accumulate.second_moments import covariance
+from theodolite.accumulate.sums import State
+from theodolite.errors import UsageError, WorkError
+from theodolite.measure.geometry import geometry, outlier_rows
+from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
+from theodolite.measure.localization import Localization, entropy_bound
+from theodolite.models import OpenModel
+from theodolite.models.structure import backbone
+from theodolite.models.tap import tapped
+from theodolite.onepass import OnePass, ShowProgress
+from theodolite.run import SCHEMA_VERSION, Run
+from theodolite.theory.attention import AttentionInputs, attend
+
+INDUCTION_CONTEXTS = 8
+"""Repeated random sequences on which induction is scored."""
+
+OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
+
+
+def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) -> Run:
+    """All tables and arrays of a pass over the whole corpus."""
+    model, corpus = done.model, done.corpus
+    contexts, length = corpus.contexts.shape
+    attention, outliers = done.attention_statistics.state(), done.outliers.state()
+    kept = (done.sample.slot >= 0).nonzero().flatten()
+    labels = corpus.labels[kept]
+    layers, arrays = geometry(done.means.state(), done.residual.state(), outliers, done.sample, labels)
+    localization, projections = localize(model, done.inputs.state(), length)
+    arrays |= localization.stacked() | head_arrays(attention)
+    bounds = [
+        entropy_bound(float(gram_norm), spectral_norm, length, model.causal)
+        for gram_norm, spectral_norm in zip(attention["gram_norm"], localization.spectral_norm, strict=True)
+    ]
+    measured: dict[str, list[float]] = head_columns(attention)
+    measured["entropy_bound"] = torch.cat(bounds).tolist()
+    measured["induction"] = induction(model, length, done.seed).flatten().tolist()
+    text = token_text(model)
+    examples = corpus.contexts[: done.attention_statistics.examples]
+    described = {
+        "corpus": {
+            "name": corpus.name,
+            "sha256": corpus.sha256,
+            "contexts": contexts,
+            "length": length,
+            "labels": corpus.label_names,
+            "seed": corpus.seed,
+        },
+        "counts": {"contexts": contexts, "tokens": contexts * length, "sampled_contexts": done.sample.size},
+        "seed": done.seed,
+        "fingerprint": fingerprint,
+        "wall_seconds": seconds,
+    }
+    return Run(
+        layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
+        heads=_heads_table(model, localization, projections, measured),
+        sinks=sinks_table(attention, text),
+        outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
+        examples=examples_table(attention, examples, SINK_THRESHOLD, text),
+        arrays=arrays,
+        provenance=_provenance(model) | described,
+    )
+
+
+def spectra_result(model: OpenModel, show_progress: ShowProgress) -> Run:
+    """The heads table and the spectra from weights alone; all other tables are empty.
+
+    Raises:
+        UsageError: no head of the model has a query-key matrix.
+    """
+    localization, projections = localize(model, None, None, show_progress)
+    if set(projections) == {"none"}:
+        raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
+    heads = _heads_table(model, localization, projections, {})
+    empty = pd.DataFrame()
+    return Run(empty, heads, empty, empty, empty, localization.stacked(), _provenance(model))
+
+
+def localize(
+    model: OpenModel,
+    inputs: State | None,
+    length: int | None,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> tuple[Localization, list[str]]:
+    """Spectra of every head, with the covariance of the attention inputs where `inputs` gives it.
+
+    Also says of each layer what the spectra are of: "projection", "projection before norm" or "none".
+    """
+    localization = Localization()
+    projections = []
+    for layer in range(model.layers):
+        show_progress(layer, model.layers)
+        try:
+            head = model.head_weights(layer)
+        except WorkError:
+            weights = None
+            projections.append("none")
+        else:
+            weights = (head.w_q, head.w_k, head.scaling)
+            projections.append(head.projection)
+        localization.add_layer(
+            weights,
+            None if inputs is None else covariance(inputs, layer),
+            heads=model.heads,
+            head_width=model.head_width,
+            length=length,
+        )
+    show_progress(model.layers, model.layers)
+    return localization, projections
+
+
+def induction(model: OpenModel, length: int, seed: int) -> Float[Tensor, "layers heads"]:
+    """Mean attention from the second copy of a random sequence to the token after the first copy.
+
+    The sequences are ⌊T/2⌋ uniformly random tokens, twice. NaN where T < 4.
+    """
+    half = length // 2
+    scores = torch.full((model.layers, model.heads), torch.nan, dtype=torch.float64)
+    if half < 2 or model.vocabulary is None:
+        return scores
+    layers = iter(range(model.layers))
+
+    def listener(_: torch.nn.Module, inputs: AttentionInputs) -> Tensor:
+        scores[next(layers)] = diagonal_attention(inputs, half - 1, half).cpu()
+        return attend(inputs)
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocabulary, (INDUCTION_CONTEXTS, half), generator=generator).repeat(1, 2)
+    with tapped(model.hf, listener), torch.inference_mode():
+        backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
+    return scores
+
+
+def token_text(model: OpenModel) -> Callable[[int], str]:
+    """The text of a token id; tokens that are part of a character are shown as the vocabulary has them."""
+    tokenizer = model.tokenizer
+
+    @functools.cache
+    def text(token: int) -> str:
+        if tokenizer is None:
+            return str(token)
+        decoded = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        raw = tokenizer.convert_ids_to_tokens(token)
+        return str(raw) if "\ufffd" in decoded or not decoded else decoded
+
+    return text
+
+
+def _heads_table(
+    model: OpenModel,
+    localization: Localization,
+    projections: list[str],
+    measured: dict[str, list[float]],
+) -> pd.DataFrame:
+    layers, heads = range(model.layers), range(model.heads)
+    index = {
+        "layer": [layer for layer in layers for _ in heads],
+        "head": [head for _ in layers for head in heads],
+        "spectrum_of": [projections[layer] for layer in layers for _ in heads],
+    }
+    return pd.DataFrame({**index, **localization.columns, **measured})
+
+
+def _provenance(model: OpenModel) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "versions": {
+            "theodolite": theodolite.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "model": {
+            "id": model.id,
+            "revision": model.revision,
+            "sha256": model.sha256,
+            "architecture": type(model.hf).__name__,
+            "family": model.hf.config.model_type,
+            "parameters": model.hf.num_parameters(),
+            "dtype": str(model.hf.dtype).removeprefix("torch."),
+            "layers": model.layers,
+            "heads": model.heads,
+            "width": model.width,
+            "head_width": model.head_width,
+            "vocabulary": model.vocabulary,
+            "causal": model.causal,
+            "positions": model.positions,
+        },
+        "device": model.device.type,
+    }

@@ -1,0 +1,221 @@
+"""The run folder: the hinge between measuring and reporting. Written once, readable for years.
+
+    run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
+    arrays.safetensors  report/
+
+A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
+here is ever pickled. This module measures nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import safetensors
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from theodolite.errors import UsageError, WorkError
+
+SCHEMA_VERSION = 1
+
+TABLES = ("layers", "heads", "sinks", "outliers", "examples")
+
+Progress = dict[str, Tensor]
+"""Everything that an unfinished survey must keep to go on."""
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """The result of a survey: tables, arrays and where they come from.
+
+    Attributes:
+        layers: one row a residual layer (0 is the input of the first block), N = L + 1 rows.
+        heads: one row a head, L · H rows.
+        sinks: which tokens became sinks of which head, and how often.
+        outliers: outlier dimensions of each layer, with their shares.
+        examples: the tokens of a few contexts with the attention that they receive.
+        arrays: name → tensor; `docs/run-folder.md` lists names and shapes.
+        provenance: versions, model, corpus, seed, counts, wall time.
+        folder: where it was loaded from or written to, if it was.
+    """
+
+    layers: pd.DataFrame
+    heads: pd.DataFrame
+    sinks: pd.DataFrame
+    outliers: pd.DataFrame
+    examples: pd.DataFrame
+    arrays: dict[str, Tensor]
+    provenance: dict[str, Any]
+    folder: Path | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        model, corpus = self.provenance["model"], self.provenance.get("corpus")
+        text = f" on {corpus['contexts']} × {corpus['length']} tokens of {corpus['name']}" if corpus else ""
+        return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Run:
+        """Read a run folder.
+
+        Raises:
+            UsageError: no run there, a damaged one, or one of a newer schema.
+        """
+        folder = Path(folder)
+        if not (folder / "run.json").is_file():
+            raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
+        try:
+            provenance = json.loads((folder / "run.json").read_text())
+            version = provenance["schema_version"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+        if version > SCHEMA_VERSION:
+            raise UsageError(
+                f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
+            )
+        try:
+            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            arrays = load_file(folder / "arrays.safetensors")
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
+        return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+
+    def save(self, folder: str | Path) -> Run:
+        """Write to `folder`, which must not exist yet, and return the run as it is on disk.
+
+        Raises:
+            UsageError: the folder exists.
+            WorkError: it cannot be written; nothing is left behind.
+        """
+        folder = Path(folder)
+        if folder.exists():
+            raise UsageError(f"{folder} exists already: choose another folder or remove it")
+        temporary = folder.with_name(folder.name + ".writing")
+        with writing(folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            try:
+                for name in TABLES:
+                    getattr(self, name).to_parquet(temporary / f"{name}.parquet", index=False)
+                arrays = {name: tensor.contiguous() for name, tensor in self.arrays.items()}
+                save_file(arrays, temporary / "arrays.safetensors")
+                text = json.dumps(self.provenance, indent=2, sort_keys=True, ensure_ascii=False)
+                (temporary / "run.json").write_text(text + "\n")
+                os.replace(temporary, folder)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        return Run(*(getattr(self, name) for name in TABLES), self.arrays, self.provenance, folder)
+
+
+class Workspace:
+    """Where a survey keeps its progress until it is done: `OUT.partial`, beside the run folder.
+
+    Args:
+        out: the run folder to be.
+        fingerprint: what decides the result (model, corpus, options); a resumed survey must match it.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+        self.out = out
+        self.folder = out.with_name(out.name + ".partial")
+        self.fingerprint = fingerprint
+        self._file = self.folder / "progress.safetensors"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of this folder.
+
+        Raises:
+            UsageError: another one is at work there.
+        """
+        lock = FileLock(self.out.with_name(self.out.name + ".lock"), blocking=False)
+        with writing(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout:
+                raise UsageError(f"another survey is writing to {self.out}: wait for it or choose another") from None
+        try:
+            yield
+        finally:
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+    def finished(self) -> Run | None:
+        """The run, if it is there already.
+
+        Raises:
+            UsageError: there is something else by that name.
+        """
+        if not self.out.exists():
+            return None
+        if self.out.is_dir() and not any(self.out.iterdir()):
+            self.out.rmdir()
+            return None
+        run = Run.load(self.out)
+        if run.provenance.get("fingerprint") != self.fingerprint:
+            raise UsageError(
+                f"{self.out} holds a run of another model, corpus or options: choose another --out or remove it"
+            )
+        return run
+
+    def load_progress(self) -> tuple[dict[str, Any], Progress] | None:
+        """What an interrupted survey has left: (notes, tensors), or None.
+
+        Raises:
+            UsageError: it was another survey.
+        """
+        if not self._file.is_file():
+            return None
+        try:
+            with safetensors.safe_open(self._file, "pt") as file:
+                notes = json.loads(file.metadata()["notes"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
+        if notes.pop("fingerprint") != self.fingerprint:
+            raise UsageError(
+                f"{self.folder} holds an unfinished survey of another model, corpus or options: "
+                "choose another --out or remove it"
+            )
+        return notes, tensors
+
+    def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
+        """Replace what was saved before, at once or not at all."""
+        metadata = {"notes": json.dumps({**notes, "fingerprint": self.fingerprint})}
+        temporary = self._file.with_suffix(".writing")
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata)
+                os.replace(temporary, self._file)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+    def finish(self, run: Run) -> Run:
+        """Write the run and forget the progress."""
+        saved = run.save(self.out)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return saved
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turn what a disk says into one line that names the target."""
+    try:
+        yield
+    except safetensors.SafetensorError as error:  # how safetensors reports a full disk
+        raise WorkError(f"cannot write {target}: {error}") from error
+    except OSError as error:
+        raise WorkError(f"cannot write {target}: {error.strerror or error}") from error

@@ -1,0 +1,119 @@
+"""Attention from queries and keys, a block of queries at a time, so that no T×T matrix is kept.
+
+This module knows every additive or multiplicative thing that a transformer does to its logits (scaling,
+soft-capping, ALiBi, masks, sliding windows, a learned sink column) and nothing about models or statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MASKED = -1e30
+"""Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """All that decides one attention layer's logits and output, after RoPE and before the softmax.
+
+    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i see
+    j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
+    `g·G … (g+1)·G − 1`, `G = heads / key_heads`.
+    """
+
+    query: Float[Tensor, "batch heads queries width"]
+    key: Float[Tensor, "batch key_heads keys width"]
+    value: Float[Tensor, "batch key_heads keys value_width"]
+    scaling: float
+    causal: bool
+    mask: Bool[Tensor, "batch_or_1 heads_or_1 queries keys"] | None = None
+    softcap: float | None = None
+    bias: Float[Tensor, "batch_or_1 heads queries_or_1 keys"] | None = None
+    sink: Float[Tensor, " heads"] | None = None
+
+    def blocks(self, size: int = 64) -> Iterator[LogitBlock]:
+        """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
+        length = self.query.shape[2]
+        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            first, last = self._visible_keys(start, stop)
+            yield LogitBlock(start, stop, first, last, self._logits(key, start, stop, first, last))
+
+    def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
+        """How many queries can see each key."""
+        keys = self.key.shape[2]
+        if self.mask is not None:
+            return self.mask.sum(dim=-2).double()
+        ones = torch.ones(1, 1, keys, dtype=torch.float64, device=self.key.device)
+        queries = self.query.shape[2]
+        return (queries - torch.arange(keys, device=ones.device)) * ones if self.causal else queries * ones
+
+    def _visible_keys(self, start: int, stop: int) -> tuple[int, int]:
+        if self.mask is not None:
+            seen = self.mask[..., start:stop, :].flatten(0, -2).any(dim=0).nonzero()
+            return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+        return 0, stop if self.causal else self.key.shape[2]
+
+    def _logits(self, key: Tensor, start: int, stop: int, first: int, last: int) -> Tensor:
+        query = self.query[:, :, start:stop].to(key.dtype) * self.scaling
+        batch, heads, rows, width = query.shape
+        key_heads = key.shape[1]
+        grouped = query.reshape(batch, key_heads, heads // key_heads * rows, width)
+        logits = (grouped @ key[..., first:last]).view(batch, heads, rows, last - first)
+        if self.softcap is not None:
+            logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
+        if self.bias is not None:
+            bias = self.bias[:, :, start:stop] if self.bias.shape[2] > 1 else self.bias
+            logits += bias[..., first:last]
+        if self.mask is not None:
+            logits.masked_fill_(~self.mask[:, :, start:stop, first:last], MASKED)
+        elif self.causal:
+            # Only the square on the diagonal holds keys after their query.
+            later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
+            logits[..., start - first :].masked_fill_(later, MASKED)
+        return logits
+
+
+@dataclass(frozen=True)
+class LogitBlock:
+    """Logits of queries `start … stop−1` over keys `first … last−1`; invisible pairs hold `MASKED`."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    logits: Float[Tensor, "batch heads rows columns"]
+
+
+def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_width"]) -> Tensor:
+    """Sum the values by weights: (batch, heads, rows, keys) × grouped values → (batch, heads, rows, width)."""
+    batch, heads, rows, keys = weights.shape
+    key_heads = value.shape[1]
+    grouped = weights.reshape(batch, key_heads, heads // key_heads * rows, keys)
+    return (grouped @ value.to(weights.dtype)).view(batch, heads, rows, value.shape[-1])
+
+
+def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_width"]:
+    """The attention output itself, in the value's dtype, computed in float32 or better."""
+    query, value = inputs.query, inputs.value
+    output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    for block in inputs.blocks():
+        logits = block.logits
+        if inputs.sink is not None:
+            column = inputs.sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+            weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+        else:
+            weights = logits.softmax(dim=-1)
+        summed = weigh(weights, value[:, :, block.first : block.last])
+        output[:, block.start : block.stop] = summed.transpose(1, 2)
+    return output
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

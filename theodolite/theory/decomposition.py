@@ -1,0 +1,46 @@
+"""Two-way decomposition of hidden states into a mean, a positional, a contextual and a residual part.
+
+For a tensor that fits in memory. Which positions to leave out (the first, usually) is the caller's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """h[c, t] = mean + pos[t] + ctx[c] + resid[c, t] (Song & Zhong 2024, section 1.1), float64.
+
+    `pos` and `ctx` sum to zero; `resid` sums to zero over contexts and over positions.
+    """
+
+    mean: Float64[Tensor, " width"]
+    pos: Float64[Tensor, "positions width"]
+    ctx: Float64[Tensor, "contexts width"]
+    resid: Float64[Tensor, "contexts positions width"]
+
+    @property
+    def cvec(self) -> Float64[Tensor, "contexts positions width"]:
+        """What is left without mean and position: ctx[c] + resid[c, t]."""
+        return self.ctx[:, None] + self.resid
+
+
+def decompose(h: Tensor) -> Decomposition:
+    """Split hidden states (contexts, positions, width) of one layer by two-way means.
+
+    Raises:
+        UsageError: the tensor does not have three non-empty dimensions.
+    """
+    if h.ndim != 3 or 0 in h.shape:
+        raise UsageError(f"h has shape {tuple(h.shape)}: give non-empty (contexts, positions, width)")
+    h = h.double()
+    mean = h.mean((0, 1))
+    pos = h.mean(0) - mean
+    ctx = h.mean(1) - mean
+    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=h - mean - pos - ctx[:, None])

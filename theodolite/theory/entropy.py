@@ -1,0 +1,61 @@
+"""Lower bounds on the Shannon entropy of a row of attention, in nats.
+
+Entropies are measured elsewhere; this module only bounds them from the spectral norms of tokens and weights.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+_LARGEST_GAP = 1e300
+"""Stands for infinity in ν, so that ν times a vanished probability is 0 and not NaN."""
+
+
+def entropy_lower_bound(
+    nu: float | Tensor,
+    length: int | Tensor,
+    variant: Literal["corrected", "published"] = "corrected",
+) -> Tensor:
+    """The least entropy (nats) of a softmax row over T logits whose norm is at most ν.
+
+    `corrected` is the exact and attained bound of Zhai et al. 2023, theorem 3.1,
+
+        ln(1 + (T−1)β) + ν √(T(T−1)) β / (1 + (T−1)β),   β = exp(−ν √(T/(T−1))),
+
+    computed as softplus(m) + x·sigmoid(m) with the gap x = ν√(T/(T−1)) between one logit and the T−1 others
+    and m = ln(T−1) − x, which neither overflows nor cancels. It is ln T at ν = 0, tends to 0 as ν → ∞, and is
+    0 for T = 1. `published` is eq. 9 of Bao et al. 2024 as printed, for comparison only: its exp(−ν/2) lets
+    it exceed ln T (see docs/errata.md).
+
+    Args:
+        nu: ν = ‖X Xᵀ‖₂ ‖W_QK‖₂ / λ ≥ 0, any shape; the theorem's logits carry no temperature, so it is
+            divided out here.
+        length: T ≥ 1, a number or a tensor that broadcasts against ν.
+
+    Raises:
+        UsageError: T < 1, ν < 0, or an unknown variant.
+    """
+    nu = torch.as_tensor(nu, dtype=torch.float64)
+    size = torch.as_tensor(length, dtype=torch.float64, device=nu.device)
+    if bool((size < 1).any()):
+        raise UsageError(f"length is {size.min().item():g}: a context has at least one token")
+    if bool((nu < 0).any()):
+        raise UsageError(f"nu is {nu.min().item():g}: a product of norms is not negative")
+    nu = nu.clamp(max=_LARGEST_GAP)
+    if variant == "corrected":
+        # T = 1 is computed as T = 2 and then replaced, so that no gradient passes through ln 0.
+        others = (size - 1).clamp_min(1)
+        gap = nu * ((others + 1) / others).sqrt()
+        excess = others.log() - gap
+        # Not torch's softplus, which cuts to the identity at 20 and is then wrong by 2e-9.
+        bound = torch.logaddexp(excess, torch.zeros_like(excess)) + gap * excess.sigmoid()
+        return torch.where(size == 1, 0.0, bound)
+    if variant == "published":
+        most = torch.logaddexp(size.log() - nu, torch.zeros_like(nu))
+        return most + nu * (-nu / 2 - torch.logaddexp(-size.log(), -nu)).exp()
+    raise UsageError(f"unknown variant {variant!r}: use 'corrected' or 'published'")

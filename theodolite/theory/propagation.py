@@ -1,0 +1,140 @@
+"""Signal propagation probability: how likely a key's value passes through attention and not its clamp.
+
+Bao et al. 2024 replace softmax by its first-order expansion at zero logits, clamped to [0, 1]. Key i
+"propagates" when its unclamped value s_i lies in [0, 1]; ρ_i is the probability of that for tokens that walk
+at random with Gaussian steps of covariance Σ, or its frequency in real logits. The temperature λ is part of
+the logits throughout. This module must not estimate moments of weights (see `spectrum`) or of data.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+Variant = Literal["corrected", "published"]
+
+
+def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
+    """S̃(ω)_i = clamp(ω_i/T − mean(ω)/T + 1/T, 0, 1) over the last dimension (Bao et al. 2024, section 2).
+
+    Give the logits of the visible keys only: T is their number, and a mask's −∞ would enter the mean.
+    """
+    return _expansion(logits).clamp(0, 1)
+
+
+def empirical_propagation(logits: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch keys"]:
+    """Which keys propagate for one query: s_i = ω_i/T − mean(ω)/T + 1/T in [0, 1], shape of `logits`.
+
+    Averaged over contexts, this is the measured ρ_i (Bao et al. 2024, definition 1 and Fig. 7). Visible keys
+    only, as in `piecewise_softmax`. A NaN logit makes the whole row false.
+    """
+    value = _expansion(logits)
+    return (value >= 0) & (value <= 1)
+
+
+def propagation(
+    theta: Float[Tensor, " positions"],
+    xi: Float[Tensor, "*heads"],
+    eta: Float[Tensor, "*heads"],
+    variant: Variant = "corrected",
+) -> Float64[Tensor, "*heads positions"]:
+    """ρ(θ), the limit T → ∞ at relative position θ = i/T of the key, for the last query.
+
+    s has mean (θ − ½) ξη and variance v(θ) η²; ρ = P(0 ≤ s ≤ 1) under the Gaussian of these moments.
+    `corrected`: v = 2θ² − 2θ + 7/12. `published` (Bao et al. 2024, eq. 6): v = 2θ² + 7/12; see
+    docs/errata.md. Both are for a symmetric W: give `xi_symmetric` and `eta_symmetric` for a real head.
+
+    The limit drops the 1/T that `propagation_finite` keeps in the mean. It shows only where s itself is not
+    much larger than 1/T (η ≲ 1/T): at η = 0 the limit is ½ at θ = ½ where every key of a finite context
+    propagates.
+
+    Args:
+        theta: (positions,), in [0, 1].
+        xi, eta: shapes that broadcast to (...); η ≥ 0. NaN gives NaN.
+
+    Raises:
+        UsageError: unknown variant.
+    """
+    theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None]
+    if variant == "corrected":
+        spread = (2 * theta**2 - 2 * theta + 7 / 12).sqrt()
+    elif variant == "published":
+        spread = (2 * theta**2 + 7 / 12).sqrt()
+    else:
+        raise UsageError(f"unknown variant {variant!r}: use 'corrected' or 'published'")
+    mean = (theta - 0.5) * xi
+    return _normal_between(-mean / spread, (1 / eta - mean) / spread)
+
+
+def propagation_finite(
+    trace: Float[Tensor, "*heads"],
+    form_squared: Float[Tensor, "*heads"],
+    trace_of_square: Float[Tensor, "*heads"],
+    length: int,
+    temperature: float | Float[Tensor, "*heads"],
+) -> Float64[Tensor, "*heads {length}"]:
+    """ρ_1 … ρ_T from the exact first two moments of s_i at finite T, for any W_QK (symmetric or not).
+
+    s_i = u W_QKᵀ vᵀ/λ + 1/T with u = Σ_t a_t x_t, a = e_i/T − 1/T², and v = x_T. For tokens that walk with
+    steps of covariance Σ, cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
+
+        E s_i   = s_ab tr W / λ + 1/T
+        Var s_i = (s_aa s_bb ‖Σ^½ W_QK Σ^½‖_F² + s_ab² tr W²) / λ²
+
+    where, with K[s, t] = min(s, t), row sums (K1)_i = i (2T+1−i)/2 and 1ᵀK1 = T (T+1)(2T+1)/6,
+
+        s_ab = aᵀK e_T = i/T − (T+1)/(2T)
+        s_aa = aᵀK a   = i/T² − i (2T+1−i)/T³ + (T+1)(2T+1)/(6T³)
+        s_bb = T.
+
+    As T → ∞ the variance tends to ((θ² − θ + ⅓) ‖·‖_F² + (θ − ½)² tr W²) / λ²: for a symmetric W the
+    corrected form of Lemma 1 of Bao et al. 2024. The distribution is taken as Gaussian.
+
+    Args:
+        trace, form_squared, trace_of_square: fields of `QKMoments`.
+        length: T ≥ 1.
+        temperature: λ > 0.
+
+    Raises:
+        UsageError: `length` is below 1.
+    """
+    if length < 1:
+        raise UsageError(f"length is {length}: a context has at least one token")
+    i = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
+    size = float(length)
+    cross = (i - (size + 1) / 2) / size
+    # T·s_aa, the only way in which s_aa and s_bb enter.
+    own = (i - i * (2 * size + 1 - i) / size + (size + 1) * (2 * size + 1) / (6 * size)) / size
+    scale = torch.as_tensor(temperature, dtype=torch.float64, device=trace.device)[..., None]
+    mean = cross * (trace.double()[..., None] / scale) + 1 / size
+    variance = (
+        own * form_squared.double()[..., None] + cross**2 * trace_of_square.double()[..., None]
+    ) / scale**2
+    certain = variance <= 0
+    spread = torch.where(certain, 1.0, variance).sqrt()
+    inside = ((mean >= 0) & (mean <= 1)).double()
+    return torch.where(certain, inside, _normal_between(-mean / spread, (1 - mean) / spread))
+
+
+def _expansion(logits: Tensor) -> Tensor:
+    """First-order expansion of softmax at zero logits, along the last dimension."""
+    logits = logits.double()
+    return (logits - logits.mean(-1, keepdim=True) + 1) / logits.shape[-1]
+
+
+def _normal_between(low: Tensor, high: Tensor) -> Tensor:
+    """P(low ≤ z ≤ high) of a standard normal z, accurate in both tails.
+
+    An interval to the right of zero is mirrored, so that small probabilities are subtracted, never two
+    numbers next to one. (`torch.special.ndtr` loses the lower tail: it gives 0 at −10.)
+    """
+    mirrored = low > 0
+    low, high = torch.where(mirrored, -high, low), torch.where(mirrored, -low, high)
+    root_two = math.sqrt(2)
+    return (torch.erfc(-high / root_two) - torch.erfc(-low / root_two)) / 2

@@ -1,0 +1,180 @@
+"""Singular values as measures of rank: ScreeNOT, stable rank, and the largest one alone, quickly.
+
+ScreeNOT is written here, batched in torch, because every layer of every survey needs it; the reference
+package (`screenot`) is what the tests compare with. This module must not know what the matrices stand for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+_BISECTIONS = 54
+"""Halvings of [1, √3]: more than the 53 bits of a float64."""
+
+_START_NOISE = 0.1
+"""Share of noise in the row weights that start the Lanczos process, see `_start`."""
+
+
+@dataclass(frozen=True)
+class ScreeNOT:
+    """Rank of a low-rank signal in noise of unknown covariance.
+
+    rank: number of singular values above the threshold, of the batch's shape.
+    threshold: in the matrix's units.
+    singular_values: decreasing, (..., min(n, m)).
+    """
+
+    rank: Int64[Tensor, "*batch"]
+    threshold: Float64[Tensor, "*batch"]
+    singular_values: Float64[Tensor, "*batch values"]
+
+
+def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
+    """Optimal hard threshold for singular values of a (..., n, m) matrix (Donoho, Gavish & Romanov 2023).
+
+    Strategy "i" of the reference package: the k leading singular values are replaced by a tail that continues
+    the others as noise would, z_{−l} = z_{−k−1} + (1 − ((l−1)/k)^⅔)/(2^⅔ − 1)·(z_{−k−1} − z_{−2k−1}). With z
+    this pseudo-noise, γ = min(n/m, m/n), φ(y) = mean of y/(y² − z²) and D = φ·(γφ + (1−γ)/y), the threshold
+    is the one y > max z with y D′(y)/D(y) = −4. It is found to full precision and in relative units; the
+    reference bisects to 1e-5 absolutely. A threshold below the rounding of the SVD is raised to it, so that a
+    matrix of exact low rank has that rank.
+
+    Args:
+        matrix: (..., n, m).
+        k: an upper bound on the signal's rank; 2k + 1 must be below min(n, m) (any k = 0 will do).
+
+    Raises:
+        UsageError: k is negative or too large for the matrix; the message says what fits.
+    """
+    if matrix.ndim < 2 or 0 in matrix.shape:
+        raise UsageError(f"matrix has shape {tuple(matrix.shape)}: give non-empty (..., n, m)")
+    rows, columns = matrix.shape[-2:]
+    size = min(rows, columns)
+    if k < 0 or (k > 0 and 2 * k + 1 >= size):
+        largest = max(0, (size - 2) // 2)
+        raise UsageError(f"k is {k} for a {rows}×{columns} matrix: give k between 0 and {largest}")
+    values = torch.linalg.svdvals(matrix.double())
+    noise = _pseudo_noise(values, k)
+    rounding = torch.finfo(torch.float64).eps * max(rows, columns) * values[..., 0]
+    threshold = torch.maximum(_threshold(noise, size / max(rows, columns)), rounding)
+    rank = (values > threshold[..., None]).sum(-1)
+    return ScreeNOT(rank=rank, threshold=threshold, singular_values=values)
+
+
+def _pseudo_noise(values: Tensor, k: int) -> Tensor:
+    """Decreasing singular values with the k leading ones imputed from the next k + 1."""
+    if k == 0:
+        return values
+    edge, inner = values[..., k, None], values[..., 2 * k, None]
+    steps = torch.arange(k, dtype=values.dtype, device=values.device) / k
+    excess = (1 - steps ** (2 / 3)) / (2 ** (2 / 3) - 1)
+    return torch.cat([edge + excess * (edge - inner), values[..., k:]], dim=-1)
+
+
+def _threshold(noise: Tensor, ratio: float) -> Tensor:
+    """The root of y D′(y)/D(y) = −4 above the noise's edge, 0 where there is no noise.
+
+    In units of the edge the root lies in (1, √3]: y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at
+    y = √3, and y D′/D a weighted mean of 2 y φ′/φ and y φ′/φ − 1.
+    """
+    edge = noise[..., 0]
+    squares = (noise / torch.where(edge > 0, edge, 1.0)[..., None]).square()
+    low, high = torch.ones_like(edge), torch.full_like(edge, math.sqrt(3))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        y = middle[..., None]
+        gaps = y.square() - squares
+        phi = (y / gaps).mean(-1)
+        slope = -((y.square() + squares) / gaps.square()).mean(-1)
+        weight = ratio * phi + (1 - ratio) / middle
+        derivative = slope * weight + phi * (ratio * slope - (1 - ratio) / middle.square())
+        below = middle * derivative < -4 * phi * weight
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high * edge
+
+
+def stable_rank(matrix: Float[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:
+    """‖A‖_F²/‖A‖₂² of (..., n, m), between 1 and the rank; 0 for the zero matrix."""
+    squares = torch.linalg.svdvals(matrix.double()).square()
+    largest = squares[..., 0]
+    return squares.sum(-1) / torch.where(largest > 0, largest, 1.0)
+
+
+def largest_singular_value(
+    x: Tensor, tolerance: float = 1e-6, iterations: int = 64
+) -> Float64[Tensor, "*batch"]:
+    """‖X‖₂ of each matrix in (..., T, d), by Golub-Kahan-Lanczos with full reorthogonalisation.
+
+    Passes over x are in its own dtype (half precisions in float32), the small bidiagonal problem in float64.
+    Each matrix stops by itself when the residual ‖Xᵀu − σv‖ of the leading Ritz triple is below
+    tolerance·σ; the error of σ is then of second order in the tolerance, down to the dtype's rounding.
+    Matrices one by one: each stays in cache over its passes, and bmm of thin operands is three times slower on CPUs. No gradient.
+
+    Args:
+        x: (..., T, d). NaN or infinite entries give NaN.
+        tolerance: relative residual.
+        iterations: most steps, two passes over x each; also at most min(T, d).
+
+    Raises:
+        UsageError: fewer than two dimensions, or an empty matrix.
+    """
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise UsageError(f"x has shape {tuple(x.shape)}: give non-empty (..., T, d)")
+    x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
+    start = _start(x)
+    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    values = [_lanczos(matrix, start, tolerance, iterations) for matrix in matrices]
+    return torch.tensor(values, dtype=torch.float64, device=x.device).reshape(x.shape[:-2])
+
+
+def _start(x: Tensor) -> Tensor:
+    """Row weights (T,) whose sum of rows starts the process: the mean row, which hidden states lean to.
+
+    Ten per cent of seeded noise keeps every singular direction in play when the mean is zero or a singular
+    vector other than the first.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(x.shape[-2], generator=generator, dtype=torch.float64)
+    return (1 + _START_NOISE * noise).to(x)
+
+
+def _lanczos(x: Tensor, weights: Tensor, tolerance: float, iterations: int) -> float:
+    """Largest Ritz value of x (T, d) in the Krylov space of xᵀ·weights."""
+    steps = min(iterations, *x.shape)
+    left, right = x.new_empty(steps, x.shape[0]), x.new_empty(steps, x.shape[1])
+    bidiagonal = torch.zeros(steps, steps, dtype=torch.float64)
+    value = 0.0
+    direction = weights @ x
+    length = direction.norm().item()
+    for j in range(steps):
+        if not math.isfinite(length):
+            return math.nan
+        if length == 0:
+            break
+        if j:
+            bidiagonal[j - 1, j] = length
+        right[j] = direction / length
+        image = x @ right[j]
+        image -= (left[:j] @ image) @ left[:j]
+        pivot = image.norm().item()
+        bidiagonal[j, j] = pivot
+        if not math.isfinite(pivot):
+            return math.nan
+        leading = torch.linalg.svd(bidiagonal[: j + 1, : j + 1])
+        value = leading.S[0].item()
+        if pivot == 0:
+            break
+        left[j] = image / pivot
+        direction = left[j] @ x
+        direction -= (right[: j + 1] @ direction) @ right[: j + 1]
+        length = direction.norm().item()
+        if length * abs(leading.U[j, 0].item()) <= tolerance * value:
+            break
+    return value
