@@ -30,7 +30,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, **_NO_SPECIAL},
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 128,
+            **_NO_SPECIAL,
+        },
     ),
     "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
     "bloom": (
@@ -93,6 +100,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 6,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4,
+            },
         },
     ),
     "opt": (

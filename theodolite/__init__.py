@@ -1,6 +1,7 @@
 """theodolite surveys the geometry of attention in any Hugging Face transformer.
 
-The public names are imported when they are first used, so that `import theodolite` costs nothing.
+The public names are imported when they are first used, so that `import theodolite` costs nothing. No module may
+bear the name of a public function: importing it would hide the function.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from theodolite.models import open_model as open_model
     from theodolite.report.page import write_report as write_report
     from theodolite.run import Run as Run
-    from theodolite.survey import spectra as spectra
-    from theodolite.survey import survey as survey
+    from theodolite.surveyor import spectra as spectra
+    from theodolite.surveyor import survey as survey
     from theodolite.theory.decomposition import decompose as decompose
 
 _HOMES = {
@@ -28,12 +29,12 @@ _HOMES = {
     "TheodoliteError": "theodolite.errors",
     "decompose": "theodolite.theory.decomposition",
     "open_model": "theodolite.models",
-    "spectra": "theodolite.survey",
-    "survey": "theodolite.survey",
+    "spectra": "theodolite.surveyor",
+    "survey": "theodolite.surveyor",
     "write_report": "theodolite.report.page",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

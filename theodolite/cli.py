@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from theodolite import __version__
-from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError
 
 if TYPE_CHECKING:
     from theodolite.models import OpenModel
@@ -41,12 +41,16 @@ _debug = False
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False),
+    typer.Argument(
+        help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False
+    ),
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the tables as JSON and nothing else.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16, float16 or float64.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16, float16 or float64.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")]
 DeviceMap = Annotated[
     str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
@@ -83,10 +87,14 @@ def survey_command(
     length: Length = None,
     contexts: Annotated[int, typer.Option(help="Contexts to read at most.")] = DEFAULT_CONTEXTS,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")
+    ] = None,
     as_json: AsJson = False,
     batch: Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")] = None,
-    text_column: Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")] = "text",
+    text_column: Annotated[
+        str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")
+    ] = "text",
     dtype: Dtype = "auto",
     device: Device = None,
     device_map: DeviceMap = None,
@@ -98,7 +106,7 @@ def survey_command(
     """
     with _one_line_errors(), _interruptible() as stopped:
         from theodolite.report.page import write_report
-        from theodolite.survey import survey
+        from theodolite.surveyor import survey
 
         opened = _open(model, dtype, device, device_map, revision)
         read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
@@ -125,7 +133,7 @@ def spectra_command(
     """
     with _one_line_errors(), _interruptible() as stopped:
         from theodolite.report.page import write_report
-        from theodolite.survey import spectra
+        from theodolite.surveyor import spectra
 
         opened = _open(model, dtype, device, device_map, revision)
         with _progress("reading weights", "layers", stopped) as show:
@@ -156,7 +164,9 @@ def report_command(
 @app.command("train")
 def train_command(
     out: Annotated[Path, typer.Option(help="Folder for the model and its tokenizer.")],
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: those of the embedded model].")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps [default: those of the embedded model].")
+    ] = None,
     seed: Seed = 0,
     threads: Annotated[int, typer.Option(help="Processor cores to use.")] = 2,
 ) -> None:
@@ -260,9 +270,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress(
-    title: str, unit: str, stopped: Callable[[], bool]
-) -> Iterator[Callable[[int, int], None]]:
+def _progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

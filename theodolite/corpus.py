@@ -1,8 +1,8 @@
 """From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed.
 
-Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts; it
-does not find text (`texts.py` does), knows no model, and imports no model library: a tokenizer is anything that
-behaves like those of `transformers`.
+Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts;
+it does not find text (`texts.py` does), knows no model, and imports no model library: a tokenizer is anything
+that behaves like those of `transformers`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from theodolite.errors import UsageError
 from theodolite.texts import Document, document_of_row, python_topics, read_path, stdlib_sources
 
 PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
+BREAK = 4_096  # characters before the end of a piece in which white space is looked for
 READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
 STREAMED_CONTEXTS = (
     256  # of sources without an end (random tokens, streamed datasets) when no number is given
@@ -35,6 +36,7 @@ class Tokenizer(Protocol):
     """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
 
     all_special_ids: Any
+    added_tokens_decoder: Any
     eos_token_id: Any
     sep_token_id: Any
 
@@ -49,14 +51,15 @@ class Tokenizer(Protocol):
 class Corpus:
     """C contexts of T tokens each, and where they come from.
 
-    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the remainder
-    is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents of the same
-    label, in reading order, with the tokenizer's end-of-sequence token between them (or, without one, its
-    separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS] … [SEP], a
-    beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts nothing.
+    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the
+    remainder is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents
+    of the same label, in reading order, with the tokenizer's end-of-sequence token between them (or, without
+    one, its separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS]
+    … [SEP], a beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts
+    nothing.
 
-    Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept, in
-    reading order; when more, all that there are.
+    Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
+    in reading order; when more, all that there are.
 
     `labels` indexes `label_names`; −1 says that a context has no label.
     """
@@ -88,7 +91,7 @@ class Corpus:
         seed: int = 0,
         text_column: str = "text",
     ) -> Corpus:
-        """A file or a folder of `.txt`, `.md`, `.jsonl`, `.parquet`; see `texts.read_path` for labels and errors."""
+        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`texts.read_path`: labels, errors)."""
         documents = read_path(path, text_column)
         return _build(cls, str(path), documents, tokenizer, length, contexts, seed)
 
@@ -128,8 +131,8 @@ class Corpus:
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
 
-        Labels are the column `label` or `topic`, if any. Reading stops when `READ_AHEAD` × `contexts` contexts
-        were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
+        Labels are the column `label` or `topic`, if any. Reading stops when `READ_AHEAD` × `contexts`
+        contexts were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
         """
         _check_sizes(length, contexts)
         documents = _streamed(name, config, split, text_column)
@@ -139,7 +142,7 @@ class Corpus:
     def python_docs(
         cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
     ) -> Corpus:
-        """The language reference inside every CPython (`pydoc_data.topics`): English, with topics as labels."""
+        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels."""
         return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
 
     @classmethod
@@ -165,7 +168,9 @@ class Corpus:
                 )
             ids, frame = np.arange(vocabulary), _Frame([], [], [])
         else:
-            special = set(vocabulary.all_special_ids)
+            # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
+            marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
+            special = {*vocabulary.all_special_ids, *marked}
             ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
             frame = _frame(vocabulary, length)
         body = length - len(frame.before) - len(frame.after)
@@ -185,10 +190,10 @@ def make_corpus(
     seed: int = 0,
     text_column: str = "text",
 ) -> Corpus:
-    """The corpus that `spec` names: `docs` (or None), `code`, `random`, `hf:NAME[:CONFIG[:SPLIT]]`, or a path.
+    """The corpus named by `spec`: `docs` (or None), `code`, `random`, `hf:NAME[:CONFIG[:SPLIT]]`, or a path.
 
-    A file named like a keyword is reached as `./docs`. Random tokens and datasets give `STREAMED_CONTEXTS` when
-    `contexts` is None.
+    A file named like a keyword is reached as `./docs`. Random tokens and datasets give `STREAMED_CONTEXTS`
+    when `contexts` is None.
     """
     name = "docs" if spec is None else str(spec)
     if name == "docs":
@@ -210,9 +215,6 @@ def make_corpus(
     if not Path(name).exists():
         raise UsageError(f"There is no file or folder {name}; give a path, or docs, code, random or hf:NAME.")
     return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
-
-
-# --- cutting ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ def _build(
 def _sample(
     found: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
 ) -> list[tuple[str | None, np.ndarray]]:
-    """A uniform sample of `count` without replacement, in order (Vitter's algorithm R: memory for `count`)."""
+    """A uniform sample of `count` without replacement, in order, in memory for `count` (algorithm R)."""
     random = np.random.default_rng(seed)
     kept: list[tuple[int, str | None, np.ndarray]] = []
     for position, (label, body) in enumerate(found):
@@ -309,13 +311,11 @@ def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
     while begin < len(text):
         end = begin + PIECE
         if end < len(text):
-            last = None
-            for last in re.finditer(r"(?<=\S)\s", text[begin + PIECE // 2 : end]):
-                pass
-            if last is not None:
-                end = begin + PIECE // 2 + last.start()
+            breaks = [found.start() for found in re.finditer(r"(?<=\S)\s", text[end - BREAK : end])]
+            end += breaks[-1] - BREAK if breaks else 0
+        piece = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
         # verbose=False: a document is longer than the model, which is why it is cut.
-        yield list(tokenizer(text[begin:end], add_special_tokens=False, verbose=False)["input_ids"])
+        yield list(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end
 
 
@@ -333,8 +333,8 @@ def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
         )
     if len(before) + len(after) >= length:
         raise UsageError(
-            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} special ones; "
-            "use a larger --length."
+            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
+            "special ones; use a larger --length."
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     return _Frame(before, after, [token for token in ends if token is not None][:1])
@@ -358,8 +358,8 @@ def _streamed(name: str, config: str | None, split: str, text_column: str) -> It
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a network, "
-            "give a folder that holds its files."
+            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
+            "network, give a folder that holds its files."
         ) from error
 
 

@@ -77,7 +77,9 @@ class OnePass:
         """Continue from what `state` gave."""
         for name, accumulator in self.accumulators.items():
             prefix = name + "."
-            accumulator.restore({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+            accumulator.restore(
+                {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            )
 
     def run(
         self, batch: int, done: int, show_progress: ShowProgress, save: Callable[[int, bool], None]
@@ -110,7 +112,9 @@ class OnePass:
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
-            raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32")
+            raise WorkError(
+                f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32"
+            )
         self.means.update(layer, hidden, self._first)
         self.residual.update(layer, hidden[:, 1:].flatten(0, 1))
         self.outliers.update(layer, hidden)

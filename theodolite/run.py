@@ -74,7 +74,7 @@ class Run:
         if not (folder / "run.json").is_file():
             raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
         try:
-            provenance = json.loads((folder / "run.json").read_text())
+            provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             version = provenance["schema_version"]
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
@@ -109,7 +109,9 @@ class Run:
                 arrays = {name: tensor.contiguous() for name, tensor in self.arrays.items()}
                 save_file(arrays, temporary / "arrays.safetensors")
                 text = json.dumps(self.provenance, indent=2, sort_keys=True, ensure_ascii=False)
-                (temporary / "run.json").write_text(text + "\n")
+                (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
+                # safetensors writes files that only their owner can read; a run is made to be shared.
+                shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
                 os.replace(temporary, folder)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -144,7 +146,9 @@ class Workspace:
             try:
                 lock.acquire()
             except Timeout:
-                raise UsageError(f"another survey is writing to {self.out}: wait for it or choose another") from None
+                raise UsageError(
+                    f"another survey is writing to {self.out}: wait for it or choose another"
+                ) from None
         try:
             yield
         finally:

@@ -83,4 +83,4 @@ def test_wrong_calls_are_named() -> None:
     with pytest.raises(UsageError, match="nu is -1"):
         entropy_lower_bound(-1.0, 4)
     with pytest.raises(UsageError, match="unknown variant"):
-        entropy_lower_bound(1.0, 4, variant="exact")  # type: ignore[arg-type]
+        entropy_lower_bound(1.0, 4, variant="exact")

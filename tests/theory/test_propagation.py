@@ -80,7 +80,7 @@ def test_limit_curve_is_the_normal_probability_of_its_moments(variant: str, line
 
 
 def test_tails_keep_their_relative_accuracy() -> None:
-    """At θ = 1, ξ = ±30 the interval lies some 39 standard deviations out; oracle: scipy's survival function."""
+    """At θ = 1, ξ = ±30 the interval lies 20 standard deviations out; oracle: scipy's survival function."""
     theta, eta = torch.ones(1, dtype=DOUBLE), torch.tensor(1e4, dtype=DOUBLE)
     scale = math.sqrt(7 / 12)
     for xi in (30.0, -30.0):
@@ -108,7 +108,7 @@ def test_limit_curve_survives_the_extremes() -> None:
 
 @pytest.mark.parametrize(("xi", "eta"), [(0.0, 2.0), (4.0, 0.5), (-4.0, 1.0)])
 def test_curves_against_simulated_walks(xi: float, eta: float) -> None:
-    """Corrected within 0.06 of 1500 walks at T = 200, d = 64; the printed variance is off by more than 0.2."""
+    """Corrected within 0.06 of 1500 walks at T = 200, d = 64; the printed form is off by more than 0.2."""
     values = walk_values(spectrum_with(xi, eta, 64), torch.eye(64, dtype=DOUBLE), 200, 1500, 1.0, seed=7)
     measured = ((values >= 0) & (values <= 1)).double().mean(0)
     theta = torch.arange(1, 201, dtype=DOUBLE) / 200
@@ -140,7 +140,7 @@ def test_finite_form_is_that_of_the_explicit_kernel(length: int) -> None:
 
 
 def test_moments_of_an_asymmetric_head_against_simulated_walks() -> None:
-    """Mean and variance of s_i, anisotropic Σ and asymmetric W_QK: within 4.5 standard errors at 40 positions."""
+    """Mean and variance of s_i, anisotropic Σ, asymmetric W_QK: within 4.5 standard errors everywhere."""
     width, length, draws, temperature = 8, 40, 30000, 3.0
     generator = torch.Generator().manual_seed(2)
     w_q = torch.randn(width, width, generator=generator, dtype=DOUBLE) + 0.5 * torch.eye(width)
@@ -191,6 +191,6 @@ def test_both_forms_are_differentiable() -> None:
 def test_wrong_calls_are_named() -> None:
     one = torch.ones(())
     with pytest.raises(UsageError, match="unknown variant 'exact'"):
-        propagation(torch.zeros(1), one, one, variant="exact")  # type: ignore[arg-type]
+        propagation(torch.zeros(1), one, one, variant="exact")
     with pytest.raises(UsageError, match="length is 0"):
         propagation_finite(one, one, one, 0, 1.0)

@@ -50,7 +50,9 @@ def test_zero_matrix_has_no_shares() -> None:
 
 def test_ratio_is_differentiable() -> None:
     """Oracle: finite differences."""
-    assert torch.autograd.gradcheck(lambda g: low_frequency_ratio(g, (1, 3)), (sample(5, 5).requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda g: low_frequency_ratio(g, (1, 3)), (sample(5, 5).requires_grad_(),)
+    )
 
 
 def test_gram_holds_cosines_and_zero_rows_stay_zero() -> None:

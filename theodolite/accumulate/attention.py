@@ -230,14 +230,13 @@ def _softmax(
     return weights, share, total.log() - product * share, learned
 
 
-
 def diagonal_attention(inputs: AttentionInputs, distance: int, after: int) -> Float[Tensor, " heads"]:
     """Mean attention that queries i ≥ `after` pay to key i − `distance`, over the batch."""
     batch, heads, length, _ = inputs.query.shape
     total = torch.zeros(heads, dtype=torch.float64, device=inputs.query.device)
     for block in inputs.blocks(BLOCK):
-        rows = torch.arange(max(block.start, after), block.stop, device=total.device)
-        rows = rows[rows - distance >= block.first]
+        rows = torch.arange(block.start, block.stop, device=total.device)
+        rows = rows[(rows >= after) & (rows - distance >= block.first)]
         weights, share, _, _ = _softmax(block.logits, inputs.sink)
         at = rows - block.start
         paid = weights[:, :, at, rows - distance - block.first] * share[:, :, at]

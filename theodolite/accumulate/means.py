@@ -92,7 +92,9 @@ class Means(LayerSums):
         local = self.sample.token_context - first_context
         here = ((local >= 0) & (local < batch)).nonzero().flatten()
         if len(here):
-            vectors = hidden[local[here].to(hidden.device), self.sample.token_position[here].to(hidden.device)]
+            vectors = hidden[
+                local[here].to(hidden.device), self.sample.token_position[here].to(hidden.device)
+            ]
             self.at("token", layer, hidden.device)[here.to(hidden.device)] = vectors.double()
 
 

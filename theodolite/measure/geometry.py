@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
-from theodolite.accumulate.outliers import OUTLIER_MAGNITUDE
 from theodolite.accumulate.sums import State
 from theodolite.theory.singular import largest_singular_value, screenot, stable_rank
 from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram

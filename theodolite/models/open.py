@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +28,18 @@ EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
+
+# What the loaders of transformers raise on broken or unknown checkpoints.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ def open_model(
         model = _load(source, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+    except _LOADING_ERRORS as error:
         raise UsageError(f"cannot open {source}: {_first_line(error)}") from error
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -175,7 +188,9 @@ def _local_folder(source: str | Path) -> Path | None:
     return folder
 
 
-def _load(source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None) -> PreTrainedModel:
+def _load(
+    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
+) -> PreTrainedModel:
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, names[0], None) if names else None
     if names and architecture is None:
@@ -204,16 +219,20 @@ def _load(source: str | Path, config: Any, dtype: Any, device_map: Any, revision
 
 def _tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
-        return None  # random tokens and weights need none; a text without one is refused by the survey
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except _LOADING_ERRORS:
+        return None  # random tokens and weights need none; a text without one is refused where it is read
+    # Without any files, transformers makes up a tokenizer of special tokens only.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
 def _refuse_bad_numbers(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            raise WorkError(f"tensor {name} holds {kind} values: the checkpoint is broken, nothing to measure")
+            raise WorkError(
+                f"tensor {name} holds {kind} values: the checkpoint is broken, nothing to measure"
+            )
 
 
 def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -228,7 +247,9 @@ def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
             )
         }
     if model.main_input_name != "input_ids":
-        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make")
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
+        )
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[union-attr,arg-type]
     ids = torch.randint(vocabulary, (1, length), generator=generator)
     return {"input_ids": ids.to(model.device), "use_cache": False}
@@ -281,8 +302,12 @@ def _positions(model: nn.Module, call: Call, has_bias: bool) -> str:
         return "rotary"
     if has_bias:
         return "alibi"
-    learned = any("pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules())
-    return "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
+    learned = any(
+        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
+    )
+    return (
+        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
+    )
 
 
 def _hash_weights(folder: Path) -> str:

@@ -46,7 +46,7 @@ class HeadWeights:
     projection: str
 
 
-class _Captured(Exception):  # noqa: N818 (not an error: it ends a module's forward once the tap has its rows)
+class _Captured(Exception):
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
 
@@ -59,7 +59,9 @@ def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dic
     """How the model calls each layer's attention module on `probe_input` (one token at position 0)."""
     calls: dict[nn.Module, Call] = {}
     hooks = [
-        module.register_forward_pre_hook(lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True
+        )
         for module in structure.attention
     ]
     try:
@@ -71,9 +73,7 @@ def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dic
     return [calls[module] for module in structure.attention]
 
 
-def probe_layer(
-    model: PreTrainedModel, structure: Structure, layer: int, call: Call
-) -> HeadWeights:
+def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
     """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
 
     Raises:
@@ -91,7 +91,9 @@ def probe_layer(
             for name, child in list(module.named_modules()):
                 if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm"):
                     module.set_submodule(name, nn.Identity())
-    raise WorkError(f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input")
+    raise WorkError(
+        f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
+    )
 
 
 def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
@@ -102,7 +104,9 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
         inputs = _run(module, call, rows.to(device, dtype))
         heads = inputs.query.shape[1]
         repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
-        return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))  # each (rows, heads, width)
+        return tuple(
+            t[:, :, 0].double().cpu() for t in (inputs.query, *repeated)
+        )  # each (rows, heads, width)
 
     zero = torch.zeros(1, width, dtype=torch.float64)
     identity = torch.eye(width, dtype=torch.float64)

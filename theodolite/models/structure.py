@@ -55,9 +55,13 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
             "theodolite does not support this family yet"
         )
     if len(set(map(id, called))) < len(called):
-        raise UsageError(f"{family} uses one attention module for several layers; theodolite needs one a layer")
+        raise UsageError(
+            f"{family} uses one attention module for several layers; theodolite needs one a layer"
+        )
     if len(set(shapes)) > 1:
-        raise UsageError(f"{family} has layers with different numbers or widths of heads: {sorted(set(shapes))}")
+        raise UsageError(
+            f"{family} has layers with different numbers or widths of heads: {sorted(set(shapes))}"
+        )
     name_of = {id(module): name for name, module in model.named_modules()}
     names = [name_of[id(module)] for module in called]
     blocks = [_block_of(model, name) for name in names]

@@ -105,7 +105,9 @@ def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
             module.forward = OUTSIDE_INTERFACE[type(module).__name__].__get__(module)
             undo.callback(_restore_forward, module, own_forward)
         if outside:
-            model.config._attn_implementation = IMPLEMENTATION  # lets the model make the mask that the tap reads
+            model.config._attn_implementation = (
+                IMPLEMENTATION  # lets the model make the mask that the tap reads
+            )
             undo.callback(setattr, model.config, "_attn_implementation", before)
         else:
             if not model._can_set_attn_implementation():

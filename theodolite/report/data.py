@@ -30,17 +30,26 @@ def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
     return values if np.isfinite(values).any() else None
 
 
-def array(run: Run, name: str) -> Floats | None:
-    """An array of the run as float64, None where it is absent or empty."""
+def array(run: Run, name: str) -> npt.NDArray[Any] | None:
+    """An array of the run in its own dtype and memory, None where it is absent or empty."""
     tensor = run.arrays.get(name)
     if tensor is None or tensor.numel() == 0:
         return None
-    return np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.float64)
+    view: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    return view
 
 
-def need(run: Run, name: str) -> Floats:
+def need(run: Run, name: str) -> npt.NDArray[Any]:
     """As `array`, for a figure that cannot be drawn without it: `UsageError` where it is absent."""
     values = array(run, name)
+    if values is None:
+        raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
+    return values
+
+
+def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
+    """As `column`, for a figure that cannot be drawn without it: `UsageError` where it is absent."""
+    values = column(frame, name)
     if values is None:
         raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
     return values
@@ -118,7 +127,7 @@ def entropy_limits(run: Run, length: int) -> Floats:
 
 
 def entropy_share(run: Run) -> Floats | None:
-    """Each head's mean entropy over the mean of `entropy_limits`, in the order of `run.heads`; None without."""
+    """Each head's mean entropy over the mean of `entropy_limits`, in the head table's order; None without."""
     entropy, length = column(run.heads, "entropy"), context_length(run)
     if entropy is None or length is None or length < 2:
         return None

@@ -81,29 +81,24 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
             hovertemplate="position %{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         ),
     ]
-    square = {"showticklabels": False, "ticks": "", "zeroline": True}
     return style.figure(
         traces,
         "component 1",
         "component 2",
-        layout={
-            "showlegend": False,
-            "xaxis": square,
-            "yaxis": square | {"scaleanchor": "x", "scaleratio": 1},
-            "margin": {"l": 30, "r": 8, "t": 8, "b": 30},
-        },
+        height=400,
+        layout={"showlegend": False, "xaxis": {"nticks": 5}, "yaxis": {"nticks": 5}},
     )
 
 
-def spiral_planes_traces(run: Run, layer: int) -> list[Patch]:
-    """The data of `spiral_planes` at `layer`."""
+def waves_traces(run: Run, layer: int) -> list[Patch]:
+    """The data of `waves` at `layer`."""
     positions = need(run, "positional_pca")[layer]
     kept = np.array(evenly(len(positions) - 1, SPIRAL_POSITIONS)) + 1
     points = _float32(positions[kept])
     return [{"x": kept.astype(np.int32), "y": points[:, component]} for component in range(3)]
 
 
-def spiral_planes(run: Run, layer: int = 0) -> go.Figure:
+def waves(run: Run, layer: int = 0) -> go.Figure:
     """The positional basis' first three principal components against position: waves of rising frequency."""
     colours = (style.BLUE, style.VERMILLION, style.GREEN)
     traces = [
@@ -114,13 +109,13 @@ def spiral_planes(run: Run, layer: int = 0) -> go.Figure:
             line={"color": colours[component], "width": 2},
             hovertemplate=f"position %{{x}}<br>component {component + 1}: %{{y:.4g}}<extra></extra>",
         )
-        for component, patch in enumerate(spiral_planes_traces(run, layer))
+        for component, patch in enumerate(waves_traces(run, layer))
     ]
     return style.figure(traces, "position", "projection", height=340)
 
 
 def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
-    """Indices into a Gram matrix' positions and contexts, thinned so that all layers stay under GRAM_CELLS."""
+    """Which positions and contexts of a Gram matrix are kept, so that all layers stay under GRAM_CELLS."""
     layers, size, _ = need(run, "gram").shape
     positions = len(need(run, "gram_position"))
     most = max(48, int((GRAM_CELLS / layers) ** 0.5))
@@ -152,7 +147,10 @@ def _gram_names(run: Run) -> list[str]:
 
 
 def gram(run: Run, layer: int = 0) -> go.Figure:
-    """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer (Song & Zhong 2024, Fig. 2)."""
+    """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
+
+    Song & Zhong 2024, Fig. 2.
+    """
     positions, contexts = _gram_rows(run)
     names = _gram_names(run)
     heat = go.Heatmap(
@@ -202,7 +200,10 @@ def dct_traces(run: Run, layer: int) -> list[Patch]:
 
 
 def dct(run: Run, layer: int = 0) -> go.Figure:
-    """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix (Song & Zhong 2024, Fig. 3, right)."""
+    """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix.
+
+    Song & Zhong 2024, Fig. 3, right.
+    """
     ticks = [-4, -3, -2, -1, 0]
     heat = go.Heatmap(
         **dct_traces(run, layer)[0],
@@ -229,10 +230,13 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
 
 
 def singular_values(run: Run) -> go.Figure:
-    """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked (Fig. 3, left)."""
+    """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
+
+    Song & Zhong 2024, Fig. 3, left.
+    """
     values, ranks = need(run, "singular_values"), column(run.layers, "rank")
     layers = evenly(len(values), CURVES)
-    traces = []
+    traces = [style.depth_bar(len(values))]
     for layer in layers:
         largest = values[layer].max()
         if not largest > 0:
@@ -249,6 +253,7 @@ def singular_values(run: Run) -> go.Figure:
                 customdata=_float32(values[layer]),
                 mode="lines+markers",
                 name=f"layer {layer}",
+                showlegend=False,
                 line={"color": colour, "width": 1.3},
                 marker={"size": size.astype(np.int32), "color": colour, "symbol": "circle"},
                 hovertemplate=f"layer {layer}, number %{{x}}<br>singular value %{{customdata:.4g}}"

@@ -48,7 +48,7 @@ NOTE_COLUMNS = (
 
 
 def regime_kind(name: object) -> int:
-    """Index into REGIMES of a regime's name (`late`, `late-site` and `late site` are one), −1 for none of them."""
+    """Index into REGIMES of a regime's name (`late` and `late-site` are one), −1 for none of them."""
     first = str(name).replace("-", " ").split(" ")[0].lower()
     return REGIMES.index(first) if first in REGIMES else -1
 
@@ -60,7 +60,9 @@ def head_measures(run: Run) -> list[Measure]:
         if measure.scale == "kind":
             if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
                 known.append(measure)
-        elif column(run.heads, name) is not None:
+        elif (values := column(run.heads, name)) is not None and not (
+            name == "sink_learned" and not values.any()
+        ):
             known.append(measure)
     return known
 
@@ -98,11 +100,12 @@ def _wrapped(words: str, width: int = 58) -> str:
 
 
 def _kind_patch(run: Run, measure: Measure) -> Patch:
-    count = len(REGIMES)
+    count, grid = len(REGIMES), _regime_grid(run, measure.column)
     steps = [[edge / count, colour] for i, colour in enumerate(REGIME_COLOURS) for edge in (i, i + 1)]
     bar = style.colour_bar("", tickvals=list(range(count)), ticktext=list(REGIMES), ticks="")
     return {
-        "z": _regime_grid(run, measure.column).astype(np.float32),
+        "z": grid.astype(np.float32),
+        "text": [["undefined" if np.isnan(kind) else REGIMES[int(kind)] for kind in row] for row in grid],
         "zmin": -0.5,
         "zmax": count - 0.5,
         "colorscale": steps,
@@ -146,7 +149,7 @@ def head_map_traces(run: Run, measure: str) -> list[Patch]:
     described = HEAD_MEASURES[measure]
     value = "10^%{z:.3f}" if described.scale == "decades" else "%{z:.4g}"
     if described.scale == "kind":
-        patch, value = _kind_patch(run, described), "see below"
+        patch, value = _kind_patch(run, described), "%{text}"
     else:
         patch = _amount_patch(run, described)
     unit = f" {described.unit}" if described.unit else ""
@@ -225,8 +228,8 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
         layout={
             "yaxis": {
                 "type": "log",
-                "dtick": 1,
-                "exponentformat": "power",
+                "dtick": "D2" if high - low < 2 else 1,
+                "tickformat": "~g",
                 "range": [low - 0.3, high + 0.3],
             },
             "xaxis": {"range": [-1.08 * reach, 1.08 * reach]},

@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, layer_numbers, provenance
+from theodolite.report.data import Floats, column, layer_numbers, need_column, provenance
 from theodolite.report.health import RANK_COLLAPSE
 
 if TYPE_CHECKING:
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 _BAND_COLOURS = dict(
     zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True)
 )
-_BAND_OPACITY = 0.16
-
-
-def _rgba(colour: str, opacity: float) -> str:
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
+WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
 
 
 def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
@@ -59,14 +54,15 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
         go.Scatter(
             x=x + x[::-1],
             y=high + low[::-1],
-            name=f"{model}, published",
+            name=model,
             mode="lines",
             fill="toself",
-            fillcolor=_rgba(_BAND_COLOURS[model], _BAND_OPACITY),
-            line={"width": 0.5, "color": _rgba(_BAND_COLOURS[model], 0.5)},
+            fillcolor=style.translucent(_BAND_COLOURS[model], style.BAND),
+            line={"width": 0.5, "color": style.translucent(_BAND_COLOURS[model], style.BAND_EDGE)},
             hoveron="fills",
             text=f"{model}: {what}",
             hoverinfo="text",
+            legendrank=2000,
             visible=True if shown else "legendonly",
         )
     ]
@@ -91,7 +87,7 @@ def _average_bands(run: Run, name: str, what: str, most: float = math.inf) -> li
 
 def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figure:
     layers: Floats = layer_numbers(run)
-    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3]}
+    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
     if len(layers) <= 14:
         axis["dtick"] = 1
     return style.figure(traces, "layer", y, layout={"xaxis": axis} | layout)
@@ -105,10 +101,12 @@ def rank(run: Run) -> go.Figure:
 
 
 def stable_rank(run: Run) -> go.Figure:
-    """Stable rank ‖P‖²_F/‖P‖²₂ of the positional basis at every layer, beside Table 5 (log axis)."""
+    """Stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
     traces = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
     traces += _curve(run, "stable_rank", "this model", style.VERMILLION)
-    return _chart(run, traces, "stable rank", yaxis={"type": "log", "dtick": "D2"})
+    highest = np.nanmax(need_column(run.layers, "stable_rank"))
+    wide = {"type": "log", "dtick": "D2", "tickformat": "~g"}
+    return _chart(run, traces, "stable rank", yaxis=wide if highest > WIDE_RANGE else {"rangemode": "tozero"})
 
 
 def relative_norm(run: Run) -> go.Figure:
@@ -129,7 +127,7 @@ def low_frequency(run: Run) -> go.Figure:
             go.Scatter(
                 x=[0, last],
                 y=[published.LOW_FREQUENCY[size]] * 2,
-                name="GPT-2, published",
+                name="GPT-2",
                 legendgroup="published",
                 showlegend=size == 10,
                 mode="lines",
@@ -168,7 +166,7 @@ def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
     traces = _curve(run, "norm", "positions 1 and on", style.VERMILLION)
     traces += _curve(run, "norm_first", "first token", style.BLUE, line={"dash": "dash"})
-    return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": 1, "minor": {"showgrid": True}})
+    return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
 def cosine_previous(run: Run) -> go.Figure:
@@ -178,7 +176,7 @@ def cosine_previous(run: Run) -> go.Figure:
 
 
 def rank_collapse(run: Run) -> go.Figure:
-    """Distance of the token matrix to rank one at every layer, with the line below which it counts as lost."""
+    """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
     last = float(layer_numbers(run).max())
     limit = go.Scatter(
         x=[-0.3, last + 0.3],

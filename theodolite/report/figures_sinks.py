@@ -33,7 +33,7 @@ def _largest_in_bins(values: Floats, bins: int) -> tuple[Floats, list[str]]:
 
 
 def sinks_by_position(run: Run) -> go.Figure:
-    """For each layer and position, the share of contexts in which the position is a sink of the keenest head."""
+    """Each position's share of contexts in which it is a sink of the keenest head, over layers."""
     shares = need(run, "sink_by_position")
     keenest = np.nan_to_num(shares).max(axis=1)
     reduced, names = _largest_in_bins(keenest, POSITION_BINS)
@@ -68,7 +68,7 @@ def sinks_by_position(run: Run) -> go.Figure:
 
 
 def outlier_shares(run: Run) -> go.Figure:
-    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers, dimensions in order."""
+    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
     shares = np.nan_to_num(need(run, "outlier_share"))
     highest = shares.max(axis=0)
     chosen = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])

@@ -115,7 +115,7 @@ def head_entropy_traces(run: Run, layer: int, head: int) -> list[Patch]:
 
 
 def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
-    """Mean attention entropy of one head's queries by position, under the limit ln(keys that a query sees)."""
+    """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
     length = need(run, "entropy_by_position").shape[2]
     kept = _thinned(run, length)
     measured, _ = head_entropy_traces(run, layer, head)
@@ -160,7 +160,7 @@ def entropy_by_position(run: Run) -> go.Figure:
         line={"color": style.GREY, "width": 1.5, "dash": "dash"},
         hovertemplate="position %{x}<br>at most %{y:.3f} nats<extra></extra>",
     )
-    traces = [limit]
+    traces = [limit, style.depth_bar(len(values))]
     for layer in evenly(len(values), LAYER_CURVES):
         rows = values[layer][~np.isnan(values[layer]).all(axis=1)]
         if not len(rows):
@@ -171,6 +171,7 @@ def entropy_by_position(run: Run) -> go.Figure:
                 y=np.median(rows, axis=0)[kept].astype(np.float32),
                 mode="lines",
                 name=f"layer {layer}",
+                showlegend=False,
                 line={"color": order_colour(layer / max(1, len(values) - 1)), "width": 1.6},
                 hovertemplate=f"layer {layer}, position %{{x}}<br>median %{{y:.3f}} nats<extra></extra>",
             )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from theodolite.report.data import Floats, column, entropy_share, head_labels
+from theodolite.report.data import column, entropy_share, head_labels
 from theodolite.report.text import counted, listed, number, percent
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Check:
 
 
 def checks(run: Run) -> list[Check]:
-    """Every check that the run's numbers allow: collapse, vanishing signal, dead heads, massive activations."""
+    """Every check that the run's numbers allow."""
     made: tuple[Callable[[Run], Check | None], ...] = (
         _rank_collapse,
         _entropy_collapse,
@@ -50,7 +51,7 @@ def checks(run: Run) -> list[Check]:
     return [check for make in made if (check := make(run)) is not None]
 
 
-def _named(run: Run, chosen: Floats) -> str:
+def _named(run: Run, chosen: npt.NDArray[np.bool_]) -> str:
     return listed([name for name, keep in zip(head_labels(run), chosen, strict=True) if keep])
 
 
@@ -67,7 +68,8 @@ def _rank_collapse(run: Run) -> Check | None:
             f"{RANK_COLLAPSE:g}; lowest {number(residual[lowest], 2)})."
         )
         return Check("rank collapse", text, True)
-    text = f"No rank collapse: the residual stays at or above {number(residual[lowest], 2)} (layer {layers[lowest]})."
+    least = f"{number(residual[lowest], 2)} (layer {layers[lowest]})"
+    text = f"No rank collapse: the residual stays at or above {least}."
     return Check("rank collapse", text, False)
 
 
@@ -94,7 +96,8 @@ def _entropy_collapse(run: Run) -> Check | None:
         if values is not None:
             explained |= low & (values >= least)
     rest = low & ~explained
-    text = f"{counted(int(low.sum()), 'head')} with less than {limit} of the highest entropy: {_named(run, low)}."
+    heads = counted(int(low.sum()), "head")
+    text = f"{heads} with less than {limit} of the highest entropy: {_named(run, low)}."
     if not rest.any():
         return Check(
             "entropy collapse",
@@ -127,7 +130,8 @@ def _vanishing(run: Run) -> Check | None:
         return None
     predicted = run.heads[name].astype(str).str.startswith("vanishing").to_numpy()
     if predicted.any():
-        text = f"Theory predicts a vanishing signal for {counted(int(predicted.sum()), 'head')}: {_named(run, predicted)}."
+        heads = counted(int(predicted.sum()), "head")
+        text = f"Theory predicts a vanishing signal for {heads}: {_named(run, predicted)}."
         return Check("vanishing signal", text, True)
     return Check("vanishing signal", "Theory predicts a vanishing signal for no head.", False)
 
@@ -157,7 +161,8 @@ def _massive(run: Run) -> Check | None:
     have = layers[np.nan_to_num(later) > 0]
     if len(have):
         text = (
-            f"Massive activations after the first token in {counted(len(have), 'layer')} (first in layer {have.min()}): "
+            f"Massive activations after the first token in {counted(len(have), 'layer')} (first in layer "
+            f"{have.min()}): "
             "common in large models, hard on low-precision formats."
         )
         return Check("massive activations", text, True)

@@ -21,30 +21,36 @@ Scale = Literal["share", "amount", "decades", "signed", "kind"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One column: how it is called, what it says, and which colours show it.
+    """One column: how it is called (`name` within its group, `title` anywhere), what it says, its colours.
 
     `scale`: "share" (0 to 1), "amount" (from 0 or the lowest value up), "decades" (colour by log10), "signed"
     (around 0), "kind" (names).
     """
 
     column: str
-    title: str
+    name: str
     group: str
     meaning: str
     scale: Scale
     source: str
     unit: str = ""
 
+    @property
+    def title(self) -> str:
+        """The name that is right outside of the measure's group too."""
+        return f"{self.name} (with Σ̂)" if self.group == SPECTRUM_DATA else self.name
 
-_ATTENTION, _ROLES, _SINKS = "Attention on the text", "What the head does", "Sinks"
-_WEIGHTS, _DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
+
+ATTENTION, ROLES, SINKS = "Attention on the text", "What the head does", "Sinks"
+SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
 
 _MEASURED = [
     Measure(
         "entropy",
         "entropy",
-        _ATTENTION,
-        "Mean Shannon entropy of the head's attention rows. Low: it looks at one key at a time; high: it averages.",
+        ATTENTION,
+        "Mean Shannon entropy of the head's attention rows. Low: it looks at one key at a time; high: it "
+        "averages.",
         "amount",
         f"{ZHAI}; {BAO}, section 5",
         "nats",
@@ -52,7 +58,7 @@ _MEASURED = [
     Measure(
         "entropy_bound",
         "entropy bound",
-        _ATTENTION,
+        ATTENTION,
         "The lowest mean entropy that the sizes of tokens and W_QK allow. Near 0 it promises nothing.",
         "amount",
         f"{ZHAI}, Theorem 3.1 (exact form)",
@@ -61,32 +67,33 @@ _MEASURED = [
     Measure(
         "propagation",
         "signal propagation",
-        _ATTENTION,
-        "Share of the last query's keys whose piecewise-linear softmax value lies in [0, 1], so that their signal "
+        ATTENTION,
+        "Share of the last query's keys whose piecewise-linear softmax value lies in [0, 1], so that their "
+        "signal "
         "reaches the gradient. 0: the signal vanishes.",
         "share",
         f"{BAO}, section 3",
     ),
     Measure(
         "previous_token",
-        "previous-token score",
-        _ROLES,
+        "previous token",
+        ROLES,
         "Mean attention that a token pays to the token just before it.",
         "share",
         OLSSON,
     ),
     Measure(
         "same_token",
-        "same-token score",
-        _ROLES,
+        "same token",
+        ROLES,
         "Mean attention that a token pays to earlier copies of itself.",
         "share",
         f"{SONG}, section 5",
     ),
     Measure(
         "induction",
-        "induction score",
-        _ROLES,
+        "induction",
+        ROLES,
         "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
         "share",
         OLSSON,
@@ -94,15 +101,16 @@ _MEASURED = [
     Measure(
         "sink_first",
         "first-token sink",
-        _SINKS,
-        "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on average.",
+        SINKS,
+        "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on "
+        "average.",
         "share",
         f"{XIAO}; {ZHANG}",
     ),
     Measure(
         "sink_later",
         "later sink",
-        _SINKS,
+        SINKS,
         "Share of contexts in which a token after the first is a sink.",
         "share",
         ZHANG,
@@ -110,7 +118,7 @@ _MEASURED = [
     Measure(
         "sink_learned",
         "learned sink",
-        _SINKS,
+        SINKS,
         "Mean attention that goes to a learned sink column of the model, which is no token at all.",
         "share",
         "models with a sink column, such as gpt-oss",
@@ -121,16 +129,16 @@ _SPECTRAL = [
     Measure(
         "regime",
         "predicted regime",
-        _WEIGHTS,
+        SPECTRUM,
         "Which tokens' signal the spectrum lets through: early, middle or late in the context, all alike "
-        "(uniform), or none (vanishing).",
+        "(uniform), or none (vanishing). Empty where it is not defined.",
         "kind",
         f"{BAO}, Lemma 2",
     ),
     Measure(
         "r",
         "r = ξη",
-        _WEIGHTS,
+        SPECTRUM,
         "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
         "signed",
         f"{BAO}, Lemma 2",
@@ -138,8 +146,9 @@ _SPECTRAL = [
     Measure(
         "xi_symmetric",
         "ξ of the symmetric part",
-        _WEIGHTS,
-        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); its size, how concentrated "
+        SPECTRUM,
+        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); its size, how "
+        "concentrated "
         "the spectrum is around its mean.",
         "signed",
         f"{BAO}, eq. 6",
@@ -147,24 +156,25 @@ _SPECTRAL = [
     Measure(
         "eta_symmetric",
         "η of the symmetric part",
-        _WEIGHTS,
-        "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large values make the signal vanish.",
+        SPECTRUM,
+        "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large values make the signal "
+        "vanish.",
         "decades",
         f"{BAO}, eq. 6",
     ),
     Measure(
         "xi",
         "ξ",
-        _WEIGHTS,
+        SPECTRUM,
         "tr W/√tr W². Empty where tr W² is negative: then the symmetric part's ξ is the one to read.",
         "signed",
         f"{BAO}, eq. 6",
     ),
-    Measure("eta", "η", _WEIGHTS, "√tr W²/λ. Empty where tr W² is negative.", "decades", f"{BAO}, eq. 6"),
+    Measure("eta", "η", SPECTRUM, "√tr W²/λ. Empty where tr W² is negative.", "decades", f"{BAO}, eq. 6"),
     Measure(
         "trace",
         "trace",
-        _WEIGHTS,
+        SPECTRUM,
         "tr W, the sum of the eigenvalues. Positive: a token prefers keys like itself.",
         "signed",
         f"{BAO}, section 4",
@@ -172,7 +182,7 @@ _SPECTRAL = [
     Measure(
         "trace_of_square",
         "trace of the square",
-        _WEIGHTS,
+        SPECTRUM,
         "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
         "signed",
         f"{BAO}, section 4",
@@ -180,16 +190,16 @@ _SPECTRAL = [
     Measure(
         "frobenius_squared",
         "squared Frobenius norm",
-        _WEIGHTS,
+        SPECTRUM,
         "‖W‖²_F = tr WᵀW, the size of the matrix. What LocAteR keeps small.",
         "decades",
         f"{BAO}, section 6",
     ),
-    Measure("mean", "spectrum mean", _WEIGHTS, "tr W/d, over all d eigenvalues.", "signed", f"{BAO}, eq. 8"),
+    Measure("mean", "spectrum mean", SPECTRUM, "tr W/d, over all d eigenvalues.", "signed", f"{BAO}, eq. 8"),
     Measure(
         "variance",
         "spectrum variance",
-        _WEIGHTS,
+        SPECTRUM,
         "tr W²/d − (tr W/d)². Small around a mean away from 0: localized attention without collapse.",
         "signed",
         f"{BAO}, eq. 8",
@@ -201,8 +211,7 @@ _SPECTRAL_DATA = [
     replace(
         measure,
         column=f"{measure.column}_data",
-        title=f"{measure.title} (with Σ̂)",
-        group=_DATA,
+        group=SPECTRUM_DATA,
         meaning=f"{measure.meaning} Here W = W_QK Σ̂, with the tokens' covariance in this text.",
     )
     for measure in _SPECTRAL

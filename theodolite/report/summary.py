@@ -45,7 +45,7 @@ INDUCTION = 0.3
 
 @dataclass(frozen=True)
 class Finding:
-    """One or two sentences of one topic. `status` "look" marks what deserves a look, "well" a check that passed."""
+    """A sentence of one topic. `status` "look" marks what deserves a look, "well" a check that passed."""
 
     topic: str
     text: str
@@ -89,14 +89,17 @@ def _position(run: Run) -> list[str]:
     if norm is not None:
         most, least = _extremes(run, norm)
         told.append(
-            f"Position takes {percent(float(np.nanmean(norm)))} of the largest direction of the hidden states on "
-            f"average over layers: most in layer {most} ({percent(float(np.nanmax(norm)))}), least in layer {least} "
+            f"Position takes {percent(float(np.nanmean(norm)))} of the largest direction of the hidden "
+            f"states on "
+            f"average over layers: most in layer {most} ({percent(float(np.nanmax(norm)))}), least in layer "
+            f"{least} "
             f"({percent(float(np.nanmin(norm)))}). Published for {model}: "
             f"{percent(reference.relative_norm[0])}."
         )
     if rank is not None:
         told.append(
-            f"It lives in about {number(float(np.nanmean(rank)), 2)} dimensions ({_range(rank, number)} by layer), "
+            f"It lives in about {number(float(np.nanmean(rank)), 2)} dimensions ({_range(rank, number)} by "
+            f"layer), "
             f"against {reference.rank[0]:.1f} published for {model}."
         )
     smooth = column(run.layers, "low_frequency_10")
@@ -106,7 +109,8 @@ def _position(run: Run) -> list[str]:
             "is smooth" if share >= SMOOTH else "is only partly smooth" if share >= ROUGH else "is not smooth"
         )
         told.append(
-            f"Its shape {word}: the ten lowest frequencies hold {percent(share)} of the energy of its Gram matrix "
+            f"Its shape {word}: the ten lowest frequencies hold {percent(share)} of the energy of its Gram "
+            f"matrix "
             f"(GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model of additions about "
             f"{percent(published.LOW_FREQUENCY_ADDITION)})."
         )
@@ -121,7 +125,8 @@ def _context(run: Run) -> list[str]:
         ratio = inside / outside if outside > 0 else np.inf
         word = "clearly" if ratio >= CLEAR_SEPARATION else "weakly" if ratio >= WEAK_SEPARATION else "hardly"
         told.append(
-            f"Contexts group {word} by label: two of one label are {number(inside, 2)} alike (mean |cosine|), two of "
+            f"Contexts group {word} by label: two of one label are {number(inside, 2)} alike (mean "
+            f"|cosine|), two of "
             f"different labels {number(outside, 2)}."
         )
     elif column(run.layers, "relative_norm") is not None:
@@ -157,7 +162,8 @@ def _localization(run: Run) -> list[str]:
         names = head_labels(run)
         sharpest, widest = int(np.nanargmin(share)), int(np.nanargmax(share))
         told.append(
-            f"Attention is spread over {percent(float(np.nanmean(share)))} of the highest possible entropy on average; "
+            f"Attention is spread over {percent(float(np.nanmean(share)))} of the highest possible entropy "
+            f"on average; "
             f"sharpest is {names[sharpest]} ({number(entropy[sharpest], 2)} nats), widest {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
@@ -199,7 +205,8 @@ def _sinks(run: Run) -> list[str]:
         first = _strongest(run, "sink_first", SINK_HEAD)
         if first:
             told.append(
-                f"{len(first)} of {counted(total, 'head')} use the first token as a sink in at least {half} of the "
+                f"{len(first)} of {counted(total, 'head')} use the first token as a sink in at least {half} "
+                f"of the "
                 f"contexts: {listed(first)}."
             )
         else:
@@ -209,7 +216,8 @@ def _sinks(run: Run) -> list[str]:
         if later:
             tokens = _later_tokens(run)
             told.append(
-                f"{counted(len(later), 'head')} {'makes' if len(later) == 1 else 'make'} a sink of a later token in at "
+                f"{counted(len(later), 'head')} {'makes' if len(later) == 1 else 'make'} a sink of a later "
+                f"token in at "
                 f"least {percent(LATER_SINK_HEAD)} of the contexts: {listed(later)}"
                 + (f"; most often {listed(tokens, 3)}." if tokens else ".")
             )
@@ -224,7 +232,7 @@ def _sinks(run: Run) -> list[str]:
 
 
 def _later_tokens(run: Run) -> list[str]:
-    """Tokens past position 0 by the contexts in which they were sinks, summed over heads, most frequent first."""
+    """The three tokens past position 0 that were sinks most often, contexts summed over heads."""
     if run.sinks is None or not len(run.sinks):
         return []
     later = run.sinks[~run.sinks["first"].astype(bool)]
@@ -248,7 +256,8 @@ def _outliers(run: Run) -> list[str]:
         have = layers[np.nan_to_num(values) > 0]
         if len(have):
             told.append(
-                f"Massive activations stand {where} in {counted(len(have), 'layer')} ({_spans(have.tolist())}), most "
+                f"Massive activations stand {where} in {counted(len(have), 'layer')} "
+                f"({_spans(have.tolist())}), most "
                 f"in layer {int(layers[np.nanargmax(values)])} ({number(float(np.nanmax(values)))})."
             )
     if massive is not None and not told:
@@ -258,7 +267,8 @@ def _outliers(run: Run) -> list[str]:
         most, _ = _extremes(run, dimensions)
         highest = float(np.nanmax(dimensions))
         told.append(
-            f"At most {counted(int(highest), 'feature dimension')} (layer {most}) {'is' if highest == 1 else 'are'} an outlier."
+            f"At most {counted(int(highest), 'feature dimension')} (layer {most}) "
+            f"{'is' if highest == 1 else 'are'} an outlier."
             if highest
             else "No feature dimension is an outlier."
         )
@@ -292,9 +302,10 @@ def _heads(run: Run) -> list[str]:
             continue
         found = _strongest(run, name, least)
         best = int(np.nanargmax(values))
+        strongest = f"{head_labels(run)[best]} ({number(values[best], 2)})"
         told.append(
             f"{kind.capitalize()} heads: {listed(found)}."
             if found
-            else f"No {kind} head stands out; the strongest is {head_labels(run)[best]} ({number(values[best], 2)})."
+            else f"No {kind} head stands out; the strongest is {strongest}."
         )
     return told

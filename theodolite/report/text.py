@@ -90,7 +90,8 @@ def percent(share: float) -> str:
         return MISSING
     amount = 100 * share
     decimals = 1 if (0 < abs(amount) < 10 or 99 < amount < 100) else 0
-    return f"{amount:.{decimals}f}".replace("-", "−") + "\u00a0%"
+    shown = f"{amount:.{decimals}f}".removesuffix(".0")
+    return shown.replace("-", "−") + "\u00a0%"
 
 
 def head_name(layer: int, head: int) -> str:

@@ -5,8 +5,6 @@ Entropies are measured elsewhere; this module only bounds them from the spectral
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ _LARGEST_GAP = 1e300
 def entropy_lower_bound(
     nu: float | Tensor,
     length: int | Tensor,
-    variant: Literal["corrected", "published"] = "corrected",
+    variant: str = "corrected",
 ) -> Tensor:
     """The least entropy (nats) of a softmax row over T logits whose norm is at most ν.
 
@@ -36,6 +34,7 @@ def entropy_lower_bound(
         nu: ν = ‖X Xᵀ‖₂ ‖W_QK‖₂ / λ ≥ 0, any shape; the theorem's logits carry no temperature, so it is
             divided out here.
         length: T ≥ 1, a number or a tensor that broadcasts against ν.
+        variant: "corrected" or "published".
 
     Raises:
         UsageError: T < 1, ν < 0, or an unknown variant.

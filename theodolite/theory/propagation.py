@@ -9,15 +9,12 @@ the logits throughout. This module must not estimate moments of weights (see `sp
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
-
-Variant = Literal["corrected", "published"]
 
 
 def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
@@ -40,10 +37,10 @@ def empirical_propagation(logits: Float[Tensor, "*batch keys"]) -> Bool[Tensor, 
 
 def propagation(
     theta: Float[Tensor, " positions"],
-    xi: Float[Tensor, "*heads"],
-    eta: Float[Tensor, "*heads"],
-    variant: Variant = "corrected",
-) -> Float64[Tensor, "*heads positions"]:
+    xi: Float[Tensor, "*#heads"],
+    eta: Float[Tensor, "*#heads"],
+    variant: str = "corrected",
+) -> Float64[Tensor, "... positions"]:
     """ρ(θ), the limit T → ∞ at relative position θ = i/T of the key, for the last query.
 
     s has mean (θ − ½) ξη and variance v(θ) η²; ρ = P(0 ≤ s ≤ 1) under the Gaussian of these moments.
@@ -57,6 +54,7 @@ def propagation(
     Args:
         theta: (positions,), in [0, 1].
         xi, eta: shapes that broadcast to (...); η ≥ 0. NaN gives NaN.
+        variant: "corrected" or "published".
 
     Raises:
         UsageError: unknown variant.

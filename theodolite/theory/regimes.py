@@ -6,12 +6,17 @@ corrected curve ρ(θ) itself. This module must not compute the curve in any oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from theodolite.theory.propagation import propagation
+
+Numbers = float | Sequence[float] | NDArray[np.floating] | Tensor
+"""What `regime` reads."""
 
 REGIMES = ("uniform", "early-site", "late-site", "middle-site", "vanishing")
 """The names that `regime` gives, besides `UNDEFINED`."""
@@ -37,7 +42,7 @@ _POSITIONS = 129
 """An odd number, so that θ = ½ is on the grid: as |r| grows the middle site narrows to it."""
 
 
-def regime(xi: ArrayLike | Tensor, eta: ArrayLike | Tensor) -> NDArray[np.str_]:
+def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     """Names of the regimes, one of `REGIMES` for each pair, in an array of the inputs' broadcast shape.
 
     Decided in this order: vanishing, uniform, then the site where the curve stands (the constants say how).
@@ -68,7 +73,7 @@ def regime(xi: ArrayLike | Tensor, eta: ArrayLike | Tensor) -> NDArray[np.str_]:
     )
 
 
-def _as_array(values: ArrayLike | Tensor) -> NDArray[np.float64]:
+def _as_array(values: Numbers) -> NDArray[np.float64]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     return np.asarray(values, dtype=np.float64)

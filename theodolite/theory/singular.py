@@ -115,7 +115,8 @@ def largest_singular_value(
     Passes over x are in its own dtype (half precisions in float32), the small bidiagonal problem in float64.
     Each matrix stops by itself when the residual ‖Xᵀu − σv‖ of the leading Ritz triple is below
     tolerance·σ; the error of σ is then of second order in the tolerance, down to the dtype's rounding.
-    Matrices one by one: each stays in cache over its passes, and bmm of thin operands is three times slower on CPUs. No gradient.
+    Matrices one by one: each stays in cache over its passes, and bmm of thin operands takes three times as
+    long on CPUs. No gradient.
 
     Args:
         x: (..., T, d). NaN or infinite entries give NaN.

@@ -29,7 +29,7 @@ class QKMoments:
 
     trace: tr W.
     trace_of_square: tr W² = Σ w², over the eigenvalues; an asymmetric W can make it negative.
-    frobenius_squared: ‖W‖_F².
+    frobenius_squared: ‖W‖_F²; the one number here that would change with Σ on the other side of W_QK.
     form_squared: ‖Σ^½ W_QK Σ^½‖_F², what the form x W_QK yᵀ sees of tokens of covariance Σ; equal to
         `frobenius_squared` where Σ is the identity.
     mean: tr W / d, over all d eigenvalues (d − d_h of them are zero).

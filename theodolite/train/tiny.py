@@ -1,48 +1,53 @@
 """The small, seeded trainer that made the embedded model, and can make others like it.
 
-`train_tiny` takes text, trains a byte-level BPE tokenizer and a GPT-2-architecture model (learned positions, no
-dropout) on it with plain PyTorch, and writes a folder that `transformers` opens. It is made for a few million
-parameters on a few processor cores: no distribution, no mixed schedules, no options beyond `TinyConfig`. The same
-seed gives the same bytes on the same machine, number of threads and package versions, also when the training was
-killed and begun again in between: the order of batches follows from (seed, step) alone.
+`train_tiny` takes text, trains a byte-level BPE tokenizer and a GPT-2-architecture model (learned positions,
+no dropout) on it with plain PyTorch, and writes a folder that `transformers` opens. It is made for a few
+million parameters on a few processor cores: no distribution, no other architectures, no options beyond
+`TinyConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
+also when the training was killed and begun again in between: the order of batches follows from (seed, step)
+alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.texts import Document, python_topics, stdlib_docstrings, stdlib_sources
-
-END_OF_TEXT = "<|endoftext|>"
-HELD_OUT = 0.06  # share of each source's characters that is kept for validation
-LINKING_CHARACTERS = (
-    120  # documents that share a paragraph at least this long stay on the same side of the split
+from theodolite.train.card import card
+from theodolite.train.tiny_text import (
+    END_OF_TEXT,
+    Source,
+    Streams,
+    bigram_loss,
+    python_sources,
+    split_sources,
+    token_streams,
+    train_tokenizer,
 )
+
 WARM_UP = 0.04  # share of the steps
 FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
 CLIP = 1.0  # Euclidean norm of the whole gradient
-EVALUATED_CONTEXTS = 64  # a source, for the losses shown during training; the last ones use every context
+BETAS = (0.9, 0.95)  # AdamW
+SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
+TRAIN_LOSS_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -64,69 +69,23 @@ class TinyConfig:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Documents of one kind, and the share of each batch that is drawn from them."""
-
-    name: str
-    share: float
-    documents: tuple[Document, ...]
-
-
-@dataclass(frozen=True)
 class TinyResult:
-    """What a training gave: losses in nats a token, by source for the held-out documents.
+    """What a training gave. Losses are in nats a token, measured in float32, by source where held out.
 
-    `bigram` is the best interpolated bigram model of the same training tokens on the same validation tokens.
+    `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
+    interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
     """
 
     folder: Path
+    threads: int
     parameters: int
     steps: int
     tokens_seen: int
-    training_tokens: dict[str, int]  # distinct tokens to draw from
+    training_tokens: dict[str, int]  # to draw from, each counted once
     validation_tokens: dict[str, int]
     train_loss: float
     validation_loss: dict[str, float]
     bigram_loss: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Data:
-    """Token streams by source: documents joined by the end-of-text token; contexts are windows of length+1."""
-
-    names: tuple[str, ...]
-    shares: np.ndarray
-    train: tuple[np.ndarray, ...]
-    validation: tuple[Int[Tensor, "contexts tokens"], ...]
-
-    def batch(self, config: TinyConfig, step: int) -> Int[Tensor, "batch tokens"]:
-        """The batch of a step: windows at random starts, a source drawn by its share for each."""
-        random = np.random.default_rng([config.seed, step])
-        window = config.length + 1
-        rows = []
-        for source in random.choice(len(self.train), size=config.batch, p=self.shares):
-            stream = self.train[source]
-            start = int(random.integers(0, len(stream) - window + 1))
-            rows.append(stream[start : start + window].astype(np.int64))
-        return torch.from_numpy(np.stack(rows))
-
-    def sha256(self) -> str:
-        """Hash of every training and validation token."""
-        digest = hashlib.sha256()
-        for name, stream, contexts in zip(self.names, self.train, self.validation, strict=True):
-            digest.update(f"{name} {stream.shape} {tuple(contexts.shape)}".encode())
-            digest.update(stream.tobytes())
-            digest.update(contexts.numpy().tobytes())
-        return digest.hexdigest()
-
-
-def python_sources() -> list[Source]:
-    """The text that every CPython carries: language reference, docstrings and source of the standard library."""
-    return [
-        Source("topics", 0.15, tuple(python_topics())),
-        Source("docstrings", 0.35, tuple(stdlib_docstrings())),
-        Source("code", 0.5, tuple(stdlib_sources())),
-    ]
 
 
 def train_tiny(
@@ -137,159 +96,39 @@ def train_tiny(
     threads: int = 2,
     console: Console | None = None,
 ) -> TinyResult:
-    """Train a tokenizer and a model on `sources` (default: `python_sources()`) and write both to the folder `out`.
+    """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
-    A training that was killed goes on from its last checkpoint (`<out>.partial`) when it is called again with the
-    same arguments. Raises `UsageError` when `out` exists, when the text is too short, or when `<out>.partial`
-    belongs to another training; `WorkError` when the loss stops being a number.
+    A training that was killed goes on from its last checkpoint (in `<out>.partial`) when it is called again
+    with the same arguments. Raises `UsageError` when `out` exists, when a size is impossible, when the text
+    is too short, or when `<out>.partial` belongs to another training; `WorkError` when the loss is no longer
+    a number or a file cannot be written.
     """
     out, config, console = Path(out), config or TinyConfig(), console or Console(stderr=True)
-    _check(out, config)
+    texts = python_sources() if sources is None else sources
+    _check(out, texts, config)
+    training, validation = split_sources(texts, config.seed)
+    tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
+    streams = token_streams(tokenizer, training, validation, config.length)
     partial = out.with_name(out.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    training, validation = split_sources(sources if sources is not None else python_sources(), config.seed)
-    tokenizer = _tokenizer(partial / "tokenizer.json", training, config)
-    data = _tokenise(tokenizer, training, validation, config)
     with _threads(threads):
         torch.manual_seed(config.seed)
         model = GPT2LMHeadModel(_model_config(config))
-        _fit(model, data, config, partial, console)
-        result = _result(out, model, data, config)
-    _save(partial, out, model, tokenizer, config)
+        _fit(model, streams, config, partial / "checkpoint.safetensors", console)
+        result = _result(out, model, streams, config, threads)
+    _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, sources is None))
     return result
 
 
-# --- the text --------------------------------------------------------------------------------------------------
-
-
-def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
-    """Split documents into training and validation, about `HELD_OUT` of each source's characters in the latter.
-
-    Documents with the same label, or with a paragraph of `LINKING_CHARACTERS` in common (white space aside), go to
-    the same side, in whatever source they are: what is held out was not read under another name.
-    """
-    groups = _linked([document for source in sources for document in source.documents])
-    sizes: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(len(sources)))
-    placed = iter(groups)
-    of_document = [[next(placed) for _ in source.documents] for source in sources]
-    for index, source in enumerate(sources):
-        for document, group in zip(source.documents, of_document[index], strict=True):
-            sizes[group][index] += len(document.text)
-    wanted = HELD_OUT * sum(sizes.values(), np.zeros(len(sources)))
-    held, taken = set(), np.zeros(len(sources))
-    order = sorted(sizes)
-    for position in np.random.default_rng(seed).permutation(len(order)):
-        group = order[position]
-        if ((sizes[group] > 0) & (taken < wanted)).any() and (taken + sizes[group] <= 1.5 * wanted).all():
-            held.add(group)
-            taken += sizes[group]
-    sides: tuple[list[Source], list[Source]] = ([], [])
-    for source, document_groups in zip(sources, of_document, strict=True):
-        for side, inside in zip(sides, (False, True), strict=True):
-            pairs = zip(source.documents, document_groups, strict=True)
-            kept = tuple(document for document, group in pairs if (group in held) == inside)
-            side.append(Source(source.name, source.share, kept))
-    return sides
-
-
-def _linked(documents: Sequence[Document]) -> list[int]:
-    """The group of each document: documents that share a label or a long paragraph are in one group."""
-    parent = list(range(len(documents)))
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
-    first: dict[str, int] = {}
-    for index, document in enumerate(documents):
-        paragraphs = (" ".join(paragraph.split()) for paragraph in document.text.split("\n\n"))
-        keys = [paragraph for paragraph in paragraphs if len(paragraph) >= LINKING_CHARACTERS]
-        if document.label is not None:
-            keys.append("label " + document.label)
-        for key in keys:
-            parent[root(index)] = root(first.setdefault(key, index))
-    return [root(index) for index in range(len(documents))]
-
-
-def _tokenizer(path: Path, training: Sequence[Source], config: TinyConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer at `path`, trained first when it is not there yet: each source gives text by its share."""
-    if not path.exists():
-        bpe = Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=config.vocabulary,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        bpe.train_from_iterator(_by_share(training, config.seed), trainer)
-        if bpe.get_vocab_size() != config.vocabulary:
-            raise UsageError(
-                f"The text gives only {bpe.get_vocab_size()} tokens of the {config.vocabulary} asked for; "
-                "use a smaller vocabulary or more text."
-            )
-        temporary = path.with_suffix(".temporary")
-        bpe.save(str(temporary))
-        os.replace(temporary, path)
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(path), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, model_max_length=config.length
-    )
-
-
-def _by_share(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Whole documents of each source in a seeded order, as many characters as its share allows."""
-    lengths = [sum(len(document.text) for document in source.documents) for source in sources]
-    total = min(length / source.share for length, source in zip(lengths, sources, strict=True))
-    for source in sources:
-        left = total * source.share
-        for index in np.random.default_rng(seed).permutation(len(source.documents)):
-            if left <= 0:
-                break
-            text = source.documents[index].text
-            left -= len(text)
-            yield text
-
-
-def _tokenise(
-    tokenizer: PreTrainedTokenizerFast,
-    training: Sequence[Source],
-    validation: Sequence[Source],
-    config: TinyConfig,
-) -> _Data:
-    """Token streams for training, and non-overlapping windows cut within each held-out document."""
-    window = config.length + 1
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    train, held = [], []
-    for source in training:
-        streams = _encode(tokenizer, source.documents)
-        train.append(
-            np.concatenate([np.append(ids, end) for ids in streams] or [np.zeros(0)]).astype(np.int32)
-        )
-        if len(train[-1]) < window:
-            raise UsageError(
-                f"Source '{source.name}' is shorter than one context of {window} tokens; add text."
-            )
-    for source in validation:
-        cut = [
-            ids[: len(ids) // window * window].reshape(-1, window)
-            for ids in _encode(tokenizer, source.documents)
-        ]
-        held.append(torch.from_numpy(np.concatenate(cut or [np.zeros((0, window))]).astype(np.int64)))
-    shares = np.array([source.share for source in training])
-    return _Data(tuple(source.name for source in training), shares / shares.sum(), tuple(train), tuple(held))
-
-
-def _encode(tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-    for document in documents:
-        yield np.array(
-            tokenizer.backend_tokenizer.encode(document.text, add_special_tokens=False).ids, dtype=np.int64
-        )
-
-
-# --- the model -------------------------------------------------------------------------------------------------
+def _check(out: Path, sources: Sequence[Source], config: TinyConfig) -> None:
+    if out.exists():
+        raise UsageError(f"{out} exists; give another folder or remove it.")
+    if not sources or any(source.share <= 0 for source in sources):
+        raise UsageError("There must be at least one source of text, each with a positive share.")
+    for name, value in asdict(config).items():
+        if name not in ("seed", "weight_decay", "bfloat16") and value <= 0:
+            raise UsageError(f"{name} is {value}; it must be positive.")
+    if config.width % config.heads:
+        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
 
 
 def _model_config(config: TinyConfig) -> GPT2Config:
@@ -307,31 +146,44 @@ def _model_config(config: TinyConfig) -> GPT2Config:
     )
 
 
-def _fit(model: GPT2LMHeadModel, data: _Data, config: TinyConfig, partial: Path, console: Console) -> None:
-    """Train `model` in place from its last checkpoint in `partial`, if there is one."""
+def _fit(
+    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, checkpoint: Path, console: Console
+) -> None:
+    """Train `model` in place, from its last checkpoint if there is one."""
     optimizer = _optimizer(model, config)
-    identity = {"config": json.dumps(asdict(config)), "data": data.sha256()}
-    checkpoint = partial / "checkpoint.safetensors"
+    identity = {"config": json.dumps(asdict(config)), "data": streams.sha256()}
     begin = _restore(checkpoint, model, optimizer, identity)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=config.steps, completed=begin)
         for step in range(begin, config.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step)
-            loss = _loss(model, data.batch(config, step), config).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
-            if not math.isfinite(loss.item()):
-                raise WorkError(f"The loss was {loss.item()} at step {step}; lower the learning rate.")
+            loss = _step(model, optimizer, _batch(streams, config, step), config, learning_rate(config, step))
+            progress.update(task, advance=1, description=f"loss {loss:.3f}")
+            if not math.isfinite(loss):
+                raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                 _checkpoint(checkpoint, model, optimizer, identity | {"step": str(step + 1)})
-                losses = _validate(model, data, config, EVALUATED_CONTEXTS)
-                shown = ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
-                console.print(f"step {step + 1}: training {loss.item():.3f}; validation {shown}")
+                losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
+                held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
+                console.print(f"step {step + 1}: training {loss:.3f}; held out{held_out or ': nothing'}")
+
+
+def _step(
+    model: GPT2LMHeadModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Int[Tensor, "batch window"],
+    config: TinyConfig,
+    rate: float,
+) -> float:
+    """One update with the learning rate `rate`; the batch's mean loss before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = _losses(model, batch, config).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return loss.item()
 
 
 def learning_rate(config: TinyConfig, step: int) -> float:
@@ -349,10 +201,14 @@ def _optimizer(model: GPT2LMHeadModel, config: TinyConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 
-def _loss(
+def _batch(streams: Streams, config: TinyConfig, step: int) -> Int[Tensor, "batch window"]:
+    return streams.batch(step, size=config.batch, length=config.length, seed=config.seed)
+
+
+def _losses(
     model: GPT2LMHeadModel, tokens: Int[Tensor, "batch window"], config: TinyConfig
 ) -> Float[Tensor, "batch length"]:
     """Negative log-likelihood, in nats, of every token of a window but its first."""
@@ -362,17 +218,42 @@ def _loss(
 
 
 @torch.no_grad()
-def _validate(model: GPT2LMHeadModel, data: _Data, config: TinyConfig, most: int | None) -> dict[str, float]:
-    """Mean loss of the held-out contexts of each source (the first `most` of them)."""
+def _validation_loss(
+    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, most: int | None = None
+) -> dict[str, float]:
+    """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
     losses = {}
-    for name, contexts in zip(data.names, data.validation, strict=True):
+    for name, contexts in zip(streams.names, streams.validation, strict=True):
         if len(contexts):
             batches = contexts[:most].split(config.batch)
-            losses[name] = float(torch.cat([_loss(model, batch, config) for batch in batches]).mean())
+            losses[name] = float(torch.cat([_losses(model, batch, config) for batch in batches]).mean())
     return losses
 
 
-# --- checkpoints and results -----------------------------------------------------------------------------------
+def _result(
+    out: Path, model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, threads: int
+) -> TinyResult:
+    exact = replace(config, bfloat16=False)
+    beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
+    with torch.no_grad():
+        train = [_losses(model, _batch(streams, config, step), exact).mean() for step in beyond]
+    held_out = dict(zip(streams.names, streams.validation, strict=True))
+    return TinyResult(
+        folder=out,
+        threads=threads,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        steps=config.steps,
+        tokens_seen=config.steps * config.batch * config.length,
+        training_tokens={name: len(ids) for name, ids in zip(streams.names, streams.train, strict=True)},
+        validation_tokens={name: contexts[:, 1:].numel() for name, contexts in held_out.items()},
+        train_loss=float(torch.stack(train).mean()),
+        validation_loss=_validation_loss(model, streams, exact),
+        bigram_loss={
+            name: bigram_loss(streams, contexts, config.vocabulary)
+            for name, contexts in held_out.items()
+            if len(contexts)
+        },
+    )
 
 
 def _checkpoint(
@@ -385,8 +266,10 @@ def _checkpoint(
         tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
     temporary = path.with_suffix(".temporary")
-    save_file(tensors, temporary, metadata=metadata)
-    os.replace(temporary, path)
+    with _writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, path)
 
 
 def _restore(
@@ -397,7 +280,7 @@ def _restore(
         return 0
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        if any(metadata[key] != value for key, value in identity.items()):
+        if any(metadata.get(key) != value for key, value in identity.items()):
             raise UsageError(
                 f"{path.parent} holds a training of other settings or text; remove it to begin anew."
             )
@@ -409,72 +292,38 @@ def _restore(
     return step
 
 
-def bigram_loss(
-    streams: Sequence[Int[np.ndarray, " tokens"]],
-    shares: Float[np.ndarray, " sources"],
-    contexts: Int[Tensor, "contexts window"],
-    vocabulary: int,
-) -> float:
-    """Loss, in nats a token, of the best interpolated bigram model on `contexts`.
-
-    P(b|a) = (n(a,b) + κ P(b)) / (n(a) + κ), P(b) add-one smoothed; counts of `streams` weighted by how often a
-    batch draws from each. κ is chosen on `contexts` themselves, which favours the bigram.
-    """
-    counts = np.zeros((vocabulary, vocabulary))
-    total = sum(len(stream) for stream in streams)
-    for stream, share in zip(streams, shares, strict=True):
-        pairs = np.bincount(stream[:-1].astype(np.int64) * vocabulary + stream[1:], minlength=vocabulary**2)
-        counts += (share * total / len(stream)) * pairs.reshape(vocabulary, vocabulary)
-    single = (counts.sum(0) + 1) / (counts.sum() + vocabulary)
-    first, second = contexts[:, :-1].numpy().ravel(), contexts[:, 1:].numpy().ravel()
-    pair, alone, row = counts[first, second], single[second], counts.sum(1)[first]
-    return min(float(-np.log((pair + k * alone) / (row + k)).mean()) for k in 2.0 ** np.arange(-4, 16))
-
-
-def _result(out: Path, model: GPT2LMHeadModel, data: _Data, config: TinyConfig) -> TinyResult:
-    # Batches of steps that were never trained on, but of the training text.
-    batches = [data.batch(config, step) for step in range(config.steps, config.steps + 16)]
-    with torch.no_grad():
-        train_loss = float(torch.stack([_loss(model, batch, config).mean() for batch in batches]).mean())
-    pairs = list(zip(data.names, data.validation, strict=True))
-    return TinyResult(
-        folder=out,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        steps=config.steps,
-        tokens_seen=config.steps * config.batch * config.length,
-        training_tokens={name: len(stream) for name, stream in zip(data.names, data.train, strict=True)},
-        validation_tokens={name: contexts[:, 1:].numel() for name, contexts in pairs},
-        train_loss=train_loss,
-        validation_loss=_validate(model, data, config, None),
-        bigram_loss={
-            name: bigram_loss(data.train, data.shares, contexts, config.vocabulary)
-            for name, contexts in pairs
-            if len(contexts)
-        },
+def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=config.length,
     )
 
 
 def _save(
-    partial: Path, out: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, config: TinyConfig
+    partial: Path, out: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, readme: str
 ) -> None:
-    """Write the finished folder beside the checkpoint and rename it to `out`."""
+    """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
-    shutil.rmtree(finished, ignore_errors=True)
-    model.save_pretrained(finished)
-    tokenizer.save_pretrained(finished)
-    (finished / "training.json").write_text(json.dumps(asdict(config), indent=2) + "\n", encoding="utf-8")
-    os.replace(finished, out)
+    with _writing(out):
+        shutil.rmtree(finished, ignore_errors=True)
+        model.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        (finished / "README.md").write_text(readme, encoding="utf-8")
+        os.replace(finished, out)
     shutil.rmtree(partial)
 
 
-def _check(out: Path, config: TinyConfig) -> None:
-    if out.exists():
-        raise UsageError(f"{out} exists; give another folder or remove it.")
-    if config.width % config.heads:
-        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
-    for name, value in asdict(config).items():
-        if name not in ("seed", "weight_decay", "bfloat16") and value <= 0:
-            raise UsageError(f"{name} is {value}; it must be positive.")
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while writing into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WorkError(
+            f"{folder} cannot be written ({error}); free some space or give another folder."
+        ) from error
 
 
 @contextmanager

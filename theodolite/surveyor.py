@@ -61,9 +61,7 @@ def survey(
         return survey_result(one_pass, fingerprint, time.monotonic() - started)
     workspace = Workspace(Path(out), fingerprint)
     with workspace.locked():
-        return workspace.finished() or _resumed(
-            workspace, one_pass, batch, checkpoint_seconds, show_progress
-        )
+        return workspace.finished() or _resumed(workspace, one_pass, batch, checkpoint_seconds, show_progress)
 
 
 def spectra(model: OpenModel, show_progress: ShowProgress = lambda done, total: None) -> Run:

@@ -1,0 +1,1 @@
+"""Measured ratios, printed in one run each; no test depends on them."""

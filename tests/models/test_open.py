@@ -1,0 +1,196 @@
+"""Opening: what is refused, in one line that says what to do, and what an opened model knows of itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests import checkpoints
+from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models import open as opening
+from theodolite.models import open_model
+
+FACTS = {
+    "gpt2": (True, "learned", 128),
+    "bert": (False, "learned", 128),
+    "bloom": (True, "alibi", None),
+    "llama3": (True, "rotary", 128),
+    "mistral": (True, "rotary", 128),
+    "opt": (True, "learned", 128),
+    "vit": (False, "learned", None),
+}
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_an_opened_model_knows_itself(family, opened):
+    model = opened(family)
+    assert (model.causal, model.positions, model.longest) == FACTS[family]
+    assert (model.layers, model.heads, model.head_width, model.width) == (3, 4, 8, 32)
+    assert model.vocabulary == (None if family == "vit" else checkpoints.VOCABULARY)
+    assert model.sha256 is not None
+    assert len(model.sha256) == 64
+
+
+def test_dtype_is_an_option(checkpoint):
+    assert open_model(checkpoint("gpt2"), dtype="bfloat16").hf.dtype == torch.bfloat16
+    assert open_model(checkpoint("gpt2"), dtype=torch.float64).hf.dtype == torch.float64
+
+
+def test_device_map_is_an_option(checkpoint):
+    model = open_model(checkpoint("llama3"), device_map="auto")
+    assert torch.equal(model.head_weights(0).w_q, open_model(checkpoint("llama3")).head_weights(0).w_q)
+
+
+@pytest.fixture
+def broken(checkpoint, tmp_path):
+    """A copy of the GPT-2 checkpoint to break."""
+    return shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
+
+
+def _refused(source, error: type[TheodoliteError], words: str, **options) -> None:
+    with pytest.raises(error, match=words) as caught:
+        open_model(source, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folder(tmp_path):
+    _refused(tmp_path / "nowhere", UsageError, "no checkpoint at .*nowhere")
+    _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere")
+
+
+def test_unknown_hub_name():
+    _refused("nobody/no-such-model", UsageError, "cannot open nobody/no-such-model")
+
+
+def test_folder_without_a_config(tmp_path):
+    _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json")
+
+
+def test_pickled_weights_are_refused_with_the_way_out(broken):
+    weights = load_file(broken / "model.safetensors")
+    torch.save(weights, broken / "pytorch_model.bin")
+    (broken / "model.safetensors").unlink()
+    _refused(broken, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
+
+
+def test_no_weights_at_all(broken):
+    (broken / "model.safetensors").unlink()
+    _refused(broken, UsageError, "holds no weights")
+
+
+@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
+def test_bad_numbers_are_named_by_tensor(broken, value, kind):
+    weights = load_file(broken / "model.safetensors")
+    weights["transformer.h.1.attn.c_attn.weight"][3, 5] = value
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    _refused(broken, WorkError, f"transformer.h.1.attn.c_attn.weight holds {kind}")
+
+
+def test_missing_tensors_are_an_error(broken):
+    weights = load_file(broken / "model.safetensors")
+    del weights["transformer.h.2.mlp.c_fc.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    _refused(broken, WorkError, "lacks 1 of the model's tensors .*h.2.mlp.c_fc.weight")
+
+
+def test_wrong_shapes_are_an_error(broken):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "n_embd": 64}))
+    _refused(broken, UsageError, "cannot open")
+
+
+def test_truncated_weights(broken):
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    _refused(broken, UsageError, "cannot open")
+
+
+def test_broken_config(broken):
+    (broken / "config.json").write_text("{not json")
+    _refused(broken, UsageError, "cannot open")
+
+
+def test_unknown_family(broken):
+    (broken / "config.json").write_text('{"model_type": "perceiver9", "architectures": ["Perceiver9LM"]}')
+    _refused(broken, UsageError, "cannot open")
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(broken, tmp_path):
+    marker = tmp_path / "ran"
+    config = json.loads((broken / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    _refused(broken, UsageError, "cannot open")
+    assert not marker.exists()
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "T5ForConditionalGeneration is an encoder-decoder")
+
+
+def test_shared_layers_are_refused(tmp_path):
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    config = AlbertConfig(
+        vocab_size=30,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    AlbertForMaskedLM(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "AlbertForMaskedLM uses one attention module for several layers")
+
+
+def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):
+    """A family that does something to its logits which the tap does not know must not pass."""
+    true_attend = opening.attend
+
+    def wrong(inputs):
+        return true_attend(inputs) * 1.01
+
+    monkeypatch.setattr(opening, "attend", wrong)
+    _refused(
+        checkpoint("gpt2"), WorkError, r"layer 0 \(transformer.h.0.attn\): the attention output recomputed"
+    )
+
+
+def test_a_layer_that_does_not_exist(opened):
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        opened("gpt2").head_weights(3)
+
+
+def test_queries_that_are_not_affine_are_refused_by_layer(checkpoint):
+    model = open_model(checkpoint("llama2"))
+    attention = model.structure.attention[1]
+    attention.q_proj = nn.Sequential(attention.q_proj, nn.Tanh())
+    with pytest.raises(WorkError, match="layer 1: queries and keys are no affine function"):
+        model.head_weights(1)
+
+
+def test_roberta_positions_start_after_its_padding(tmp_path):
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=40,
+    )
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    assert model.longest == 38
+    assert model.tokenizer is None

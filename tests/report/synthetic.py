@@ -1,0 +1,258 @@
+"""A plausible run that no model made: smooth spirals, clustered contexts, heads of each kind; deterministic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.run import Run
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script>",
+    "<!--",
+    "\"quoted\" & 'single'",
+    "\u202eevil",
+    "zero\u200bwidth",
+    "line\nend",
+    "\x00\x1b[31m",
+    "\u2028",
+    "שלום",
+    "%{x}<b>bold</b>",
+]
+WORDS = [" the", ".", " of", "\n", " theodolite", " measures", ",", " angles", " a", " and"]
+REGIMES = ["uniform", "late-site", "early-site", "middle-site", "vanishing", "undefined"]
+
+
+def make_run(
+    *,
+    blocks: int = 3,
+    heads: int = 4,
+    length: int = 24,
+    width: int = 32,
+    head_width: int = 6,
+    contexts: int = 16,
+    seed: int = 0,
+) -> Run:
+    """A whole survey of a model of these sizes."""
+    generator = np.random.default_rng(seed)
+    layers = blocks + 1
+    arrays = _geometry_arrays(generator, layers, length, width, contexts)
+    arrays |= _head_arrays(generator, blocks, heads, length, head_width)
+    return Run(
+        layers=_layers(layers),
+        heads=_heads(generator, blocks, heads, length),
+        sinks=_sinks(),
+        outliers=_outliers(layers),
+        examples=_examples(generator, length),
+        arrays={name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()},
+        provenance=_provenance(blocks, heads, length, width, head_width, contexts),
+    )
+
+
+def weights_only(run: Run) -> Run:
+    """What `theodolite spectra` would have kept of it: no text, no column or array that needs one."""
+    textual = {"entropy", "entropy_bound", "propagation", "previous_token", "same_token", "induction"}
+    kept = [
+        name
+        for name in run.heads.columns
+        if name not in textual and not name.startswith("sink_") and not name.endswith("_data")
+    ]
+    empty = pd.DataFrame()
+    provenance = {
+        key: value for key, value in run.provenance.items() if key not in ("corpus", "counts", "seed")
+    }
+    return Run(empty, run.heads[kept], empty, empty, empty, {"spectrum": run.arrays["spectrum"]}, provenance)
+
+
+def _layers(layers: int) -> pd.DataFrame:
+    depth = np.linspace(0, 1, layers)
+    return pd.DataFrame(
+        {
+            "layer": range(layers),
+            "rank": np.round(14 - 5 * depth).astype(int),
+            "stable_rank": 2 + 0.2 * np.sin(5 * depth),
+            "relative_norm": 0.97 - 0.8 * depth**3,
+            "low_frequency_1": 0.4 + 0.05 * depth,
+            "low_frequency_3": 0.9 + 0.05 * depth,
+            "low_frequency_5": 0.96 + 0.02 * depth,
+            "low_frequency_10": 0.98 + 0.015 * depth,
+            "incoherence_mean": 0.04 + 0.03 * depth,
+            "incoherence_max": 0.2 + 0.1 * depth,
+            "incoherence_random": np.full(layers, 0.03),
+            "similarity_within": 0.3 + 0.2 * depth,
+            "similarity_between": 0.1 + 0.05 * depth,
+            "norm": 4 * np.exp(3 * depth),
+            "norm_first": 4 * np.exp(3 * depth) * np.where((depth > 0.2) & (depth < 0.95), 20, 1),
+            "cosine_previous": np.concatenate([[np.nan], np.linspace(0.4, 0.95, layers - 1)]),
+            "rank_collapse": 0.95 - 0.5 * depth,
+            "massive_activations": np.zeros(layers, dtype=int),
+            "massive_activations_first": np.where((depth > 0.2) & (depth < 0.95), 32, 0),
+            "outlier_dimensions": np.round(4 * depth).astype(int),
+        }
+    )
+
+
+def _heads(generator: np.random.Generator, blocks: int, heads: int, length: int) -> pd.DataFrame:
+    count = blocks * heads
+    layer, head = np.repeat(np.arange(blocks), heads), np.tile(np.arange(heads), blocks)
+    limit = np.log(np.arange(1, length + 1)).mean()
+    table: dict[str, Any] = {"layer": layer, "head": head, "spectrum_of": ["projection"] * count}
+    for suffix, size in (("", 1.0), ("_data", 4.0)):
+        trace = size * generator.normal(1, 3, count)
+        square = size**2 * generator.normal(3, 2, count)
+        table |= {
+            f"trace{suffix}": trace,
+            f"trace_of_square{suffix}": square,
+            f"frobenius_squared{suffix}": size**2 * generator.lognormal(2, 0.5, count),
+            f"mean{suffix}": trace / 32,
+            f"variance{suffix}": square / 32 - (trace / 32) ** 2,
+            f"xi{suffix}": np.where(square > 0, trace / np.sqrt(np.abs(square)), np.nan),
+            f"eta{suffix}": np.where(square > 0, np.sqrt(np.abs(square)) / 8, np.nan),
+            f"xi_symmetric{suffix}": trace / np.sqrt(np.abs(square) + 1),
+            f"eta_symmetric{suffix}": np.sqrt(np.abs(square) + 1) / 8,
+            f"r{suffix}": trace / 8,
+            f"regime{suffix}": [REGIMES[int(i)] for i in generator.integers(0, 6, count)],
+        }
+    first = generator.random(count) ** 3
+    first[-1] = 0.97
+    previous = 0.3 * generator.random(count)
+    previous[min(1, count - 1)] = 0.81
+    return pd.DataFrame(
+        table
+        | {
+            "entropy": limit * (0.2 + 0.7 * generator.random(count)),
+            "entropy_bound": 1e-3 * generator.random(count),
+            "propagation": 0.3 + 0.6 * generator.random(count),
+            "sink_first": first,
+            "sink_later": 0.3 * generator.random(count) ** 2,
+            "previous_token": previous,
+            "same_token": 0.2 * generator.random(count),
+            "induction": 0.5 * generator.random(count),
+        }
+    )
+
+
+def _geometry_arrays(
+    generator: np.random.Generator, layers: int, length: int, width: int, contexts: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    time = (np.arange(length) + 0.5) / length
+    waves = np.stack([np.cos(np.pi * k * time) for k in range(1, 9)], axis=1)
+    basis = np.stack(
+        [
+            waves @ (np.diag(1.0 / np.arange(1, 9) ** (1 + 0.1 * layer)) @ generator.normal(size=(8, width)))
+            for layer in range(layers)
+        ]
+    )
+    labels = np.arange(contexts) * 4 // contexts
+    centres = generator.normal(size=(4, width))
+    context = np.stack([centres[labels] + generator.normal(size=(contexts, width)) for _ in range(layers)])
+    queries = min(120, 8 * contexts)
+    pca = np.stack([waves[:, :3] / (1, 2, 4) * (1 + layer) for layer in range(layers)])
+    directions = np.concatenate([basis, context], axis=1)
+    directions /= np.linalg.norm(directions, axis=2, keepdims=True)
+    singular = np.linalg.svd(basis, compute_uv=False)
+    return {
+        "mean": generator.normal(size=(layers, width)),
+        "positional_basis": basis.astype(np.float32),
+        "context_basis": context.astype(np.float32),
+        "context_label": labels.astype(np.int64),
+        "singular_values": singular + 1e-3,
+        "positional_pca": pca.astype(np.float32),
+        "cvec_pca": generator.normal(scale=0.1, size=(layers, queries, 3)).astype(np.float32),
+        "cvec_position": generator.integers(1, length, queries),
+        "gram": (directions @ directions.transpose(0, 2, 1)).astype(np.float32),
+        "gram_position": np.arange(length),
+        "gram_label": labels.astype(np.int64),
+        "dct": np.abs(generator.normal(size=(layers, 10, 10))) / np.arange(1, 11) ** 2,
+        "outlier_share": (np.arange(width) % 11 == 3) * np.linspace(0, 1, layers)[:, None].astype(np.float32),
+    }
+
+
+def _head_arrays(
+    generator: np.random.Generator, blocks: int, heads: int, length: int, head_width: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    shape = (blocks, heads, length)
+    limit = np.log(np.arange(1, length + 1))
+    half = generator.normal(size=(blocks, heads, head_width // 2, 2)) + np.array([0.7, 0])
+    spectrum = np.concatenate([half, half * (1, -1)], axis=2)
+    sinks = 0.05 * generator.random(shape) ** 8
+    sinks[:, :, 0] = generator.random((blocks, heads))
+    theta = np.arange(1, length + 1) / length
+    centre = generator.random((blocks, heads, 1))
+    predicted = np.exp(-((theta - centre) ** 2) / 0.1)
+    return {
+        "entropy_by_position": limit * (0.3 + 0.6 * generator.random((blocks, heads, 1))),
+        "propagation_by_position": np.clip(predicted + 0.1 * generator.normal(size=shape), 0, 1),
+        "propagation_predicted": 0.8 * predicted,
+        "propagation_predicted_data": 0.9 * predicted,
+        "spectrum": spectrum,
+        "spectrum_data": spectrum * 4 + (1, 0),
+        "sink_by_position": sinks,
+    }
+
+
+def _sinks() -> pd.DataFrame:
+    rows = [(2, 1, 5, WORDS[0], True, 14, 0.9, 0.0), (1, 0, 6, ".", False, 6, 0.4, 9.5)]
+    rows += [(2, 0, 7, ".", False, 3, 0.2, 12.0)]
+    rows += [(1, 1, 100 + i, text, False, 1, 0.1, 4.0) for i, text in enumerate(HOSTILE)]
+    names = ["layer", "head", "token_id", "token", "first", "contexts", "share", "position"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _outliers(layers: int) -> pd.DataFrame:
+    rows = [(layer, 3, 0.5 + 0.1 * layer, 8.0 + layer, 400.0, 0, 4) for layer in range(1, layers)]
+    names = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _examples(generator: np.random.Generator, length: int) -> pd.DataFrame:
+    rows = []
+    for context in range(2):
+        for position in range(length):
+            pool = HOSTILE if context else WORDS
+            text = pool[int(generator.integers(len(pool)))] if position >= len(pool) else pool[position]
+            received = 0.9 if position == 0 else round(float(0.5 * generator.random() ** 6), 4)
+            rows.append((context, position, 3, text, received, 2, 1, received > 0.3))
+    names = ["context", "position", "token_id", "token", "received", "layer", "head", "sink"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _provenance(
+    blocks: int, heads: int, length: int, width: int, head_width: int, contexts: int
+) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "versions": {"theodolite": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
+        "model": {
+            "id": "synthetic/<img src=x onerror=alert(1)>",
+            "revision": None,
+            "sha256": "0" * 64,
+            "architecture": "GPT2LMHeadModel",
+            "family": "gpt2",
+            "parameters": 124_439_808,
+            "dtype": "float32",
+            "layers": blocks,
+            "heads": heads,
+            "width": width,
+            "head_width": head_width,
+            "vocabulary": 50257,
+            "causal": True,
+            "positions": "learned",
+        },
+        "corpus": {
+            "name": "python-docs",
+            "sha256": "1" * 64,
+            "contexts": contexts,
+            "length": length,
+            "labels": ["numbers", "<b>strings</b>", "</script>", "modules"],
+            "seed": 0,
+        },
+        "counts": {"contexts": contexts, "tokens": contexts * length, "batches": 2},
+        "seed": 0,
+        "device": "cpu",
+        "wall_seconds": 12.5,
+    }

@@ -1,0 +1,214 @@
+"""The whole survey against an independent one that keeps every matrix, on several families."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests import checkpoints, dense
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.run import Run
+from theodolite.surveyor import survey
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def texts() -> tuple[list[str], list[str]]:
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "of", "the", "to", "and"]
+    labels = ["a", "b", "c"] * 4
+    chosen = [" ".join(generator.choice(words[i % 3 :], 40)) for i in range(len(labels))]
+    return chosen, labels
+
+
+@pytest.fixture(scope="module")
+def corpus(texts) -> Corpus:
+    return Corpus.from_texts(texts[0], checkpoints.byte_tokenizer(), LENGTH, labels=texts[1], contexts=12)
+
+
+@pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
+def test_every_measured_column_equals_the_dense_computation(family, checkpoint, opened, corpus):
+    model = opened(family)
+    run = survey(model, corpus, batch=5)
+    reference = open_model(checkpoint(family))
+    kept = dense.run(
+        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
+    )
+    tolerance = 2e-3 if family == "gpt_oss" else 2e-5
+    for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
+        np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
+    for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
+        np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
+    if model.causal:
+        bound = run.heads.entropy_bound.dropna()
+        assert (bound <= run.heads.entropy[bound.index] + 1e-12).all()
+
+
+def _gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
+    fused = state[f"transformer.h.{layer}.attn.c_attn.weight"].double().numpy()  # Conv1D: (in, out)
+    width = fused.shape[0]
+    return [fused[:, part * width + 8 * head : part * width + 8 * head + 8] for part in range(3)]
+
+
+def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
+    """Oracle: d×d matrices, numpy's eigenvalues, weights by parameter name, covariance by np.cov."""
+    run = survey(opened("gpt2"), corpus)
+    reference = open_model(checkpoint("gpt2"))
+    kept = dense.run(
+        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
+    )
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        sigma = np.cov(kept.inputs[row.layer][:, 1:].reshape(-1, 32).T, bias=True)
+        for suffix, w in (("", w_q @ w_k.T), ("_data", w_q @ w_k.T @ sigma)):
+            got = {
+                name: getattr(row, name + suffix) for name in ("trace", "trace_of_square", "r", "variance")
+            }
+            square = np.trace(w @ w)
+            expected = {
+                "trace": np.trace(w),
+                "trace_of_square": square,
+                "r": np.trace(w) / 8**0.5,
+                "variance": square / 32 - (np.trace(w) / 32) ** 2,
+            }
+            for name, value in expected.items():
+                assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert getattr(row, "frobenius_squared" + suffix) == pytest.approx((w**2).sum(), rel=1e-5)
+            assert np.isnan(getattr(row, "xi" + suffix)) == (square <= 0)
+            ours = torch.view_as_complex(run.arrays["spectrum" + suffix])[row.layer, row.head].numpy()
+            theirs = sorted(np.linalg.eigvals(w), key=abs)[-8:]
+            np.testing.assert_allclose(sorted(np.abs(ours)), np.sort(np.abs(theirs)), rtol=1e-4)
+
+
+def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, corpus):
+    """Oracle: logits from parameter names; attention on repeated tokens from eager attention."""
+    run = survey(opened("gpt2"), corpus)
+    reference = open_model(checkpoint("gpt2"))
+    kept = dense.run(
+        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
+    )
+    state = reference.hf.state_dict()
+    for layer in range(3):
+        bias = state[f"transformer.h.{layer}.attn.c_attn.bias"].double().numpy()
+        for head in range(4):
+            w_q, w_k, _ = _gpt2_weights(state, layer, head)
+            query = kept.inputs[layer] @ w_q + bias[8 * head : 8 * head + 8]
+            key = kept.inputs[layer] @ w_k + bias[32 + 8 * head : 32 + 8 * head + 8]
+            logits = np.einsum("cd,ctd->ct", query[:, -1], key) / 8**0.5
+            expected = dense.propagation(logits)
+            np.testing.assert_allclose(run.arrays["propagation_by_position"][layer, head], expected)
+    half = LENGTH // 2
+    ids = torch.randint(checkpoints.VOCABULARY, (8, half), generator=torch.Generator().manual_seed(0)).repeat(
+        1, 2
+    )
+    with torch.no_grad():
+        attentions = reference.hf(input_ids=ids, output_attentions=True).attentions
+    scores = [
+        [a[:, h, half:, 1 : half + 1].diagonal(dim1=1, dim2=2).mean() for h in range(4)] for a in attentions
+    ]
+    np.testing.assert_allclose(run.heads.induction, np.array(scores, dtype=float).reshape(-1), rtol=1e-5)
+
+
+def test_result_does_not_depend_on_how_contexts_are_batched(opened, corpus):
+    one, many = (survey(opened("llama2"), corpus, batch=batch) for batch in (1, 12))
+    for table in ("layers", "heads"):
+        numbers = getattr(one, table).select_dtypes("number")
+        np.testing.assert_allclose(numbers, getattr(many, table)[numbers.columns], rtol=1e-4, atol=1e-7)
+
+
+def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opened, corpus):
+    model = opened("gpt2")
+    first = survey(model, corpus, tmp_path / "a", batch=5)
+    survey(model, corpus, tmp_path / "b", batch=5)
+    for name in (
+        "layers.parquet",
+        "heads.parquet",
+        "sinks.parquet",
+        "arrays.safetensors",
+        "examples.parquet",
+    ):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    calls: list[int] = []
+    again = survey(
+        model, corpus, tmp_path / "a", batch=5, show_progress=lambda done, total: calls.append(done)
+    )
+    assert not calls
+    assert again.heads.equals(first.heads)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpus):
+    model = opened("gpt2")
+
+    def stop_at(contexts: int):
+        def show(done: int, total: int) -> None:
+            if done >= contexts:
+                raise KeyboardInterrupt
+
+        return show
+
+    survey(model, corpus, tmp_path / "whole", batch=2)
+    for contexts in (0, 4, 10):
+        with pytest.raises(KeyboardInterrupt):
+            survey(model, corpus, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
+        assert not (tmp_path / "parts").exists()
+    seen: list[int] = []
+    survey(model, corpus, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
+    assert seen[0] == 10
+    for name in ("layers.parquet", "heads.parquet", "sinks.parquet", "arrays.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+    assert not (tmp_path / "parts.partial").exists()
+
+
+def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        survey(opened("gpt2"), corpus, tmp_path / "run", show_progress=stop)
+    with pytest.raises(UsageError, match="unfinished survey of another model"):
+        survey(opened("llama2"), corpus, tmp_path / "run")
+    survey(opened("gpt2"), corpus, tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        survey(opened("gpt2"), corpus, tmp_path / "run", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "top", "message"),
+    [(200, 10, "longer than the 128"), (16, 5000, "does not fit the 300 tokens"), (2, 10, "too few")],
+)
+def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
+    corpus = Corpus.random_tokens(top, length, 3)
+    corpus.contexts[0, 0] = top - 1
+    with pytest.raises(UsageError, match=message):
+        survey(opened("gpt2"), corpus)
+
+
+def test_hidden_states_that_overflow_are_reported(tmp_path):
+    model = checkpoints.build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias.fill_(3e38)
+        model.transformer.h[1].attn.c_proj.bias.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    checkpoints.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(WorkError, match="layer"):
+        survey(open_model(tmp_path), Corpus.random_tokens(300, 16, 3))
+
+
+def test_vision_models_are_refused_by_a_survey(opened, corpus):
+    with pytest.raises(UsageError, match="reads pixel_values, not text"):
+        survey(opened("vit"), corpus)
+
+
+def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
+    run = survey(opened("bloom"), corpus, tmp_path / "run")
+    loaded = Run.load(tmp_path / "run")
+    for table in ("layers", "heads", "sinks", "outliers", "examples"):
+        assert getattr(run, table).equals(getattr(loaded, table)), table
+    assert all(torch.equal(run.arrays[name], loaded.arrays[name]) for name in run.arrays)
+    assert loaded.provenance == run.provenance

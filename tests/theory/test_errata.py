@@ -1,0 +1,140 @@
+"""The numbers of docs/errata.md that decide between a printed formula and the one used here.
+
+Each test evaluates both forms and an oracle that belongs to neither side: simulated walks, autograd, moments
+from scipy, or an inequality that must hold.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from theodolite.theory import (
+    entropy_lower_bound,
+    propagation,
+    propagation_finite,
+    qk_moments,
+)
+
+DOUBLE = torch.float64
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=DOUBLE)
+
+
+def walk_value(matrix: Tensor, position: int, length: int, draws: int) -> Tensor:
+    """s_i at one position (from 1) over walks with Σ = I and λ = 1, (draws,)."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(draws, length, len(matrix), generator=generator, dtype=DOUBLE).cumsum(1)
+    key = (tokens[:, position - 1] - tokens.mean(1)) / length
+    return (key @ matrix.mT * tokens[:, -1]).sum(-1) + 1 / length
+
+
+def variance_and_error(values: Tensor) -> tuple[float, float]:
+    variance = values.var()
+    fourth = (values - values.mean()).pow(4).mean()
+    return variance.item(), ((fourth - variance**2) / len(values)).sqrt().item()
+
+
+def test_lemma_1_variance_at_the_middle() -> None:
+    """T = 200, d = 64, θ = ½, in units of tr(W²)/λ²: 1/12 and not 13/12."""
+    root = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    matrix = root + root.mT
+    matrix = matrix / matrix.norm()
+    measured, error = variance_and_error(walk_value(matrix, 100, 200, draws=1500))
+    assert abs(measured - 1 / 12) < 4 * error
+    assert abs(measured - 13 / 12) > 100 * error
+
+
+def test_lemma_4_moments_of_a_token() -> None:
+    """d = 1, W = Σ = 1: x_i ~ N(0, i); the prints give E x_1² = 0 and E x_2⁴ = 6."""
+    assert scipy.stats.norm(0, 1).moment(2) == pytest.approx(1)
+    assert scipy.stats.norm(0, math.sqrt(2)).moment(4) == pytest.approx(12)
+
+
+def test_lemma_2_uniformity_needs_small_eta_too() -> None:
+    """ξ = 0, η = 2: ρ(½) = 0.458 and ρ(1) = 0.244, in walks 0.46 and 0.25: not flat; η = 0.1 is flat at ½."""
+    curve = propagation(torch.tensor([0.5, 1.0]), number(0.0), number(2.0))
+    assert curve.tolist() == pytest.approx([0.4584, 0.2437], abs=1e-4)
+    values = torch.diag(torch.tensor([1.0, -1.0], dtype=DOUBLE).repeat(32)) / 8 * 2
+    for position, expected in ((100, curve[0]), (200, curve[1])):
+        s = walk_value(values, position, 200, draws=1500)
+        assert ((s >= 0) & (s <= 1)).double().mean().item() == pytest.approx(expected.item(), abs=0.05)
+    printed = propagation(torch.tensor([0.0, 1.0]), number(0.0), number(2.0), variant="published")
+    assert printed.tolist() == pytest.approx([0.2437, 0.1221], abs=1e-4)
+    flat = propagation(torch.linspace(0, 1, 11), number(0.0), number(0.1))
+    torch.testing.assert_close(flat, torch.full((11,), 0.5, dtype=DOUBLE))
+
+
+def test_fig_2_eta_has_the_first_power_of_the_temperature() -> None:
+    """λ = 8, tr W = 12, tr W² = 16: at finite T, ρ_T agrees with η = √tr W²/λ and not with √tr W²/λ²."""
+    finite = propagation_finite(number(12.0), number(16.0), number(16.0), 4096, 8.0)[-1]
+    end = torch.ones(1)
+    assert propagation(end, number(3.0), number(4 / 8)).item() == pytest.approx(finite.item(), abs=1e-3)
+    assert propagation(end, number(3.0), number(4 / 64)).item() - finite.item() > 0.2
+
+
+def test_eq_9_as_printed_exceeds_the_logarithm_of_the_length() -> None:
+    """T = 64, ν = 4: 16.7 > ln 64 = 4.16; with exp(−ν) it is below, next to the exact bound."""
+    printed = entropy_lower_bound(4.0, 64, variant="published").item()
+    assert printed == pytest.approx(16.73, abs=0.01)
+    assert math.log(64) == pytest.approx(4.16, abs=0.01)
+    right = math.log(1 + 64 * math.exp(-4)) + 4 * math.exp(-4) / (1 / 64 + math.exp(-4))
+    exact = entropy_lower_bound(4.0, 64).item()
+    assert right == pytest.approx(2.93, abs=0.01)
+    assert exact == pytest.approx(2.88, abs=0.01)
+    assert max(right, exact) < math.log(64)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "right", "printed"), [(2.0, 3.0, 30.0, 90.0), (-1.0, 1.0, -4.0, 2.0)]
+)
+def test_locater_gradient(query: float, key: float, right: float, printed: float) -> None:
+    """One query and one key weight: ∂(qk − 1)²/∂q by autograd, against both formulas."""
+    q, k = torch.tensor(query, dtype=DOUBLE, requires_grad=True), number(key)
+    ((q * k - 1) ** 2).backward()
+    trace = query * key
+    assert q.grad is not None
+    assert q.grad.item() == pytest.approx(2 * (trace - 1) * key) == pytest.approx(right)
+    assert (trace - 1) * trace * key == pytest.approx(printed)
+
+
+def test_symmetrising_an_asymmetric_head_changes_what_is_measured() -> None:
+    """A 90° rotation has no symmetric part, so the symmetrised s_i is constant; the walks' variance is not 0.
+
+    T = 200, θ = ½: exact 1/6 (form_squared 2 times 1/12), symmetrised 0.
+    """
+    rotation = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=DOUBLE)
+    moments = qk_moments(rotation, torch.eye(2), temperature=1.0)
+    assert (moments.form_squared, moments.trace_of_square, moments.eta_symmetric) == (2, -2, 0)
+    measured, error = variance_and_error(walk_value(rotation, 100, 200, draws=4000))
+    assert abs(measured - 1 / 6) < 4 * error
+    assert measured > 20 * error
+
+
+def test_theorem_1_basis_of_low_frequencies() -> None:
+    """T = 64, k = 1, G = 11ᵀ: the bound is 0. No B brings the printed basis closer than 0.18."""
+    t = torch.arange(64, dtype=DOUBLE)
+    ones = torch.ones(64, dtype=DOUBLE)
+
+    def missed(basis: Tensor) -> float:
+        """‖(I − Π) 11ᵀ (I − Π)‖/T, which bounds ‖11ᵀ − fB(fB)ᵀ‖/T from below for every B."""
+        rest = ones - basis * (basis @ ones) / (basis @ basis)
+        return (rest @ rest).item() / 64
+
+    assert missed(torch.cos((1 - 0.5) * t * math.pi / 64)) == pytest.approx(0.18, abs=0.01)
+    assert missed(torch.cos((1 - 1) * (t + 0.5) * math.pi / 64)) == pytest.approx(0, abs=1e-12)
+
+
+def test_bound_7_holds_for_the_frobenius_norm_and_not_for_the_spectral_norm() -> None:
+    """W_QK = Σ = I, d = 64: |tr W|/(√d ‖Σ‖₂) = 8 > ‖W_QK‖₂ = 1, and ‖W_QK‖_F = 8 attains it."""
+    identity = torch.eye(64, dtype=DOUBLE)
+    left = identity.trace() / math.sqrt(64)
+    assert left == 8
+    assert torch.linalg.matrix_norm(identity, 2) == 1
+    assert torch.linalg.matrix_norm(identity) == left

@@ -1,0 +1,305 @@
+"""What the page says besides its figures: key numbers, sink texts, tables, provenance; as plain values.
+
+The template turns them into HTML and escapes every string. Nothing here draws or writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from theodolite.report import published, summary
+from theodolite.report.data import column, entropy_share, head_labels, provenance
+from theodolite.report.measures import (
+    ATTENTION,
+    HEAD_MEASURES,
+    ROLES,
+    SINKS,
+    SPECTRUM,
+    SPECTRUM_DATA,
+    heading,
+)
+from theodolite.report.text import MISSING, head_name, number, percent, token_text, visible
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+EXAMPLE_CONTEXTS = 8
+EXAMPLE_TOKENS = 512
+FAINT = 0.02  # attention below which a token gets no colour
+SINK_TOKENS = 20
+OUTLIER_ROWS = 30
+LONG_VALUE = 200
+TEXT = "Measured on the text"
+CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂", ATTENTION: TEXT, ROLES: TEXT, SINKS: TEXT}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key number with its name and one line that puts it in place."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an example: its text, the attention it receives (0 to 1, None unknown), whether it is a
+    sink.
+
+    `breaks`: the line ends that follow it, kept apart so that the token's mark does not reach into the next
+    line.
+    """
+
+    text: str
+    breaks: str
+    received: float | None
+    sink: bool
+    hint: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell: what is shown, and the number that sorting goes by (None: sort by what is shown)."""
+
+    shown: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: column headings, each with a longer explanation (possibly empty), and rows of cells."""
+
+    headings: list[tuple[str, str]]
+    rows: list[list[Cell]]
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The key numbers that this run has."""
+    model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
+    reference = published.AVERAGES[model]
+    found: list[Tile] = []
+
+    def layer_mean(name: str, label: str, note: str, digits: int = 2, *, share: bool = False) -> None:
+        values = column(run.layers, name)
+        if values is not None:
+            mean = float(np.nanmean(values))
+            found.append(Tile(label, percent(mean) if share else number(mean, digits), note))
+
+    layer_mean("rank", "dimensions of position", f"{model} {reference.rank[0]:g}")
+    layer_mean(
+        "relative_norm", "share of position", f"{model} {percent(reference.relative_norm[0])}", share=True
+    )
+    layer_mean("low_frequency_10", "smoothness", f"GPT-2 {percent(published.LOW_FREQUENCY[10])}", share=True)
+    layer_mean(
+        "incoherence_mean", "position · context", f"mean |cosine|, {model} {reference.incoherence[0]:g}"
+    )
+    layer_mean("similarity_within", "alike within a label", f"{model} {reference.within[0]:g}")
+    share = entropy_share(run)
+    if share is not None:
+        found.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the highest possible"))
+    total = f"of {len(run.heads)} heads"
+    for name, label, least in (
+        ("sink_first", "first-token sinks", summary.SINK_HEAD),
+        ("sink_later", "later sinks", summary.LATER_SINK_HEAD),
+        ("previous_token", "previous-token heads", summary.PREVIOUS_TOKEN),
+        ("induction", "induction heads", summary.INDUCTION),
+    ):
+        values = column(run.heads, name)
+        if values is not None:
+            found.append(Tile(label, str(int((values >= least).sum())), total))
+    if share is None:
+        found += _weight_tiles(run)
+    return found
+
+
+def _weight_tiles(run: Run) -> list[Tile]:
+    made = [Tile("heads", str(len(run.heads)), "read from weights alone")]
+    trace, xi = column(run.heads, "trace"), column(run.heads, "xi_symmetric")
+    if trace is not None:
+        made.append(
+            Tile("positive trace", str(int((trace > 0).sum())), "heads that seek keys like the query")
+        )
+    if xi is not None:
+        made.append(
+            Tile("median |ξ|", number(float(np.nanmedian(np.abs(xi)))), "concentration of the spectrum")
+        )
+    return made
+
+
+def flowing(token: object) -> str:
+    """A token inside running text: line ends are marked and kept, other control characters become marks."""
+    return "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
+
+
+def sink_texts(run: Run) -> list[list[Token]]:
+    """The example contexts, each a list of tokens in order; empty where the run has none."""
+    if run.examples is None or not len(run.examples):
+        return []
+    texts = []
+    ordered = run.examples.sort_values(["context", "position"], kind="stable")
+    for _, rows in list(ordered.groupby("context", sort=True))[:EXAMPLE_CONTEXTS]:
+        texts.append([_token(row) for row in rows.head(EXAMPLE_TOKENS).to_dict("records")])
+    return texts
+
+
+def _token(row: dict[Any, Any]) -> Token:
+    received = float(row["received"]) if row["received"] is not None else math.nan
+    known = math.isfinite(received)
+    where = f"position {int(row['position'])}"
+    if known and not (pd.isna(row["layer"]) or pd.isna(row["head"])):
+        where += f" · receives {received:.2f} from {head_name(int(row['layer']), int(row['head']))}"
+    shown = round(min(max(received, 0.0), 1.0), 2) if known and received >= FAINT else None
+    sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
+    text = flowing(row["token"])
+    kept = text.rstrip("\n")
+    return Token(kept, text[len(kept) :], shown, sink, where + (" · sink" if sink else ""))
+
+
+def sink_tokens(run: Run) -> Table | None:
+    """The tokens that are most often sinks: contexts summed over heads, how many heads, the keenest one."""
+    if run.sinks is None or not len(run.sinks):
+        return None
+    rows = []
+    for (token, first), group in run.sinks.groupby(["token", "first"], sort=True):
+        best = group.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
+        weights = group["contexts"].to_numpy(dtype=float)
+        position = float(np.average(group["position"].to_numpy(dtype=float), weights=weights))
+        rows.append((float(weights.sum()), str(token), bool(first), len(group), best, position))
+    rows.sort(key=lambda row: (-row[0], row[1], row[2]))
+    cells = [
+        [
+            Cell(token_text(token)),
+            Cell("first" if first else f"later (mean {number(position, 3)})", position),
+            Cell(number(contexts), contexts),
+            Cell(str(heads), float(heads)),
+            Cell(
+                f"{head_name(int(best['layer']), int(best['head']))} ({percent(float(best['share']))})",
+                float(best["share"]),
+            ),
+        ]
+        for contexts, token, first, heads, best, position in rows[:SINK_TOKENS]
+    ]
+    names = [
+        ("token", "spaces are shown as ␣, line ends as ↵"),
+        ("position", "where it stands when it is a sink"),
+        ("times a sink", "head × context pairs"),
+        ("heads", "heads that use it"),
+        ("keenest head", "the head that uses it in most contexts, and in how many of all"),
+    ]
+    return Table(names, cells)
+
+
+def outlier_table(run: Run) -> Table | None:
+    """The outlier dimensions with the largest values."""
+    if run.outliers is None or not len(run.outliers):
+        return None
+    ordered = run.outliers.sort_values(
+        ["maximum", "layer", "dimension"], ascending=[False, True, True], kind="stable"
+    )
+    return frame_table(ordered.head(OUTLIER_ROWS))
+
+
+def frame_table(frame: pd.DataFrame | None) -> Table | None:
+    """A data frame as a table, numbers short; None where it is empty."""
+    if frame is None or not len(frame):
+        return None
+    names = [str(name) for name in frame.columns]
+    headings = [
+        (heading(name), HEAD_MEASURES[name].meaning if name in HEAD_MEASURES else "") for name in names
+    ]
+    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+    return Table(headings, rows)
+
+
+def heads_table(run: Run) -> Table | None:
+    """The head table with the head's name in place of its layer and number; sorting goes by both."""
+    table = frame_table(run.heads.drop(columns=["layer", "head"])) if len(run.heads) else None
+    if table is None:
+        return None
+    places = zip(run.heads["layer"], run.heads["head"], head_labels(run), strict=True)
+    names = [Cell(label, float(int(layer) * 10_000 + int(head))) for layer, head, label in places]
+    rows = [[name, *row] for name, row in zip(names, table.rows, strict=True)]
+    return Table([("head", "block and head, both counted from 0"), *table.headings], rows)
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, str):
+        return Cell(visible(value, LONG_VALUE))
+    if value is None or pd.isna(value):
+        return Cell(MISSING, None)
+    amount = float(value)
+    return Cell(number(amount), float(f"{amount:.6g}") if math.isfinite(amount) else None)
+
+
+def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
+    """`"layer,head"` → groups of (title, value) pairs of every head measure, for the card of one head."""
+    cards = {}
+    measures = [measure for name, measure in HEAD_MEASURES.items() if name in run.heads.columns]
+    for row in run.heads.to_dict("records"):
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for measure in measures:
+            value = row[measure.column]
+            shown = visible(value) if isinstance(value, str) else number(value)
+            groups.setdefault(CARDS.get(measure.group, measure.group), []).append((measure.name, shown))
+        cards[f"{int(row['layer'])},{int(row['head'])}"] = list(groups.items())
+    return cards
+
+
+def provenance_rows(run: Run) -> list[tuple[str, str]]:
+    """Where the run comes from: (name, value) pairs, nested names joined by dots."""
+    rows: list[tuple[str, str]] = []
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                walk(f"{prefix}.{key}" if prefix else str(key), value[key])
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            rows.append((visible(prefix), visible(shown, LONG_VALUE)))
+
+    walk("", {key: value for key, value in run.provenance.items() if key != "fingerprint"})
+    return rows
+
+
+def subtitle(run: Run) -> str:
+    """One line: what was surveyed on what."""
+    model = provenance(run, "model") or {}
+    shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
+    parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
+    if model.get("width"):
+        parts.append(f"width {model['width']}")
+    if model.get("parameters"):
+        parts.append(f"{_short_count(float(model['parameters']))} parameters")
+    if model.get("positions"):
+        parts.append(f"{visible(model['positions'], 30)} positions")
+    return " · ".join(parts)
+
+
+def text_line(run: Run) -> str:
+    """One line on the text that was read, or that none was."""
+    corpus = provenance(run, "corpus")
+    if not corpus:
+        return "from its weights alone, no text read"
+    size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"
+    return f"on {size} from {visible(corpus['name'], 80)}"
+
+
+def _short_count(amount: float) -> str:
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if amount >= size:
+            return f"{number(amount / size)} {suffix}"
+    return number(amount)
+
+
+def first_head(run: Run) -> str:
+    """The head that the page opens with: the strongest first-token sink, else the first."""
+    names = [name.removeprefix("L").replace("H", ",") for name in head_labels(run)]
+    scores = column(run.heads, "induction")
+    return names[0 if scores is None else int(np.nanargmax(scores))] if names else ""

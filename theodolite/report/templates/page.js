@@ -1,0 +1,206 @@
+"use strict";
+document.addEventListener("DOMContentLoaded", () => {
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const themes = read("themes");
+  const cards = read("cards");
+  const payloads = new Map();
+  const drawn = new Set();
+  let printing = false;
+
+  // Cosines travel as hundredths, a byte a cell, row by row; -128 is a missing one.
+  function unpacked(z) {
+    const bytes = Int8Array.from(atob(z.bdata), (character) => character.charCodeAt(0));
+    const [rows, columns] = z.shape.split(",").map(Number);
+    return Array.from({ length: rows }, (_, row) =>
+      Array.from(bytes.subarray(row * columns, (row + 1) * columns), (step) => (step === -128 ? null : step / z.steps)));
+  }
+
+  // On a dark page some colours give way to brighter ones.
+  const swapped = new RegExp(Object.keys(themes.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
+  function payload(key, isDark) {
+    const name = `${key} ${isDark}`;
+    if (!payloads.has(name)) {
+      const text = document.getElementById("data-" + key).textContent;
+      payloads.set(name, JSON.parse(isDark ? text.replace(swapped, (colour) => themes.swaps[colour]) : text));
+    }
+    return payloads.get(name);
+  }
+
+  function compacted(data, layout) {
+    const bare = { showticklabels: false, ticks: "", title: { text: "" }, zeroline: false, automargin: false };
+    layout.xaxis = { ...layout.xaxis, ...bare };
+    layout.yaxis = { ...layout.yaxis, ...bare };
+    layout.margin = { l: 4, r: 4, t: 4, b: 4 };
+    for (const trace of data) {
+      if (trace.type === "heatmap") trace.showscale = false;
+      if (trace.marker && trace.marker.size > 4) trace.marker.size = 3.5;
+      else if (trace.marker) trace.marker.size = 2;
+    }
+  }
+
+  // Square maps on a phone keep their width: the colour bar goes below.
+  function narrowed(data) {
+    for (const trace of data) {
+      if (!trace.colorbar) continue;
+      trace.colorbar = { ...trace.colorbar, orientation: "h", y: -0.12, yanchor: "top", title: { ...trace.colorbar.title, side: "top" } };
+    }
+  }
+
+  function draw(div) {
+    drawn.add(div);
+    if (!window.Plotly) {
+      div.textContent = "The figure needs plotly.min.js, which belongs beside this page.";
+      return;
+    }
+    const isDark = dark.matches && !printing;
+    const source = structuredClone(payload(div.dataset.figure, isDark));
+    const patches = source.variants[div.dataset.variant] ?? [];
+    const data = source.data.map((trace, i) => ({ ...trace, ...patches[i] }));
+    for (const trace of data) if (trace.z && trace.z.steps) trace.z = unpacked(trace.z);
+    const layout = { ...source.layout, template: isDark ? themes.dark : themes.light, autosize: true };
+    delete layout.height;
+    if (touch) layout.dragmode = false;
+    if (div.classList.contains("compact")) compacted(data, layout);
+    else if (div.clientWidth < 460 && layout.yaxis.scaleanchor) narrowed(data);
+    const config = {
+      responsive: true, displaylogo: false, displayModeBar: touch || div.classList.contains("compact") ? false : "hover",
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+    };
+    window.Plotly.react(div, data, layout, config);
+    if ("selectsHead" in div.dataset && !div.dataset.listens) {
+      div.dataset.listens = "yes";
+      div.on("plotly_click", ({ points: [point] }) => selectHead(point.y, point.x));
+    }
+  }
+
+  // Figures are drawn when they come near the window.
+  const near = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      near.unobserve(target);
+      draw(target);
+    }
+  }, { rootMargin: "500px 0px" });
+  all(".plot").forEach((div) => near.observe(div));
+  const redraw = () => drawn.forEach(draw);
+  dark.addEventListener("change", redraw);
+  function print(now) {
+    printing = now;
+    document.documentElement.classList.toggle("printing", now);
+    (now ? all(".plot") : [...drawn]).forEach((div) => {
+      draw(div);
+      window.Plotly?.Plots.resize(div);
+    });
+  }
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+
+  function show(div, variant) {
+    div.dataset.variant = variant;
+    if (drawn.has(div)) draw(div);
+  }
+  const large = (key) => document.querySelector(`.plot[data-figure="${key}"]:not(.compact)`);
+  function pick(key, value) {
+    const select = document.querySelector(`select[data-picks="${key}"]`);
+    select.value = value;
+    const note = document.querySelector(`[data-note-of="${key}"]`);
+    if (note) note.textContent = select.selectedOptions[0].dataset.note;
+    for (const button of all(`button[data-shows="${key}"]`)) {
+      button.setAttribute("aria-pressed", String(button.dataset.key === value));
+    }
+    show(large(key), value);
+  }
+  for (const select of all("select[data-picks]")) {
+    select.addEventListener("change", () => pick(select.dataset.picks, select.value));
+    pick(select.dataset.picks, select.value);
+  }
+  for (const button of all("button[data-shows]")) {
+    button.addEventListener("click", () => {
+      pick(button.dataset.shows, button.dataset.key);
+      large(button.dataset.shows).scrollIntoView({ behavior: "smooth", block: "nearest" });
+    });
+  }
+
+  // One head: its figures and its numbers follow two pickers, the arrows, and clicks in the maps.
+  const byLayer = document.getElementById("pick-layer");
+  const byHead = document.getElementById("pick-head");
+  const heads = Object.keys(cards);
+  const headFigures = () => all("#head .plot[data-figure]");
+  function option(value) {
+    const element = document.createElement("option");
+    element.value = element.textContent = value;
+    return element;
+  }
+  const text = (tag, content) => Object.assign(document.createElement(tag), { textContent: content });
+  function group([title, pairs]) {
+    const list = document.createElement("dl");
+    for (const [name, value] of pairs) {
+      const row = list.appendChild(document.createElement("div"));
+      row.append(text("dt", name), text("dd", value));
+    }
+    const box = document.createElement("div");
+    box.append(text("h4", title), list);
+    return box;
+  }
+  function selectHead(layer, head, quiet = false) {
+    if (!byLayer || !cards[`${layer},${head}`]) return;
+    byLayer.value = layer;
+    byHead.value = head;
+    headFigures().forEach((div) => show(div, `${layer},${head}`));
+    document.getElementById("head-title").textContent = `One head: L${layer}H${head}`;
+    document.getElementById("head-card").replaceChildren(...cards[`${layer},${head}`].map(group));
+    if (!quiet) document.getElementById("head").scrollIntoView({ behavior: "smooth" });
+  }
+  if (byLayer && heads.length) {
+    const numbers = (place) => [...new Set(heads.map((key) => Number(key.split(",")[place])))].sort((a, b) => a - b);
+    byLayer.replaceChildren(...numbers(0).map(option));
+    byHead.replaceChildren(...numbers(1).map(option));
+    const changed = () => selectHead(byLayer.value, byHead.value, true);
+    byLayer.addEventListener("change", changed);
+    byHead.addEventListener("change", changed);
+    for (const button of all("[data-step]")) {
+      button.addEventListener("click", () => {
+        const at = heads.indexOf(`${byLayer.value},${byHead.value}`) + Number(button.dataset.step);
+        selectHead(...heads[(at + heads.length) % heads.length].split(","), true);
+      });
+    }
+    selectHead(...(headFigures()[0]?.dataset.variant ?? heads[0]).split(","), true);
+  }
+
+  // A token's hint, under the pointer or the keyboard.
+  const hint = document.getElementById("hint");
+  function tell(event) {
+    const token = event.target.closest?.("[data-hint]");
+    hint.hidden = !token;
+    if (!token) return;
+    hint.textContent = token.dataset.hint;
+    const box = token.getClientRects()[0] ?? token.getBoundingClientRect();
+    const left = Math.min(box.left, innerWidth - hint.offsetWidth - 12);
+    hint.style.transform = `translate(${Math.max(8, left)}px, ${Math.max(8, box.top - hint.offsetHeight - 6)}px)`;
+  }
+  for (const type of ["mouseover", "focusin", "click"]) document.addEventListener(type, tell);
+  addEventListener("scroll", () => { hint.hidden = true; }, { passive: true });
+
+  // Tables sort by the clicked heading: descending first, then ascending.
+  for (const table of all("table[data-sortable]")) {
+    table.tHead.addEventListener("click", ({ target }) => {
+      const heading = target.closest("th");
+      if (!heading) return;
+      const column = heading.cellIndex;
+      const sign = heading.getAttribute("aria-sort") === "descending" ? 1 : -1;
+      all("th", table.tHead).forEach((other) => other.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+      const value = (row) => row.cells[column].dataset.v ?? null;
+      const rows = [...table.tBodies[0].rows].sort((a, b) => {
+        const [x, y] = [value(a), value(b)];
+        if (x === null && y === null) return -sign * a.cells[column].textContent.localeCompare(b.cells[column].textContent);
+        if (x === null || y === null) return x === null ? 1 : -1;
+        return sign * (Number(x) - Number(y));
+      });
+      table.tBodies[0].replaceChildren(...rows);
+    });
+  }
+});
