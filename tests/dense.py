@@ -65,7 +65,7 @@ def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
     rows: list[dict[str, float]] = []
     for layer, h in enumerate(dense.hidden):
         x = h[:, 1:]
-        contexts, positions, width = x.shape
+        contexts, _, width = x.shape
         mean = x.mean((0, 1))
         pos, ctx = x.mean(0) - mean, x.mean(1) - mean
         everything = (x - mean).reshape(-1, width)

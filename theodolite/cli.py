@@ -205,11 +205,12 @@ def _read_corpus(
 ) -> Any:
     from theodolite.corpus import make_corpus
 
-    if model.tokenizer is None:
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a text")
     chosen = length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
     with _screen.status("reading the text"):
-        return make_corpus(spec, model.tokenizer, chosen, contexts, seed, text_column)
+        return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
 
 
 def _finish(run: Run, page: Path | None, as_json: bool) -> None:

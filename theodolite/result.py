@@ -155,7 +155,7 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
     def text(token: int) -> str:
         if tokenizer is None:
             return str(token)
-        decoded = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        decoded = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
         raw = tokenizer.convert_ids_to_tokens(token)
         return str(raw) if "\ufffd" in decoded or not decoded else decoded
 

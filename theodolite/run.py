@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Run:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-        return Run(*(getattr(self, name) for name in TABLES), self.arrays, self.provenance, folder)
+        return replace(self, folder=folder)
 
 
 class Workspace:

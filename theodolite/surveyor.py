@@ -1,7 +1,7 @@
 """The survey: one pass of a model over a corpus, from contexts to a run.
 
-It can be interrupted at any moment: progress is saved at intervals, and the same call goes on from there to the
-same result.
+It can be interrupted at any moment: progress is saved at intervals, and the same call goes on from there to
+the same result.
 """
 
 from __future__ import annotations

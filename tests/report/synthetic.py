@@ -1,4 +1,4 @@
-"""A plausible run that no model made: smooth spirals, clustered contexts, heads of each kind; deterministic."""
+"""A plausible run that no model made: smooth spirals, clustered contexts, heads of all kinds; repeatable."""
 
 from __future__ import annotations
 

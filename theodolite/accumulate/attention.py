@@ -44,7 +44,7 @@ class Tokens:
     @classmethod
     def of(cls, ids: Int[Tensor, "batch positions"], device: torch.device) -> Tokens:
         """Find the pairs, a block of queries at a time."""
-        batch, length = ids.shape
+        length = ids.shape[1]
         positions = torch.arange(length)
         pairs = []
         repeated = 0
@@ -66,9 +66,9 @@ class AttentionStatistics(LayerSums):
 
     State: contexts (L); entropy (L, H, T) nats; received (L, H, T) mean attention a key gets; propagates and
     last_sees (L, H, T) counts for the last query; sink (L, H, T) counts of contexts; sink_later (L, H);
-    previous, same, learned (L, H) sums; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received
-    and example_head (L, E, T) for the first E contexts; sink_tokens (K, 6) int64 rows
-    (layer, head, token, is first, contexts, sum of positions).
+    previous, same, learned (L, H) sums; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X; repeated (L)
+    queries that have an earlier equal token; example_received and example_head (L, E, T) for the first E
+    contexts; sink_tokens (K, 6) int64 rows (layer, head, token, is first, contexts, sum of positions).
     """
 
     def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:

@@ -24,9 +24,13 @@ class SecondMoments(LayerSums):
         """Take in rows of one layer."""
         precise = torch.promote_types(rows.dtype, torch.float32)
         mean = rows.mean(dim=0, dtype=torch.float64)
-        centred = rows.to(precise) - mean.to(precise)
+        rounded = mean.to(precise)
+        centred = rows.to(precise) - rounded
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
-        self._combine(layer, count, mean, centred.T @ centred)
+        # The rows are centred on the rounded mean: what that leaves is known, and taken off again.
+        moment = (centred.T @ centred).double()
+        moment.addr_(rounded - mean, rounded - mean, alpha=-float(len(rows)))
+        self._combine(layer, count, mean, moment)
 
     def merge(self, other: LayerSums) -> None:
         """Take in what another accumulator has seen."""

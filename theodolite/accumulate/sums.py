@@ -54,9 +54,10 @@ class LayerSums:
 
     def merge(self, other: LayerSums) -> None:
         """Take in what another accumulator has seen."""
-        for name, value in other.state().items():
-            for layer in range(self.layers):
-                self.add(name, layer, value[layer].to(self._tensors[name][layer].device))
+        state = other.state()
+        for name, tensors in self._tensors.items():
+            for layer, tensor in enumerate(tensors):
+                self.add(name, layer, state[name][layer].to(tensor.device))
 
 
 def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:

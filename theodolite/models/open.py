@@ -95,7 +95,7 @@ class OpenModel:
         """Rows of the token embedding, or None for a model that reads no tokens."""
         if self.hf.main_input_name != "input_ids":
             return None
-        return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[union-attr,arg-type]
+        return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     @functools.cached_property
     def longest(self) -> int | None:
@@ -149,7 +149,8 @@ def open_model(
     except _LOADING_ERRORS as error:
         raise UsageError(f"cannot open {source}: {_first_line(error)}") from error
     if device_map is None:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     _refuse_bad_numbers(model)
     structure = find_structure(model, _input(model, 1))
@@ -250,7 +251,7 @@ def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
         )
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[union-attr,arg-type]
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     ids = torch.randint(vocabulary, (1, length), generator=generator)
     return {"input_ids": ids.to(model.device), "use_cache": False}
 

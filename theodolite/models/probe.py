@@ -121,8 +121,9 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
         if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
             return None
     w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
+    b_q, b_k, b_v = (b[0] for b in bias)
     scaling = _run(module, call, zero.to(device, dtype)).scaling
-    return HeadWeights(w_q, w_k, w_v, *(b[0] for b in bias), scaling=scaling, projection=projection)
+    return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, projection)
 
 
 def _run(module: nn.Module, call: Call, rows: Tensor) -> AttentionInputs:

@@ -57,7 +57,7 @@ def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
 
 def layer_numbers(run: Run) -> Floats:
     """The residual layers 0…L in the frame's order."""
-    return run.layers["layer"].to_numpy(dtype=np.float64)
+    return need_column(run.layers, "layer")
 
 
 def residual_layers(run: Run) -> int:

@@ -1,7 +1,7 @@
 """What an exhibit of the page is: a figure, its caption, its picker, and when the run can show it.
 
-A caption says what is drawn, what to look for, what is unhealthy, and where the formula comes from. No HTML, no
-drawing, and no exhibit itself is here.
+A caption says what is drawn, what to look for, what is unhealthy, and where the formula comes from. No HTML,
+no drawing, and no exhibit itself is here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of a picker: the key of its data, its name, its group, and what it means if that needs words."""
+    """One choice of a picker: the key of its data, its name, its group, and what it means."""
 
     key: str
     label: str

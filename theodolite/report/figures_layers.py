@@ -26,9 +26,7 @@ WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions hav
 
 
 def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
-    values = column(run.layers, name)
-    if values is None:
-        return []
+    values = need_column(run.layers, name)
     return [
         go.Scatter(
             x=layer_numbers(run),
@@ -116,6 +114,23 @@ def relative_norm(run: Run) -> go.Figure:
     return _chart(run, traces, "share of the largest direction", yaxis={"range": [0, 1.05]})
 
 
+def _level(
+    last: float, level: float, model: str, what: str, colour: str, *, legend: bool = True
+) -> go.Scatter:
+    """A published number that holds for all layers, as a dotted line."""
+    return go.Scatter(
+        x=[0, last],
+        y=[level] * 2,
+        name=model,
+        legendgroup=model,
+        showlegend=legend,
+        legendrank=2000,
+        mode="lines",
+        line={"color": colour, "width": 1.2, "dash": "dot"},
+        hovertemplate=f"{model}: %{{y:.3f}} ({what})<extra></extra>",
+    )
+
+
 def low_frequency(run: Run) -> go.Figure:
     """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
     traces: list[go.Scatter] = []
@@ -123,18 +138,11 @@ def low_frequency(run: Run) -> go.Figure:
     last = float(layer_numbers(run).max())
     for size, colour in colours.items():
         traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
-        traces.append(
-            go.Scatter(
-                x=[0, last],
-                y=[published.LOW_FREQUENCY[size]] * 2,
-                name="GPT-2",
-                legendgroup="published",
-                showlegend=size == 10,
-                mode="lines",
-                line={"color": colour, "width": 1, "dash": "dot"},
-                hovertemplate=f"GPT-2, K = {size}: %{{y:.3f}} (Table 3)<extra></extra>",
-            )
-        )
+        share = published.LOW_FREQUENCY[size]
+        traces.append(_level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10))
+    for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
+        traces.append(_level(last, share, model, "K = 10, Table 2", _BAND_COLOURS[model]))
+        traces[-1].visible = "legendonly"
     return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
 
 
@@ -154,18 +162,20 @@ def similarity(run: Run) -> go.Figure:
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
-    traces += _curve(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
+    if column(run.layers, "incoherence_max") is not None:
+        traces += _curve(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
     traces += _curve(run, "incoherence_mean", "mean", style.VERMILLION)
-    traces += _curve(
-        run, "incoherence_random", "mean of random directions", style.GREY, line={"dash": "dash"}
-    )
+    if column(run.layers, "incoherence_random") is not None:
+        random = "mean of random directions"
+        traces += _curve(run, "incoherence_random", random, style.GREY, line={"dash": "dash"})
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
 
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
     traces = _curve(run, "norm", "positions 1 and on", style.VERMILLION)
-    traces += _curve(run, "norm_first", "first token", style.BLUE, line={"dash": "dash"})
+    if column(run.layers, "norm_first") is not None:
+        traces += _curve(run, "norm_first", "first token", style.BLUE, line={"dash": "dash"})
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
@@ -192,22 +202,19 @@ def rank_collapse(run: Run) -> go.Figure:
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    traces = []
-    for name, label, colour in (
-        ("massive_activations", "positions 1 and on", style.VERMILLION),
-        ("massive_activations_first", "first token", style.BLUE),
-    ):
-        values = column(run.layers, name)
-        if values is not None:
-            traces.append(
-                go.Bar(
-                    x=layer_numbers(run),
-                    y=values.astype(np.float32),
-                    name=label,
-                    marker={"color": colour, "line": {"width": 0}},
-                    hovertemplate=f"layer %{{x}}<br>{label}: %{{y}}<extra></extra>",
-                )
-            )
+    counted = [("massive_activations", "positions 1 and on", style.VERMILLION)]
+    if column(run.layers, "massive_activations_first") is not None:
+        counted.append(("massive_activations_first", "first token", style.BLUE))
+    traces = [
+        go.Bar(
+            x=layer_numbers(run),
+            y=need_column(run.layers, name).astype(np.float32),
+            name=label,
+            marker={"color": colour, "line": {"width": 0}},
+            hovertemplate=f"layer %{{x}}<br>{label}: %{{y}}<extra></extra>",
+        )
+        for name, label, colour in counted
+    ]
     return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
 
 

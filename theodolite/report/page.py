@@ -11,7 +11,10 @@ import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
 
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
@@ -19,11 +22,7 @@ from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, summarise
 from theodolite.report.text import visible
-
-if TYPE_CHECKING:
-    import jinja2
-
-    from theodolite.run import Run
+from theodolite.run import Run, writing
 
 SECTIONS = ("position", "context", "depth", "heads", "head", "sinks", "outliers")
 PLOTLY = "plotly.min.js"
@@ -49,10 +48,6 @@ def write_report(run: Run, folder: str | Path) -> Path:
     Raises:
         WorkError: the folder cannot be written.
     """
-    from plotly.offline import get_plotlyjs
-
-    from theodolite.run import writing
-
     folder = Path(folder)
     page = render(run)
     with writing(folder):
@@ -97,8 +92,6 @@ def render(run: Run) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    import jinja2
-
     return jinja2.Environment(
         loader=jinja2.PackageLoader("theodolite.report"),
         autoescape=True,

@@ -21,8 +21,8 @@ MASKED = -1e30
 class AttentionInputs:
     """All that decides one attention layer's logits and output, after RoPE and before the softmax.
 
-    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i see
-    j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
+    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
+    see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
     `g·G … (g+1)·G − 1`, `G = heads / key_heads`.
     """
 
@@ -92,7 +92,7 @@ class LogitBlock:
 
 
 def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_width"]) -> Tensor:
-    """Sum the values by weights: (batch, heads, rows, keys) × grouped values → (batch, heads, rows, width)."""
+    """Sum the values by weights (batch, heads, rows, keys): (batch, heads, rows, value_width)."""
     batch, heads, rows, keys = weights.shape
     key_heads = value.shape[1]
     grouped = weights.reshape(batch, key_heads, heads // key_heads * rows, keys)

@@ -67,7 +67,8 @@ document.addEventListener("DOMContentLoaded", () => {
     else if (div.clientWidth < 460 && layout.yaxis.scaleanchor) narrowed(data);
     const config = {
       responsive: true, displaylogo: false, displayModeBar: touch || div.classList.contains("compact") ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+      // Nothing leaves this page, so there is no button that sends a figure away.
+      modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
     };
     window.Plotly.react(div, data, layout, config);
     if ("selectsHead" in div.dataset && !div.dataset.listens) {

@@ -1,0 +1,35 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up everything and may be run again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := runs/demo
+
+.PHONY: demo test lint types bench clean
+.DEFAULT_GOAL := demo
+
+# The environment is made again when the project's own requirements change.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/theodolite survey --out $(RUN)
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python -m benchmarks.spectra
+	$(BIN)/python -m benchmarks.survey
+
+clean:
+	rm -rf $(VENV) runs build dist theodolite.egg-info

@@ -1,0 +1,202 @@
+"""Attention statistics against dense softmax matrices in float64, for every kind of attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from theodolite.accumulate.attention import AttentionStatistics, Tokens, diagonal_attention
+from theodolite.theory.attention import AttentionInputs, attend
+
+BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
+KINDS = ("causal", "bidirectional", "window", "padded", "grouped", "capped", "alibi", "sink")
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, strength: float = 2.0) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(BATCH, heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+    key_heads = 2 if kind == "grouped" else HEADS
+    query, key, value = normal(HEADS), normal(key_heads), normal(key_heads)
+    query[..., 0] += strength  # what all queries share, two keys answer: planted sinks
+    key[:, 0, 0, 0] += 9.0
+    key[1:, 1, 40, 0] += 9.0
+    position = torch.arange(LENGTH)
+    causal = position <= position[:, None]
+    mask = {
+        "window": causal & (position > position[:, None] - 9),
+        "padded": causal & (position >= 70),
+    }.get(kind)
+    if mask is not None:
+        mask = mask[None, None].clone()
+    if kind == "padded":
+        mask[..., :70, 0] = True  # a fully hidden row has no softmax
+    bias = None
+    if kind == "alibi":
+        bias = (torch.arange(1, HEADS + 1).view(1, -1, 1, 1) * position * 0.05).double()
+    return AttentionInputs(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        WIDTH**-0.5,
+        causal=kind not in ("bidirectional", "window", "padded"),
+        mask=mask,
+        softcap=1.5 if kind == "capped" else None,
+        bias=bias,
+        sink=torch.linspace(-1, 2, HEADS, dtype=torch.float64) if kind == "sink" else None,
+    )
+
+
+def dense(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights (B, H, T, T), output (B, T, H, w) and weight of the learned column, by definition."""
+    groups = inputs.query.shape[1] // inputs.key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (inputs.key, inputs.value))
+    logits = inputs.query @ key.transpose(-1, -2) * inputs.scaling
+    if inputs.softcap:
+        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+    if inputs.bias is not None:
+        logits = logits + inputs.bias
+    if inputs.mask is not None:
+        logits = logits.masked_fill(~inputs.mask, -math.inf)
+    elif inputs.causal:
+        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
+    if inputs.sink is not None:
+        column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        full = torch.cat([logits, column], dim=-1).softmax(-1)
+        return full[..., :-1], (full[..., :-1] @ value).transpose(1, 2), full[..., -1]
+    weights = logits.softmax(-1)
+    return weights, (weights @ value).transpose(1, 2), torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.float64)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(12, (BATCH, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+def measured(inputs: AttentionInputs) -> tuple[AttentionStatistics, torch.Tensor]:
+    statistics = AttentionStatistics(1, HEADS, LENGTH, examples=2)
+    output = statistics.update(0, inputs, Tokens.of(tokens(), torch.device("cpu")), 0)
+    return statistics, output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_and_statistics_equal_the_dense_ones(kind):
+    inputs = make(kind)
+    weights, output, learned = dense(inputs)
+    statistics, ours = measured(inputs)
+    state = {name: value[0] for name, value in statistics.state().items() if name != "sink_tokens"}
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(ours, output, **close)
+    torch.testing.assert_close(attend(inputs), output, **close)
+    entropy = -(torch.special.xlogy(weights, weights).sum(-1) + torch.special.xlogy(learned, learned))
+    torch.testing.assert_close(state["entropy"], entropy.sum(0), **close)
+    torch.testing.assert_close(state["learned"], learned.sum((0, 2)), **close)
+    seen = (weights > 0).sum(-2).clamp_min(1)
+    received = weights.sum(-2) / seen
+    torch.testing.assert_close(state["received"], received.sum(0), **close)
+    previous = weights.diagonal(offset=-1, dim1=-2, dim2=-1).sum((0, 2))
+    torch.testing.assert_close(state["previous"], previous, **close)
+    ids = tokens()
+    equal = (ids[:, :, None] == ids[:, None, :]) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1)
+    torch.testing.assert_close(state["same"], (weights * equal[:, None]).sum((0, 2, 3)), **close)
+    assert int(state["repeated"]) == int(equal.any(-1).sum())
+    least = 16
+    eligible = (weights > 0).sum(-2) - 1 >= least
+    sinks = (received > 0.3) & eligible
+    assert torch.equal(state["sink"], sinks.sum(0).double())
+    assert torch.equal(state["sink_later"], sinks[..., 1:].any(-1).sum(0).double())
+    example = (received[:2] * eligible[:2]).max(dim=1)
+    torch.testing.assert_close(state["example_received"], example.values, **close)
+
+
+def test_some_of_these_heads_have_sinks():
+    """The planted ones and no other; without any, the comparison of sinks above would compare zeros."""
+    statistics, _ = measured(make("causal"))
+    state = statistics.state()
+    assert state["sink"][0].nonzero().tolist() == [[0, 0], [1, 40]]
+    assert state["sink"][0, [0, 1], [0, 40]].tolist() == [3.0, 2.0]
+    weights, _, _ = dense(make("causal"))
+    expected = []
+    received = weights.sum(-2) / (LENGTH - torch.arange(LENGTH))
+    ids = tokens()
+    for context, head, position in ((received > 0.3) & (torch.arange(LENGTH) < LENGTH - 16)).nonzero().tolist():
+        expected.append((0, head, int(ids[context, position]), int(position == 0)))
+    assert {tuple(row[:4]) for row in state["sink_tokens"].tolist()} == set(expected)
+    assert int(state["sink_tokens"][:, 4].sum()) == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "sink"])
+def test_propagation_of_the_last_query(kind):
+    inputs = make(kind)
+    statistics, _ = measured(inputs)
+    state = statistics.state()
+    logits = (inputs.query[:, :, -1:] @ inputs.key.transpose(-1, -2))[:, :, 0] * inputs.scaling
+    first = LENGTH - 9 if kind == "window" else 0
+    visible = logits[..., first:]
+    size = visible.shape[-1]
+    value = visible / size - visible.mean(-1, keepdim=True) / size + 1 / size
+    expected = ((value >= 0) & (value <= 1)).sum(0).double()
+    assert torch.equal(state["propagates"][0, :, first:], expected)
+    assert state["propagates"][0, :, :first].sum() == 0
+    assert torch.equal(state["last_sees"][0, 0], (torch.arange(LENGTH) >= first).double() * BATCH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_diagonal_attention(kind):
+    inputs = make(kind)
+    weights, _, _ = dense(inputs)
+    half = LENGTH // 2
+    expected = weights[:, :, half:, 1 : half + 1].diagonal(dim1=-2, dim2=-1).mean((0, 2))
+    torch.testing.assert_close(diagonal_attention(inputs, half - 1, half), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_float32_keeps_entropies_of_huge_logits():
+    """Logits near 3000 with differences of order one: a naive ln Z − Σ p·logit would lose four digits."""
+    inputs = make("causal")
+    constant = torch.ones(BATCH, HEADS, LENGTH, 1, dtype=torch.float64)
+    shifted = AttentionInputs(
+        torch.cat([inputs.query, constant * 100], -1).float(),
+        torch.cat([inputs.key, constant * 90], -1).float(),
+        inputs.value.float(),
+        inputs.scaling,
+        causal=True,
+    )
+    weights, _, _ = dense(make("causal"))
+    entropy = -torch.special.xlogy(weights, weights).sum(-1).sum(0)
+    statistics, _ = measured(shifted)
+    torch.testing.assert_close(statistics.state()["entropy"][0], entropy, rtol=0, atol=3e-3)
+
+
+def test_merging_parts_and_restoring_give_the_whole():
+    inputs = make("causal")
+    whole, _ = measured(inputs)
+    cut = [
+        AttentionInputs(inputs.query[i : i + 1], inputs.key[i : i + 1], inputs.value[i : i + 1], WIDTH**-0.5, True)
+        for i in range(BATCH)
+    ]
+    parts = []
+    for context, part in enumerate(cut):
+        statistics = AttentionStatistics(1, HEADS, LENGTH, examples=2)
+        statistics.update(0, part, Tokens.of(tokens()[context : context + 1], torch.device("cpu")), context)
+        parts.append(statistics)
+    merged = AttentionStatistics(1, HEADS, LENGTH, examples=2)
+    for part in (parts[2], parts[0], parts[1]):
+        merged.merge(part)
+    restored = AttentionStatistics(1, HEADS, LENGTH, examples=2)
+    restored.restore(merged.state())
+    for name, value in whole.state().items():
+        torch.testing.assert_close(merged.state()[name], value, rtol=1e-12, atol=0)
+        assert torch.equal(restored.state()[name], merged.state()[name])
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    """At T = 4096 one head's dense matrix would hold 64 MiB; a block of logits holds 1 MiB."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 4096, 8, generator=generator) for _ in range(3))
+    largest = max(
+        block.logits.numel() for block in AttentionInputs(query, key, value, 0.3, causal=True).blocks()
+    )
+    assert largest == 64 * 4096

@@ -1,0 +1,21 @@
+"""One synthetic run and its page, shared by the report's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report.synthetic import make_run
+from theodolite.report import write_report
+from theodolite.run import Run
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    return make_run()
+
+
+@pytest.fixture(scope="session")
+def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(run, tmp_path_factory.mktemp("report"))

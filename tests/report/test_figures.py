@@ -1,0 +1,162 @@
+"""Oracle: the run's own numbers, read back from the figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from tests.report.synthetic import make_run, weights_only
+from theodolite.errors import UsageError
+from theodolite.report import figures, published, style
+from theodolite.report.data import evenly
+from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.figures_heads import head_measures
+from theodolite.report.measures import HEAD_MEASURES
+from theodolite.run import Run
+
+SIMPLE = sorted(set(figures.__all__) - {"head_map"})
+
+
+def drawn_values(figure: go.Figure) -> int:
+    return sum(
+        len(trace[axis])
+        for trace in figure.data
+        for axis in ("y", "z")
+        if axis in trace and trace[axis] is not None
+    )
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_every_figure_is_drawn_with_data(run: Run, name: str) -> None:
+    figure = getattr(figures, name)(run)
+    assert isinstance(figure, go.Figure)
+    assert drawn_values(figure) > 0
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_every_figure_is_drawn_or_refused_in_words_without_a_text(run: Run, name: str) -> None:
+    bare = weights_only(run)
+    if name in ("spectrum", "regime_plane"):
+        assert drawn_values(getattr(figures, name)(bare)) > 0
+    else:
+        with pytest.raises(UsageError, match="this run has no"):
+            getattr(figures, name)(bare)
+
+
+def test_the_map_of_every_measure_shows_the_column(run: Run) -> None:
+    for measure in head_measures(run):
+        heat = figures.head_map(run, measure.column).data[0]
+        assert heat.z.shape == (3, 4)
+        assert measure.title in heat.hovertemplate
+        if measure.scale == "decades":
+            expected = np.log10(run.heads[measure.column].to_numpy().reshape(3, 4))
+        elif measure.scale == "kind":
+            continue
+        else:
+            expected = run.heads[measure.column].to_numpy().reshape(3, 4)
+        np.testing.assert_allclose(heat.z, expected, rtol=1e-6)
+
+
+def test_every_head_column_of_a_survey_has_its_meaning(run: Run) -> None:
+    assert set(run.heads.columns) - {"layer", "head", "spectrum_of"} <= set(HEAD_MEASURES)
+
+
+def test_an_empty_learned_sink_column_is_not_offered(run: Run) -> None:
+    empty = replace(run, heads=run.heads.assign(sink_learned=0.0))
+    assert "sink_learned" not in {measure.column for measure in head_measures(empty)}
+
+
+def test_curves_are_the_layer_table(run: Run) -> None:
+    curve = next(trace for trace in figures.rank(run).data if trace.name == "this model")
+    assert list(curve.y) == run.layers["rank"].tolist()
+    assert list(curve.x) == run.layers["layer"].tolist()
+
+
+def test_published_bands_are_stretched_over_depth_and_only_the_closest_shows(run: Run) -> None:
+    bands = [trace for trace in figures.rank(run).data if trace.fill == "toself"]
+    assert [band.name for band in bands] == list(published.MODELS)
+    assert [band.visible for band in bands] == [True, "legendonly", "legendonly", "legendonly"]
+    assert max(bands[0].x) == run.layers["layer"].max()
+    assert min(bands[0].y) == 9
+    assert max(bands[0].y) == 15
+
+
+def test_published_averages_agree_with_the_layer_tables() -> None:
+    """Table 1's averages over layers against the rows of Tables 4 and 6 (OpenWebText is the second)."""
+    for model, average in published.AVERAGES.items():
+        ranks, norms = published.RANK[model][1], published.RELATIVE_NORM[model][1]
+        assert math.isclose(np.mean(ranks[:-1]), average.rank[0], abs_tol=0.35)
+        assert math.isclose(np.mean(norms[:-1]), average.relative_norm[0], abs_tol=0.11)
+
+
+def test_spectrum_is_the_chosen_head_s(run: Run) -> None:
+    points = figures.spectrum(run, 2, 1).data[0]
+    np.testing.assert_allclose(np.stack([points.x, points.y], 1), run.arrays["spectrum"][2, 1], rtol=1e-6)
+
+
+def test_propagation_puts_the_first_position_at_one_over_t(run: Run) -> None:
+    figure = figures.propagation(run, 1, 2)
+    assert [trace.name for trace in figure.data] == [
+        "measured",
+        "predicted from W_QK Σ̂",
+        "predicted from W_QK",
+    ]
+    np.testing.assert_allclose(figure.data[0].x, np.arange(1, 25) / 24, rtol=1e-6)
+    np.testing.assert_allclose(figure.data[0].y, run.arrays["propagation_by_position"][1, 2], rtol=1e-6)
+
+
+def test_the_spiral_leaves_the_first_position_out(run: Run) -> None:
+    cvecs, positions = figures.spiral(run, 1).data
+    np.testing.assert_allclose(positions.x, run.arrays["positional_pca"][1, 1:, 0])
+    assert list(positions.customdata) == list(range(1, 24))
+    assert len(cvecs.x) == run.arrays["cvec_pca"].shape[1]
+
+
+def test_gram_rows_are_named_and_labels_are_escaped(run: Run) -> None:
+    heat = figures.gram(run, 0).data[0]
+    assert len(set(heat.y)) == len(heat.z) == 24 + 16
+    assert heat.y[0] == "position 0"
+    assert "&lt;b&gt;strings&lt;/b&gt;" in heat.y[24 + 4]
+    assert not any("<" in name for name in heat.y)
+
+
+def test_sinks_keep_the_first_position_and_the_largest_of_each_bin() -> None:
+    run = make_run(length=300)
+    shares = run.arrays["sink_by_position"].zero_()
+    shares[1, 2, 0], shares[2, 3, 207] = 0.5, 0.75
+    heat = figures.sinks_by_position(run).data[0]
+    assert heat.z.shape[1] <= 128
+    assert heat.z[1, 0] == 0.5
+    assert heat.z[2].max() == 0.75
+    assert heat.z.sum() == 1.25
+
+
+def test_a_bidirectional_model_s_entropy_limit_is_flat(run: Run) -> None:
+    model = {**run.provenance["model"], "causal": False}
+    other = replace(run, provenance={**run.provenance, "model": model})
+    limit = figures.head_entropy(other).data[1]
+    np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
+
+
+def test_columns_of_nan_do_not_break_maps_or_curves(run: Run) -> None:
+    broken = replace(run, heads=run.heads.assign(trace=math.nan), layers=run.layers.assign(rank=math.nan))
+    assert "trace" not in {measure.column for measure in head_measures(broken)}
+    assert "rank" not in {exhibit.key for exhibit in EXHIBITS if exhibit.available(broken)}
+    assert drawn_values(figures.singular_values(broken)) > 0
+
+
+def test_evenly_keeps_both_ends() -> None:
+    assert evenly(5, 12) == [0, 1, 2, 3, 4]
+    assert evenly(33, 5) == [0, 8, 16, 24, 32]
+
+
+def test_colours_between_two_stops_are_mixed() -> None:
+    assert style.order_colour(0.0) == style.ORDER[0][1]
+    assert style.order_colour(1.0) == style.ORDER[-1][1]
+    middle = style.order_colour(0.5 / (len(style.ORDER) - 1))
+    first, second = (int(style.ORDER[i][1][1:3], 16) for i in (0, 1))
+    assert int(middle[1:3], 16) == round((first + second) / 2)

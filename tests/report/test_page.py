@@ -1,0 +1,249 @@
+"""Oracle: Python's own HTML parser reads the page back; the run says what it must hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from tests.report.synthetic import HOSTILE, make_run, weights_only
+from theodolite.errors import WorkError
+from theodolite.report import write_report
+from theodolite.report.content import flowing
+from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.page import PLOTLY
+from theodolite.report.payload import figure_json, script_json
+from theodolite.run import Run
+
+VOID = {"meta", "link", "img", "br", "hr", "input", "path", "circle"}
+
+
+class Reader(HTMLParser):
+    """What a browser would see: elements, text of each element by kind, and whether all were closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def data(self) -> dict[str, object]:
+        blocks = re.findall(
+            r'<script type="application/json" id="([^"]+)">(.*?)</script>', self.rawdata_, re.S
+        )
+        return {name: json.loads(text) for name, text in blocks}
+
+    rawdata_: str = ""
+
+
+def read(path: Path) -> Reader:
+    html = path.read_text(encoding="utf-8")
+    reader = Reader(html)
+    reader.rawdata_ = html
+    return reader
+
+
+@pytest.fixture(scope="module")
+def reader(page: Path) -> Reader:
+    return read(page)
+
+
+def test_the_page_and_its_script_are_written(page: Path) -> None:
+    assert page.name == "index.html"
+    assert sorted(file.name for file in page.parent.iterdir()) == ["index.html", PLOTLY]
+
+
+def test_the_page_is_well_formed(reader: Reader) -> None:
+    assert reader.open == []
+
+
+def test_nothing_is_loaded_from_a_network(reader: Reader) -> None:
+    sources = [
+        value
+        for _, attributes in reader.elements
+        for name in ("src", "href")
+        if (value := attributes.get(name))
+    ]
+    assert [source for source in sources if not source.startswith("#")] == [PLOTLY]
+    assert "url(" not in "".join(reader.texts["style"])
+    assert "sendChartToCloud" in re.findall(r"modeBarButtonsToRemove: \[(.*?)\]", reader.rawdata_)[0]
+
+
+def test_the_policy_admits_our_two_scripts_only(reader: Reader) -> None:
+    policy = next(
+        meta for meta in reader.named("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    )
+    content = policy["content"]
+    assert content is not None
+    nonce = re.search(r"script-src 'nonce-(\w{32})'", content)
+    assert nonce
+    assert content.startswith("default-src 'none'")
+    scripts = [script for script in reader.named("script") if script.get("type") != "application/json"]
+    assert [script.get("nonce") for script in scripts] == [nonce[1]] * 2
+    assert not any(name.startswith("on") for _, attributes in reader.elements for name in attributes)
+
+
+def test_every_placeholder_has_its_figure_and_every_figure_a_placeholder(run: Run, reader: Reader) -> None:
+    places = [str(div["data-figure"]) for div in reader.named("div") if "data-figure" in div]
+    embedded = {name.removeprefix("data-") for name in reader.data() if name.startswith("data-")}
+    assert set(places) == embedded == {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+    for attributes in reader.named("div"):
+        if "data-variant" in attributes:
+            figure = reader.data()[f"data-{attributes['data-figure']}"]
+            assert attributes["data-variant"] in figure["variants"]  # type: ignore[index]
+
+
+def test_every_figure_is_named_for_those_who_do_not_see_it(reader: Reader) -> None:
+    plots = [div for div in reader.named("div") if "data-figure" in div]
+    assert all(div.get("role") == "img" and len(div.get("aria-label") or "") > 20 for div in plots)
+    headings = [tag for tag, _ in reader.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert headings.count("h1") == 1
+    assert all(int(b[1]) <= int(a[1]) + 1 for a, b in pairwise(headings))
+
+
+def test_the_contents_lead_to_sections_that_exist(reader: Reader) -> None:
+    targets = {attributes["id"] for _, attributes in reader.elements if "id" in attributes}
+    links = [str(link["href"])[1:] for link in reader.named("a")]
+    assert set(links) <= targets
+    assert len(links) >= 10
+
+
+def test_hostile_tokens_are_shown_and_never_live(run: Run, reader: Reader) -> None:
+    html = reader.rawdata_
+    assert "alert(1)" in html
+    assert "<script>alert" not in html
+    assert "<img src=x" not in html
+    assert "\u202e" not in html
+    assert "\x00" not in html
+    shown = "".join(reader.texts["span"] + reader.texts["mark"])
+    for token in HOSTILE:
+        assert flowing(token).rstrip("\n") in shown or token in shown
+    assert len(reader.named("script")) == len(reader.data()) + 2
+
+
+def test_each_example_token_is_there_in_order_with_its_attention(run: Run, reader: Reader) -> None:
+    tokens = [attributes for _, attributes in reader.elements if "data-hint" in attributes]
+    assert len(tokens) == len(run.examples)
+    sinks = [bool(attributes.get("tabindex")) for attributes in tokens]
+    assert sinks == run.examples["sink"].tolist()
+    assert tokens[0]["data-hint"] == "position 0 · receives 0.90 from L2H1 · sink"
+    assert tokens[0]["style"] == "--a:0.9"
+
+
+def test_same_run_same_bytes(run: Run, page: Path, tmp_path: Path) -> None:
+    again = write_report(make_run(), tmp_path / "again")
+    assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(page.read_bytes()).digest()
+    other = write_report(make_run(seed=1), tmp_path / "other")
+    assert other.read_bytes() != page.read_bytes()
+
+
+def test_a_report_is_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("old")
+    assert "theodolite" in write_report(run, tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkError, match="cannot write"):
+        write_report(run, tmp_path / "file" / "report")
+
+
+def test_weights_alone_make_a_page(run: Run, tmp_path: Path) -> None:
+    reader = read(write_report(weights_only(run), tmp_path))
+    assert reader.open == []
+    assert {name for name in reader.data() if name.startswith("data-")} == {
+        "data-head-map",
+        "data-regime-plane",
+        "data-spectrum",
+    }
+    assert "no text read" in reader.rawdata_
+
+
+def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
+    named = {"layer", "head", "spectrum_of"}
+    broken = replace(
+        run,
+        layers=run.layers.assign(**{name: math.nan for name in run.layers.columns if name != "layer"}),
+        heads=run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named}),
+        examples=run.examples.assign(received=math.nan),
+        sinks=pd.DataFrame(),
+        outliers=pd.DataFrame(),
+        arrays={
+            name: tensor * math.nan if tensor.is_floating_point() else tensor
+            for name, tensor in run.arrays.items()
+        },
+    )
+    reader = read(write_report(broken, tmp_path))
+    assert reader.open == []
+    assert not re.search(
+        r"\bnan\b",
+        " ".join(text for name, texts in reader.texts.items() if name != "script" for text in texts),
+        re.I,
+    )
+
+
+def test_one_layer_and_one_head_make_a_page(tmp_path: Path) -> None:
+    reader = read(write_report(make_run(blocks=1, heads=1, length=8, contexts=4), tmp_path))
+    assert reader.open == []
+    assert "data-spectrum" in reader.data()
+
+
+def test_a_page_of_gpt_2_s_size_stays_small(tmp_path: Path) -> None:
+    run = make_run(blocks=12, heads=12, length=128, width=64, head_width=64, contexts=128)
+    assert write_report(run, tmp_path).stat().st_size < 10e6
+
+
+def test_json_cannot_leave_its_element() -> None:
+    text = script_json({"a": "</script><!-- \u2028 &amp;", "b": "<script>"})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": "</script><!-- \u2028 &amp;", "b": "<script>"}
+
+
+def test_cosines_travel_in_hundredths_and_the_rest_as_float32() -> None:
+    cosines = np.array([[1.0, -0.333], [math.nan, 0.0]], dtype=np.float32)
+    figure = go.Figure(
+        [go.Heatmap(z=cosines, zmin=-1, zmax=1), go.Scatter(y=np.array([0.5, math.nan], np.float32))]
+    )
+    sent = json.loads(figure_json(figure, {"other": [{"z": -cosines}, {"y": np.array([2.0], np.float32)}]}))
+
+    def unpacked(spec: dict[str, str]) -> list[float]:
+        return np.frombuffer(base64.b64decode(spec["bdata"]), dtype=spec["dtype"]).tolist()
+
+    assert unpacked(sent["data"][0]["z"]) == [100, -33, -128, 0]
+    assert unpacked(sent["variants"]["other"][0]["z"]) == [-100, 33, -128, 0]
+    assert sent["data"][0]["z"]["steps"] == 100
+    assert unpacked(sent["variants"]["other"][1]["y"]) == [2.0]
+    assert "template" not in sent["layout"]

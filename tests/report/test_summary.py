@@ -1,0 +1,160 @@
+"""Oracle: sentences written by hand for small tables whose means and counts can be checked by eye."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from tests.report.synthetic import make_run, weights_only
+from theodolite.report import Finding, summarise
+from theodolite.run import Run
+
+
+def told(run: Run, topic: str) -> str:
+    return " ".join(finding.text for finding in summarise(run) if finding.topic == topic).replace(
+        "\u00a0", " "
+    )
+
+
+def with_heads(run: Run, **columns: list[object]) -> Run:
+    return replace(run, heads=run.heads.assign(**columns))
+
+
+def with_layers(run: Run, **columns: object) -> Run:
+    return replace(run, layers=run.layers.assign(**columns))
+
+
+def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> None:
+    run = with_layers(
+        run,
+        relative_norm=[0.9, 0.8, 0.6, 0.1],
+        rank=[12, 10, 9, 9],
+        low_frequency_10=[0.96, 0.95, 0.95, 0.94],
+    )
+    assert told(run, "Position") == (
+        "Position takes 60 % of the largest direction of the hidden states on average over layers: most in "
+        "layer 0 (90 %), least in layer 3 (10 %). Published for GPT-2: 84 %. "
+        "It lives in about 10 dimensions (9 to 12 by layer), against 11.4 published for GPT-2. "
+        "Its shape is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix "
+        "(GPT-2 99.7 %, a model of additions about 50 %)."
+    )
+
+
+def test_the_published_model_follows_the_family(run: Run) -> None:
+    model = {**run.provenance["model"], "family": "qwen3", "positions": "rotary"}
+    other = replace(run, provenance={**run.provenance, "model": model})
+    assert "published for Llama 2" in told(other, "Position")
+
+
+def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
+    clear = with_layers(run, similarity_within=0.4, similarity_between=0.1)
+    hardly = with_layers(run, similarity_within=0.4, similarity_between=0.39)
+    assert "group clearly by label: two of one label are 0.40 alike" in told(clear, "Context")
+    assert "group hardly by label" in told(hardly, "Context")
+    unlabelled = with_layers(run, similarity_within=math.nan, similarity_between=math.nan)
+    assert "The text has no labels" in told(unlabelled, "Context")
+    tangled = with_layers(run, incoherence_mean=0.5)
+    assert "Position and context are entangled: mean |cosine| 0.50" in told(tangled, "Context")
+
+
+def test_regimes_are_counted(run: Run) -> None:
+    names = ["uniform"] * 7 + ["late-site"] * 5
+    text = told(with_heads(run, regime=names, regime_data=names[::-1]), "Localization")
+    assert "theory predicts of 12 heads: 7 uniform and 5 late-site." in text
+
+
+def test_entropy_is_a_share_of_the_mean_of_ln_t(run: Run) -> None:
+    limit = np.mean([math.log(keys) for keys in range(1, 25)])
+    shares = [0.5] * 10 + [0.25, 0.75]
+    text = told(with_heads(run, entropy=[share * limit for share in shares]), "Localization")
+    assert (
+        "Attention is spread over 50 % of the highest possible entropy on average; sharpest is L2H2" in text
+    )
+    assert "75 %)" in text
+
+
+def test_sinks_name_the_heads_strongest_first(run: Run) -> None:
+    first = [0.0] * 12
+    first[1], first[7] = 0.6, 0.95
+    text = told(with_heads(run, sink_first=first, sink_later=[0.0] * 12), "Sinks")
+    assert text == (
+        "2 of 12 heads use the first token as a sink in at least 50 % of the contexts: L1H3 (0.95) and "
+        "L0H1 (0.60). Later tokens hardly ever become sinks."
+    )
+
+
+def test_later_sinks_name_the_tokens_by_their_contexts(run: Run) -> None:
+    later = [0.0] * 11 + [0.4]
+    text = told(with_heads(run, sink_later=later), "Sinks")
+    assert (
+        "1 head makes a sink of a later token in at least 10 % of the contexts: L2H3 (0.40); most often ‘.’"
+        in text
+    )
+
+
+def test_heads_are_named_or_the_strongest_is(run: Run) -> None:
+    weak = [0.1] * 12
+    strong = [0.1] * 11 + [0.7]
+    text = told(with_heads(run, previous_token=strong, induction=weak, same_token=weak), "Heads")
+    assert "Previous-token heads: L2H3 (0.70)." in text
+    assert "No induction head stands out; the strongest is L0H0 (0.10)." in text
+
+
+def test_outliers_give_the_layers_as_spans(run: Run) -> None:
+    text = told(
+        with_layers(run, massive_activations=[0, 0, 0, 0], massive_activations_first=[0, 3, 9, 9]), "Outliers"
+    )
+    assert "Massive activations stand at the first token in 3 layers (1–3), most in layer 2 (9)." in text
+
+
+def health(run: Run) -> list[Finding]:
+    return [finding for finding in summarise(run) if finding.topic == "Health"]
+
+
+def test_a_healthy_run_passes_every_check() -> None:
+    assert [finding.status for finding in health(make_run())] == ["well"] * 5
+
+
+def test_each_trouble_is_found_by_its_check(run: Run) -> None:
+    limit = np.mean([math.log(keys) for keys in range(1, 25)])
+    entropy = [0.5 * limit] * 12
+    entropy[2] = 0.01 * limit
+    propagation = [0.5] * 11 + [0.001]
+    size = [10.0] * 12
+    size[0] = 0.0
+    sick = with_heads(
+        run, entropy=entropy, propagation=propagation, frobenius_squared=size, sink_first=[0.0] * 12
+    )
+    sick = with_layers(sick, rank_collapse=[0.9, 0.5, 0.2, 0.05], massive_activations=[0, 0, 4, 0])
+    findings = health(sick)
+    assert [finding.status for finding in findings] == ["look"] * 5
+    texts = " ".join(finding.text for finding in findings)
+    assert "Rank collapse: in layer 3 all tokens" in texts
+    assert "Entropy collapse: 1 head" in texts
+    assert "L0H2" in texts
+    assert "Vanishing signal: fewer than 5\u00a0% of the keys get through in 1 head: L2H3." in texts
+    assert "W_QK is as good as zero in L0H0" in texts
+    assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
+
+
+def test_a_resting_head_is_no_entropy_collapse(run: Run) -> None:
+    limit = np.mean([math.log(keys) for keys in range(1, 25)])
+    resting = with_heads(run, entropy=[0.01 * limit] + [0.5 * limit] * 11, sink_first=[0.99] + [0.0] * 11)
+    found = next(finding for finding in health(resting) if "highest entropy" in finding.text)
+    assert found.status == "well"
+    assert "All rest on the first token" in found.text
+
+
+def test_weights_alone_give_only_what_weights_tell(run: Run) -> None:
+    assert {finding.topic for finding in summarise(weights_only(run))} == {"Localization", "Health"}
+
+
+def test_nan_columns_give_no_nan_in_the_text(run: Run) -> None:
+    layers = run.layers.assign(**{name: math.nan for name in run.layers.columns if name != "layer"})
+    named = {"layer", "head", "spectrum_of"}
+    heads = run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named})
+    empty = replace(run, layers=layers, heads=heads, sinks=pd.DataFrame())
+    assert "nan" not in " ".join(finding.text for finding in summarise(empty)).lower()

@@ -1,0 +1,86 @@
+"""Imports go downwards only, and the package is light to import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import theodolite
+
+PACKAGE = Path(theodolite.__file__).parent
+
+# From the ground up; a module may import from its own line and from those before it.
+LAYERS = [
+    {"errors"},
+    {"texts", "theory"},
+    {"corpus", "models", "accumulate"},
+    {"measure"},
+    {"run"},
+    {"onepass"},
+    {"result"},
+    {"surveyor"},
+    {"report", "train"},
+    {"cli"},
+    {"__main__"},
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+ONLY_MODELS_AND_TRAINING = {"transformers"}
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def _modules() -> list[tuple[str, Path]]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE).with_suffix("").parts[0], path) for path in paths if path.parent != PACKAGE] + [
+        (path.stem, path) for path in paths if path.parent == PACKAGE and path.name != "__init__.py"
+    ]
+
+
+def test_every_module_has_a_place():
+    assert {name for name, _ in _modules()} == set(HEIGHT)
+
+
+def test_imports_go_downwards():
+    upward = []
+    for name, path in _modules():
+        for imported in _imports(path):
+            parts = imported.split(".")
+            if parts[0] == "theodolite" and len(parts) > 1:
+                other = parts[1]
+                if other != name and HEIGHT[other] >= HEIGHT[name]:
+                    upward.append(f"{path.relative_to(PACKAGE)} imports {imported}")
+    assert not upward
+
+
+def test_transformers_is_known_in_few_places():
+    users = {
+        name for name, path in _modules() if any(i.split(".")[0] == "transformers" for i in _imports(path))
+    }
+    assert users <= {"models", "train", "result", "cli"}
+
+
+def test_importing_theodolite_loads_nothing_heavy():
+    code = "import sys, theodolite, theodolite.cli; print([m for m in ('torch', 'pandas', 'plotly') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_public_names_exist_and_are_few():
+    assert len(theodolite.__all__) <= 15
+    for name in theodolite.__all__:
+        assert getattr(theodolite, name) is not None
+
+
+def test_no_file_is_longer_than_400_lines():
+    long = {path.name: n for _, path in _modules() if (n := len(path.read_text().splitlines())) > 400}
+    assert not long
