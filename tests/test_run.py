@@ -72,12 +72,14 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
-    with pytest.raises(WorkError, match="cannot write .*run: No space left on device"):
+    with pytest.raises(WorkError, match=r"cannot write .*run: No space left on device"):
         small_run().save(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="no way to a refusing target")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/dev/full").exists(), reason="no way to a refusing target"
+)
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match="cannot write"):

@@ -10,6 +10,7 @@ from tests import checkpoints, dense
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
+from theodolite.onepass import OnePass
 from theodolite.run import Run
 from theodolite.surveyor import survey
 
@@ -212,3 +213,25 @@ def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
         assert getattr(run, table).equals(getattr(loaded, table)), table
     assert all(torch.equal(run.arrays[name], loaded.arrays[name]) for name in run.arrays)
     assert loaded.provenance == run.provenance
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, monkeypatch):
+    """Oracle: float64 numpy on the very hidden states that the half-precision model computed."""
+    streams: list[list[np.ndarray]] = [[] for _ in range(4)]
+    true_stream = OnePass.stream
+
+    def keep(self, layer, hidden):
+        streams[layer].append(hidden.double().numpy())
+        true_stream(self, layer, hidden)
+
+    monkeypatch.setattr(OnePass, "stream", keep)
+    run = survey(open_model(checkpoint("llama2"), dtype=dtype), corpus, batch=4)
+    for layer, parts in enumerate(streams):
+        x = np.concatenate(parts)[:, 1:]
+        np.testing.assert_allclose(run.arrays["mean"][layer], x.mean((0, 1)), rtol=1e-9, atol=1e-12)
+        assert run.layers.norm[layer] == pytest.approx(np.linalg.norm(x, axis=-1).mean(), rel=1e-9)
+        pos = x.mean(0) - x.mean((0, 1))
+        tiled = np.linalg.norm(np.tile(pos, (len(x), 1)), 2)
+        whole = np.linalg.norm((x - x.mean((0, 1))).reshape(-1, 32), 2)
+        assert run.layers.relative_norm[layer] == pytest.approx(tiled / whole, rel=1e-6)

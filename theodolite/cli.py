@@ -58,16 +58,21 @@ DeviceMap = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     global _debug
     _debug = debug
-    if version:
-        print(__version__)
-        raise typer.Exit
     # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -108,7 +108,7 @@ class Run:
                     getattr(self, name).to_parquet(temporary / f"{name}.parquet", index=False)
                 arrays = {name: tensor.contiguous() for name, tensor in self.arrays.items()}
                 save_file(arrays, temporary / "arrays.safetensors")
-                text = json.dumps(self.provenance, indent=2, sort_keys=True, ensure_ascii=False)
+                text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
                 (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
                 # safetensors writes files that only their owner can read; a run is made to be shared.
                 shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")

@@ -122,7 +122,9 @@ def test_some_of_these_heads_have_sinks():
     expected = []
     received = weights.sum(-2) / (LENGTH - torch.arange(LENGTH))
     ids = tokens()
-    for context, head, position in ((received > 0.3) & (torch.arange(LENGTH) < LENGTH - 16)).nonzero().tolist():
+    for context, head, position in (
+        ((received > 0.3) & (torch.arange(LENGTH) < LENGTH - 16)).nonzero().tolist()
+    ):
         expected.append((0, head, int(ids[context, position]), int(position == 0)))
     assert {tuple(row[:4]) for row in state["sink_tokens"].tolist()} == set(expected)
     assert int(state["sink_tokens"][:, 4].sum()) == len(expected)
@@ -174,7 +176,9 @@ def test_merging_parts_and_restoring_give_the_whole():
     inputs = make("causal")
     whole, _ = measured(inputs)
     cut = [
-        AttentionInputs(inputs.query[i : i + 1], inputs.key[i : i + 1], inputs.value[i : i + 1], WIDTH**-0.5, True)
+        AttentionInputs(
+            inputs.query[i : i + 1], inputs.key[i : i + 1], inputs.value[i : i + 1], WIDTH**-0.5, True
+        )
         for i in range(BATCH)
     ]
     parts = []

@@ -108,6 +108,6 @@ def test_a_family_outside_the_interface_is_refused_by_name():
     )
     with (
         pytest.raises(UsageError, match="GPTJForCausalLM does not use the attention interface"),
-        tapped(model, None),
+        tapped(model, lambda module, inputs: attend(inputs)),
     ):
         pass

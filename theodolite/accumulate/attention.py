@@ -129,6 +129,7 @@ class AttentionStatistics(LayerSums):
             previous = diagonal * share[:, :, -diagonal.shape[-1] :]
             self.add("previous", layer, previous.double().sum(dim=(0, 2)))
             for context, (row, key) in enumerate(tokens.pairs[number][part]):
+                row, key = row.to(output.device), key.to(output.device)  # layers may be on several devices
                 seen = (key >= first) & (key < last)
                 row, key = row[seen], key[seen]
                 same = weights[context][:, row, key - first] * share[context][:, row]

@@ -26,6 +26,8 @@ from theodolite.theory.attention import AttentionInputs, attend
 EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
 """The model that the package carries."""
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
 
@@ -139,6 +141,9 @@ def open_model(
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
+    target = _device(device)
     source = EMBEDDED if path_or_id is None else path_or_id
     local = _local_folder(source)
     try:
@@ -149,7 +154,6 @@ def open_model(
     except _LOADING_ERRORS as error:
         raise UsageError(f"cannot open {source}: {_first_line(error)}") from error
     if device_map is None:
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     _refuse_bad_numbers(model)
@@ -168,6 +172,15 @@ def open_model(
         sha256=_hash_weights(local) if local else None,
         _calls=calls,
     )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=found, dtype=torch.float64)  # statistics are summed in it; Apple's MPS lacks it
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"cannot use device {device}: {_first_line(error)}") from error
+    return found
 
 
 def _local_folder(source: str | Path) -> Path | None:

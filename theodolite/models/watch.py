@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from theodolite.models.tap import tapped
 from theodolite.theory.attention import AttentionInputs
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """What is told of a forward pass, in the order in which the model computes."""
 

@@ -25,6 +25,11 @@ _BAND_COLOURS = dict(
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
 
 
+def _curve_if_any(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
+    """A curve that its figure can do without."""
+    return [] if column(run.layers, name) is None else _curve(run, name, label, colour, **more)
+
+
 def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
     values = need_column(run.layers, name)
     return [
@@ -155,19 +160,17 @@ def similarity(run: Run) -> go.Figure:
         low.showlegend = False
     traces += between
     traces += _curve(run, "similarity_within", "same label", style.VERMILLION)
-    traces += _curve(run, "similarity_between", "other label", style.VERMILLION, line={"dash": "dash"})
+    traces += _curve_if_any(run, "similarity_between", "other label", style.VERMILLION, line={"dash": "dash"})
     return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
 
 
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
-    if column(run.layers, "incoherence_max") is not None:
-        traces += _curve(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
+    traces += _curve_if_any(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
     traces += _curve(run, "incoherence_mean", "mean", style.VERMILLION)
-    if column(run.layers, "incoherence_random") is not None:
-        random = "mean of random directions"
-        traces += _curve(run, "incoherence_random", random, style.GREY, line={"dash": "dash"})
+    random = "mean of random directions"
+    traces += _curve_if_any(run, "incoherence_random", random, style.GREY, line={"dash": "dash"})
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
 
 

@@ -53,8 +53,8 @@ bigram is the best interpolated bigram model of the same training tokens, on the
 Training text, windows drawn as in training: {train_loss:.3f}.
 
 ## Limits
-It exists to be measured. It knows one kind of text, was trained for minutes, and has no other use: what it
-writes looks like Python and its documentation and is mostly wrong.
+It exists to be measured. It is small, knows one kind of text, and has no other use: what it writes looks like
+that text and is mostly wrong. It was trained without a beginning-of-sequence token.
 """
 
 

@@ -1,0 +1,210 @@
+"""The command line as its users meet it: results, one-line errors with their exit status, interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from theodolite import __version__
+from theodolite.cli import app
+from theodolite.run import Run
+
+TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_survey_writes_a_run_and_a_report(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    command = (
+        "survey",
+        checkpoint("llama3"),
+        "--corpus",
+        text,
+        "--length",
+        32,
+        "--contexts",
+        6,
+        "--out",
+        out,
+    )
+    status, stdout, _ = call(*command)
+    assert status == 0
+    assert "Residual stream, by layer" in stdout
+    assert stdout.rstrip().endswith(f"Report: {out}/report/index.html")
+    assert (out / "report" / "index.html").is_file()
+    assert Run.load(out).provenance["corpus"]["contexts"] == 6
+    before = (out / "arrays.safetensors").stat().st_mtime_ns
+    assert call(*command)[0] == 0
+    assert (out / "arrays.safetensors").stat().st_mtime_ns == before  # done already, and not done again
+
+
+def test_json_is_json_and_nothing_else(checkpoint, text, tmp_path):
+    status, stdout, _ = call(
+        "survey",
+        checkpoint("qwen3"),
+        "--corpus",
+        text,
+        "--length",
+        32,
+        "--contexts",
+        4,
+        "--json",
+        "--out",
+        tmp_path / "run",
+    )
+    assert status == 0
+    tables = json.loads(stdout)
+    assert len(tables["layers"]) == 4
+    assert len(tables["heads"]) == 12
+    assert tables["layers"][0]["cosine_previous"] is None
+    assert tables["heads"][0]["spectrum_of"] == "projection before norm"
+
+
+def test_spectra_need_no_text(checkpoint, tmp_path):
+    status, stdout, _ = call("spectra", checkpoint("vit"), "--json")
+    assert status == 0
+    assert set(json.loads(stdout)) == {"provenance", "heads"}
+    status, stdout, _ = call("spectra", checkpoint("gpt2"), "--out", tmp_path / "run")
+    assert status == 0
+    assert "Query-key spectra, by head" in stdout
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
+
+
+def test_report_renders_a_run_again(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    call("survey", checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 4, "--out", out)
+    page = out / "report" / "index.html"
+    first = page.read_bytes()
+    page.unlink()
+    assert call("report", out)[0] == 0
+    assert page.read_bytes() == first
+
+
+def test_version_and_help():
+    assert call("--version")[1].strip() == __version__
+    for command in ("survey", "spectra", "report", "train"):
+        status, stdout, _ = call(command, "--help")
+        assert status == 0
+        assert f"Example: theodolite {command}" in stdout
+
+
+def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
+    def file(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    survey = ["survey", model, "--out", tmp_path / "run", "--corpus"]
+    return {
+        "missing text": ([*survey, tmp_path / "no.txt"], "no file or folder"),
+        "empty text": ([*survey, file("empty.txt", b"")], "empty"),
+        "binary text": ([*survey, file("binary.txt", b"\x00\x01\x02" * 50)], "binary.txt"),
+        "not UTF-8": ([*survey, file("latin.txt", "déjà vu ".encode("latin-1") * 50)], "UTF-8"),
+        "short text": (
+            [*survey, file("short.txt", b"too short"), "--length", 64],
+            "shorter than one context",
+        ),
+        "unknown suffix": ([*survey, file("text.pdf", b"%PDF")], "text.pdf"),
+        "no such column": (
+            [*survey, file("rows.jsonl", b'{"body": "x"}\n'), "--text-column", "text"],
+            "body",
+        ),
+        "malformed rows": ([*survey, file("bad.jsonl", b'{"text": "x"}\n{"text"\n')], "2"),
+        "context beyond positions": ([*survey, text, "--length", 500], "longer than the 128"),
+        "length 1": ([*survey, text, "--length", 1], "length"),
+        "no contexts": ([*survey, text, "--contexts", 0], "contexts"),
+        "missing model": (["survey", tmp_path / "nowhere"], "no checkpoint at"),
+        "model without config": (["survey", tmp_path], "config.json"),
+        "not a run": (["report", tmp_path], "no run at"),
+        "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),
+        "bad device": (["survey", model, "--device", "abacus"], "abacus"),
+        "unwritable": (
+            [*survey, text, "--length", 32, "--out", text / "run"],
+            "cannot write",
+        ),
+    }
+
+
+def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
+    for name, (arguments, words) in _bad_calls(tmp_path, checkpoint("gpt2"), text).items():
+        before = sorted(tmp_path.rglob("*"))
+        status, stdout, stderr = call(*arguments)
+        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert status in (1, 2), name
+        assert len(errors) == 1, (name, stderr)
+        assert words in errors[0], (name, errors)
+        assert "Traceback" not in stderr, name
+        assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
+        assert not stdout, name
+        assert sorted(tmp_path.rglob("*")) == before, name
+
+
+def test_an_option_that_does_not_exist_is_status_2():
+    assert call("survey", "--no-such-option")[0] == 2
+
+
+def _start(checkpoint_folder: Path, text: Path, out: Path) -> subprocess.Popen[str]:
+    code = (
+        "import theodolite.surveyor as s, functools; "
+        "s.survey = functools.partial(s.survey, checkpoint_seconds=0.0); "
+        "from theodolite.cli import main; main()"
+    )
+    arguments = ["survey", checkpoint_folder, "--corpus", text, "--length", 32, "--batch", 1, "--out", out]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, tmp_path):
+    model = checkpoint("gpt2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert call("survey", model, "--corpus", text, "--length", 32, "--batch", 1, "--out", whole)[0] == 0
+    process = _start(model, text, parts)
+    _wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == (130 if number == signal.SIGINT else -9)
+    assert not parts.exists()
+    if number == signal.SIGINT:
+        assert "error: interrupted; run the same command again to go on" in stderr
+    assert call("survey", model, "--corpus", text, "--length", 32, "--batch", 1, "--out", parts)[0] == 0
+    for name in (
+        "layers.parquet",
+        "heads.parquet",
+        "sinks.parquet",
+        "arrays.safetensors",
+        "examples.parquet",
+    ):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["parts", "whole"]
