@@ -167,7 +167,7 @@ def open_model(
         width=first_tensor(*calls[0]).shape[-1],
         causal=causal,
         positions=_positions(model, calls[0], has_bias),
-        id="embedded" if path_or_id is None else str(path_or_id),
+        id="theodolite/topics" if path_or_id is None else str(path_or_id),
         revision=getattr(model.config, "_commit_hash", None),
         sha256=_hash_weights(local) if local else None,
         _calls=calls,

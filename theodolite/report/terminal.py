@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,15 +16,15 @@ from theodolite.run import Run
 LAYER_COLUMNS = {
     "layer": "layer",
     "rank": "rank",
-    "relative_norm": "relative norm",
-    "low_frequency_10": "low freq. K=10",
-    "incoherence_mean": "incoherence",
+    "relative_norm": "share",
+    "low_frequency_10": "smooth",
+    "incoherence_mean": "incoh.",
     "similarity_within": "within",
     "similarity_between": "between",
     "norm": "norm",
-    "rank_collapse": "collapse residual",
-    "massive_activations_first": "massive (first)",
-    "outlier_dimensions": "outlier dims",
+    "rank_collapse": "spread",
+    "massive_activations_first": "massive",
+    "outlier_dimensions": "outliers",
 }
 HEAD_MEASURES = {
     "sink_first": "first-token sink",
@@ -61,7 +62,14 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _layers(layers: pd.DataFrame) -> Table:
-    table = Table(title="Residual stream, by layer")
+    caption = (
+        "rank and share of the positional basis, smooth: its energy in the ten lowest frequencies; incoherence "
+        "of position and context; similarity of contexts within and between labels; spread of a context's "
+        "tokens (0: rank collapse); massive activations at position 0; outlier dimensions"
+    )
+    table = Table(
+        title="Residual stream, by layer", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for title in LAYER_COLUMNS.values():
         table.add_column(title, justify="right")
     for row in layers[list(LAYER_COLUMNS)].itertuples(index=False):
@@ -70,19 +78,19 @@ def _layers(layers: pd.DataFrame) -> Table:
 
 
 def _strongest_heads(heads: pd.DataFrame) -> Table:
-    table = Table(title="Strongest heads")
+    table = Table(title="Strongest heads", box=box.SIMPLE_HEAD)
     table.add_column("measure")
     for place in range(STRONGEST):
         table.add_column(str(place + 1))
     for column, title in HEAD_MEASURES.items():
-        best = heads.nlargest(STRONGEST, column)
+        best = heads[heads[column] > 0].nlargest(STRONGEST, column)
         cells = [f"L{row.layer}H{row.head} {_number(getattr(row, column))}" for row in best.itertuples()]
-        table.add_row(title, *cells)
+        table.add_row(title, *(cells or ["none"]))
     return table
 
 
 def _spectra(heads: pd.DataFrame) -> Table:
-    table = Table(title="Query-key spectra, by head")
+    table = Table(title="Query-key spectra, by head", box=box.SIMPLE_HEAD)
     for title in ("head", *SPECTRUM_COLUMNS, "regime"):
         table.add_column(title, justify="left" if title in ("head", "regime") else "right")
     for row in heads.itertuples():
