@@ -1,9 +1,9 @@
 """Eigenvalues of every head of a GPT-2-sized model: the dense d×d matrix over our d_h×d_h one.
 
 `python -m benchmarks.spectra` prints the median ratio of times and the largest relative difference of the
-eigenvalues. Weights are random Gaussians of GPT-2's initial scale, since no time here depends on their
-values. Our route is timed on all heads, a layer at a time as a survey takes them. One dense head takes about as long as all of ours together, so the
-dense route is timed on a few heads and its time per head multiplied by their number.
+eigenvalues. Weights are random Gaussians of GPT-2's initial scale, since no time here depends on their values.
+Our route is timed on all heads, a layer at a time as a survey takes them. One dense head takes longer than all
+of ours together, so the dense route is timed on a few heads and its time per head multiplied by their number.
 """
 
 from __future__ import annotations

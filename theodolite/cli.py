@@ -75,6 +75,7 @@ def _options(
     _debug = debug
     # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

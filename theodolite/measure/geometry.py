@@ -75,7 +75,7 @@ def geometry(
     return {name: [row[name] for row in rows] for name in rows[0]}, stacked
 
 
-def outlier_rows(outliers: State, contexts: float, length: int) -> list[dict[str, float]]:
+def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, float | int]]:
     """One row for each layer's dimensions that are outliers, or carry a massive activation."""
     share = outliers["outlier"] / (contexts * (length - 1))
     notable = (share >= OUTLIER_SHARE) | (outliers["massive"] > 0) | (outliers["massive_first"] > 0)
