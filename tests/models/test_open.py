@@ -153,6 +153,22 @@ def test_shared_layers_are_refused(tmp_path):
     _refused(tmp_path, UsageError, "AlbertForMaskedLM uses one attention module for several layers")
 
 
+def test_blocks_without_attention_are_refused(tmp_path):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    _refused(tmp_path, UsageError, "Lfm2ForCausalLM has blocks without attention")
+
+
 def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):
     """A family that does something to its logits which the tap does not know must not pass."""
     true_attend = opening.attend

@@ -64,9 +64,12 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
         )
     name_of = {id(module): name for name, module in model.named_modules()}
     names = [name_of[id(module)] for module in called]
-    blocks = [_block_of(model, name) for name in names]
+    places = [_block_of(model, name) for name in names]
+    blocks = [stack[number] for stack, number in places]
     if len(set(map(id, blocks))) < len(blocks):
         raise UsageError(f"{family} has a block with two attention modules; theodolite needs one a block")
+    if len(blocks) < sum(len(stack) for stack in {id(stack): stack for stack, _ in places}.values()):
+        raise UsageError(f"{family} has blocks without attention; theodolite needs one attention module a block")
     return Structure(tuple(called), tuple(names), tuple(blocks), *shapes[0])
 
 
@@ -80,10 +83,11 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _block_of(model: nn.Module, name: str) -> nn.Module:
+def _block_of(model: nn.Module, name: str) -> tuple[nn.ModuleList, int]:
+    """The innermost list that holds the module of that name, and the number of its member that does."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         parent = model.get_submodule(".".join(parts[: end - 1]))
         if isinstance(parent, nn.ModuleList):
-            return model.get_submodule(".".join(parts[:end]))
+            return parent, int(parts[end - 1])
     raise UsageError(f"{type(model).__name__}: attention module {name} is not inside a list of blocks")

@@ -128,10 +128,9 @@ _ONE_HEAD = [
         ("arrays.propagation_predicted",),
         figures.propagation,
         "ρ(θ), the probability that the token at relative position θ reaches the gradient: measured on the "
-        "last "
-        "query, and predicted from the spectra with the corrected variance of Lemma 1.",
+        "last query, and predicted for a random walk from the exact first two moments at this length.",
         "where the measured curve is high, and whether the prediction with Σ̂ follows it.",
-        f"{BAO}, eq. 6, Figs. 2 and 7; its 2θ² + 7/12 is 2θ² − 2θ + 7/12 here",
+        f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
         "near 0 everywhere: the signal vanishes.",
         _by_head(spectra.propagation_traces),
     ),
