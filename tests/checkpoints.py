@@ -116,6 +116,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTConfig",
         {**_SIZES, **_NO_SPECIAL, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
     ),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {**_SIZES, **_NO_SPECIAL, "num_key_value_heads": 2}),
     "vit": (
         "ViTForImageClassification",
         "ViTConfig",

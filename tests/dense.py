@@ -116,7 +116,7 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
     layers, contexts, heads, length, _ = dense.attention.shape
     names = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
     columns = {name: np.zeros((layers, heads)) for name in names}
-    least = min(16, length // 4)
+    least = min(16, length / 4)
     for layer in range(layers):
         for head in range(heads):
             entropy, first, later, learned, previous, same = [], [], [], [], [], []

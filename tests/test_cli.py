@@ -130,6 +130,10 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         "malformed rows": ([*survey, file("bad.jsonl", b'{"text": "x"}\n{"text"\n')], "2"),
         "context beyond positions": ([*survey, text, "--length", 500], "longer than the 128"),
         "length 1": ([*survey, text, "--length", 1], "length"),
+        "length 0": ([*survey, text, "--length", 0], "length"),
+        "batch 0": ([*survey, text, "--length", 32, "--batch", 0], "--batch 1 or more"),
+        "negative seed": ([*survey, text, "--seed", -1], "--seed 0 or more"),
+        "out is no run": ([*survey, text, "--length", 32, "--out", text], "is no run: choose another --out"),
         "no contexts": ([*survey, text, "--contexts", 0], "contexts"),
         "missing model": (["survey", tmp_path / "nowhere"], "no checkpoint at"),
         "model without config": (["survey", tmp_path], "config.json"),
@@ -152,6 +156,7 @@ def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
         assert len(errors) == 1, (name, stderr)
         assert words in errors[0], (name, errors)
         assert "Traceback" not in stderr, name
+        assert "surveying" not in stderr, name
         assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
         assert not stdout, name
         assert sorted(tmp_path.rglob("*")) == before, name

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import checkpoints, dense
 from theodolite.corpus import Corpus
@@ -12,7 +17,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.onepass import OnePass
 from theodolite.run import Run
-from theodolite.surveyor import survey
+from theodolite.surveyor import spectra, survey
 
 LENGTH = 40
 
@@ -44,9 +49,6 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
         np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
     for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
         np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
-    if model.causal:
-        bound = run.heads.entropy_bound.dropna()
-        assert (bound <= run.heads.entropy[bound.index] + 1e-12).all()
 
 
 def _gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
@@ -104,15 +106,87 @@ def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, 
             expected = dense.propagation(logits)
             np.testing.assert_allclose(run.arrays["propagation_by_position"][layer, head], expected)
     half = LENGTH // 2
-    ids = torch.randint(checkpoints.VOCABULARY, (8, half), generator=torch.Generator().manual_seed(0)).repeat(
-        1, 2
-    )
+    # The byte tokenizer has 256 tokens that are not special, and puts nothing around a context.
+    drawn = np.random.default_rng(0).choice(np.arange(256), size=(8, half))
+    ids = torch.from_numpy(np.tile(drawn, (1, 2)))
     with torch.no_grad():
         attentions = reference.hf(input_ids=ids, output_attentions=True).attentions
     scores = [
         [a[:, h, half:, 1 : half + 1].diagonal(dim1=1, dim2=2).mean() for h in range(4)] for a in attentions
     ]
     np.testing.assert_allclose(run.heads.induction, np.array(scores, dtype=float).reshape(-1), rtol=1e-5)
+
+
+def _weak(checkpoint, family: str, folder: Path) -> Path:
+    """The checkpoint with tiny queries and keys: attention is nearly even, and bounds are near what they bound."""
+    shutil.copytree(checkpoint(family), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            value *= 0.01
+        elif "c_attn" in name:
+            value[..., :64] *= 0.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral", "gpt2"])
+def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoint, corpus, tmp_path):
+    """Oracle: Zhai et al.'s bound, written out here, with ν from dense matrices and the keys that a query sees."""
+    model = open_model(_weak(checkpoint, family, tmp_path / "weak"))
+    run = survey(model, corpus)
+    kept = dense.run(model.hf, corpus.contexts, list(model.structure.attention), list(model.structure.blocks))
+    for row in run.heads.itertuples():
+        weights = model.head_weights(row.layer)
+        w = weights.w_q[row.head] @ weights.w_k[row.head].T * weights.scaling
+        x = kept.inputs[row.layer]
+        nu = max(np.linalg.norm(c, 2) ** 2 for c in x) * float(torch.linalg.matrix_norm(w, 2))
+        bounds = []
+        for query in range(LENGTH):
+            keys = min(query + 1, 7) if family == "mistral" else query + 1
+            beta = np.exp(-nu * np.sqrt(keys / (keys - 1))) if keys > 1 else 0.0
+            top = nu * np.sqrt(keys * (keys - 1)) * beta
+            bounds.append(np.log(1 + (keys - 1) * beta) + top / (1 + (keys - 1) * beta))
+        assert row.entropy_bound == pytest.approx(np.mean(bounds), rel=1e-4)
+        assert 0.1 < row.entropy_bound <= row.entropy
+
+
+def test_what_follows_from_logits_is_left_open_where_no_matrix_gives_them(opened, corpus):
+    """Qwen 3 normalises queries and keys: scaling W_q would change the spectrum and not the attention."""
+    run = survey(opened("qwen3"), corpus)
+    assert set(run.heads.spectrum_of) == {"projection before norm"}
+    assert run.heads.trace.notna().all()
+    assert run.heads.entropy_bound.isna().all()
+    assert set(run.heads.regime) == {"undefined"}
+    assert run.arrays["propagation_predicted"].isnan().all()
+
+
+def test_a_changed_config_is_another_model(checkpoint, corpus, tmp_path):
+    folder = shutil.copytree(checkpoint("llama2"), tmp_path / "model")
+    survey(open_model(folder), corpus, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 50.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        survey(open_model(folder), corpus, tmp_path / "run")
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_of_nothing_is_refused(opened, corpus, batch):
+    with pytest.raises(UsageError, match="reads nothing"):
+        survey(opened("gpt2"), corpus, batch=batch)
+
+
+def test_spectra_are_written_once(opened, tmp_path):
+    first = spectra(opened("gpt2"), tmp_path / "run")
+    again = spectra(opened("gpt2"), tmp_path / "run")
+    assert again.heads.equals(first.heads)
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        spectra(opened("llama2"), tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="exists and is no run: choose another --out"):
+        spectra(opened("gpt2"), tmp_path / "other")
 
 
 def test_result_does_not_depend_on_how_contexts_are_batched(opened, corpus):

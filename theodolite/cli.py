@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
 )
 _screen = Console(stderr=True)
 _debug = False
@@ -143,11 +145,8 @@ def spectra_command(
 
         opened = _open(model, dtype, device, device_map, revision)
         with _progress("reading weights", "layers", stopped) as show:
-            run = spectra(opened, show)
-        page = None
-        if out is not None:
-            run = run.save(out)
-            page = write_report(run, out / "report")
+            run = spectra(opened, out, show_progress=show)
+        page = None if out is None else write_report(run, out / "report")
         _finish(run, page, as_json)
 
 
@@ -214,7 +213,9 @@ def _read_corpus(
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a text")
-    chosen = length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+    if seed < 0:
+        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
+    chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
     with _screen.status("reading the text"):
         return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
 
@@ -285,16 +286,26 @@ def _progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Ca
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_screen) as bar:
-        task = bar.add_task(title, rate="", total=None)
+    bar = Progress(*columns, console=_screen)
+    task = bar.add_task(title, rate="", total=None)
+    begun: list[tuple[float, int]] = []  # when the work began, and how much was done before
 
-        def show(done: int, total: int) -> None:
-            if stopped():
-                raise KeyboardInterrupt
-            speed = bar.tasks[task].speed
-            bar.update(task, completed=done, total=total, rate=f"{speed:.1f} {unit}/s" if speed else unit)
+    def show(done: int, total: int) -> None:
+        if stopped():
+            raise KeyboardInterrupt
+        if not begun:
+            bar.start()  # not before: what is wrong with the call is said without a bar
+            begun.append((time.monotonic(), done))
+        started, before = begun[0]
+        seconds = time.monotonic() - started
+        rate = f"{(done - before) / seconds:.1f} {unit}/s" if done > before and seconds > 0 else unit
+        bar.update(task, completed=done, total=total, rate=rate)
 
+    try:
         yield show
+    finally:
+        if begun:
+            bar.stop()
 
 
 def _short(name: str) -> str:

@@ -161,25 +161,36 @@ class Corpus:
         Of a tokenizer, special tokens are left out, and put around every context as in text.
         """
         _check_sizes(length, contexts)
-        if isinstance(vocabulary, int):
-            if vocabulary < 1:
-                raise UsageError(
-                    f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1."
-                )
-            ids, frame = np.arange(vocabulary), _Frame([], [], [])
-        else:
-            # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
-            marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
-            special = {*vocabulary.all_special_ids, *marked}
-            ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
-            frame = _frame(vocabulary, length)
+        ids, frame = _drawable(vocabulary, length)
         body = length - len(frame.before) - len(frame.after)
-        drawn = np.random.default_rng(seed).choice(ids, size=(contexts, body))
-        before, after = (
-            np.tile(np.array(x, dtype=np.int64), (contexts, 1)) for x in (frame.before, frame.after)
-        )
-        rows = torch.from_numpy(np.concatenate([before, drawn, after], axis=1))
+        rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
         return cls("random_tokens", rows, torch.full((contexts,), -1), [], seed)
+
+
+def repeated_random_tokens(
+    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int
+) -> tuple[Int[Tensor, "contexts length"], int, int]:
+    """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
+
+    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
+    """
+    drawable, frame = _drawable(vocabulary, length)
+    half = (length - len(frame.before) - len(frame.after)) // 2
+    drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
+    return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
+
+
+def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Frame]:
+    """The ids to draw random tokens from, and what goes around them."""
+    if isinstance(vocabulary, int):
+        if vocabulary < 1:
+            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
+        return np.arange(vocabulary), _Frame([], [], [])
+    # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
+    marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
+    special = {*vocabulary.all_special_ids, *marked}
+    ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
+    return ids, _frame(vocabulary, length)
 
 
 def make_corpus(
@@ -224,6 +235,12 @@ class _Frame:
     before: list[int]
     after: list[int]
     between: list[int]
+
+    def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
+        """The bodies (contexts, body) with what belongs before and after each."""
+        ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
+        before, after = ends
+        return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
 @dataclass

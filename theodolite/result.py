@@ -17,10 +17,11 @@ import theodolite
 from theodolite.accumulate.attention import SINK_THRESHOLD, diagonal_attention
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
+from theodolite.corpus import repeated_random_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
-from theodolite.measure.localization import Localization, entropy_bound
+from theodolite.measure.localization import LayerWeights, Localization, entropy_bound
 from theodolite.models import OpenModel
 from theodolite.models.structure import backbone
 from theodolite.models.tap import tapped
@@ -38,16 +39,17 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     """All tables and arrays of a pass over the whole corpus."""
     model, corpus = done.model, done.corpus
     contexts, length = corpus.contexts.shape
+    _refuse_overflow(done)
     attention, outliers = done.attention_statistics.state(), done.outliers.state()
     kept = (done.sample.slot >= 0).nonzero().flatten()
     labels = corpus.labels[kept]
     layers, arrays = geometry(done.means.state(), done.residual.state(), outliers, done.sample, labels)
     localization, projections = localize(model, done.inputs.state(), length)
     arrays |= localization.stacked() | head_arrays(attention)
-    bounds = [
-        entropy_bound(float(gram_norm), spectral_norm, length, model.causal)
-        for gram_norm, spectral_norm in zip(attention["gram_norm"], localization.spectral_norm, strict=True)
-    ]
+    layerwise = zip(
+        attention["gram_norm"], localization.spectral_norm, attention["visible_keys"], strict=True
+    )
+    bounds = [entropy_bound(float(gram_norm), norm, keys) for gram_norm, norm, keys in layerwise]
     measured: dict[str, list[float]] = head_columns(attention)
     measured["entropy_bound"] = torch.cat(bounds).tolist()
     measured["induction"] = induction(model, length, done.seed).flatten().tolist()
@@ -78,7 +80,7 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     )
 
 
-def spectra_result(model: OpenModel, show_progress: ShowProgress) -> Run:
+def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress: ShowProgress) -> Run:
     """The heads table and the spectra from weights alone; all other tables are empty.
 
     Raises:
@@ -89,7 +91,8 @@ def spectra_result(model: OpenModel, show_progress: ShowProgress) -> Run:
         raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
     heads = _heads_table(model, localization, projections, {})
     empty = pd.DataFrame()
-    return Run(empty, heads, empty, empty, empty, localization.stacked(), _provenance(model))
+    provenance = _provenance(model) | {"fingerprint": fingerprint}
+    return Run(empty, heads, empty, empty, empty, localization.stacked(), provenance)
 
 
 def localize(
@@ -112,7 +115,7 @@ def localize(
             weights = None
             projections.append("none")
         else:
-            weights = (head.w_q, head.w_k, head.scaling)
+            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
             projections.append(head.projection)
         localization.add_layer(
             weights,
@@ -128,20 +131,21 @@ def localize(
 def induction(model: OpenModel, length: int, seed: int) -> Float[Tensor, "layers heads"]:
     """Mean attention from the second copy of a random sequence to the token after the first copy.
 
-    The sequences are ⌊T/2⌋ uniformly random tokens, twice. NaN where T < 4.
+    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
+    one less. NaN where there is no room for two copies of two tokens.
     """
-    half = length // 2
     scores = torch.full((model.layers, model.heads), torch.nan, dtype=torch.float64)
-    if half < 2 or model.vocabulary is None:
+    vocabulary: Any = model.tokenizer or model.vocabulary
+    ids, start, half = repeated_random_tokens(vocabulary, length, INDUCTION_CONTEXTS, seed)
+    if half < 2:
         return scores
     layers = iter(range(model.layers))
+    second = range(start + half, start + 2 * half)
 
     def listener(_: torch.nn.Module, inputs: AttentionInputs) -> Tensor:
-        scores[next(layers)] = diagonal_attention(inputs, half - 1, half).cpu()
+        scores[next(layers)] = diagonal_attention(inputs, half - 1, second).cpu()
         return attend(inputs)
 
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.vocabulary, (INDUCTION_CONTEXTS, half), generator=generator).repeat(1, 2)
     with tapped(model.hf, listener), torch.inference_mode():
         backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
     return scores
@@ -162,6 +166,14 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
     return text
 
 
+def _refuse_overflow(done: OnePass) -> None:
+    for name in ("residual", "inputs"):
+        finite = done.accumulators[name].state()["moment"].isfinite().all(dim=(1, 2))
+        if not finite.all():
+            layer = int((~finite).nonzero()[0])
+            raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
+
+
 def _heads_table(
     model: OpenModel,
     localization: Localization,
@@ -177,15 +189,20 @@ def _heads_table(
     return pd.DataFrame({**index, **localization.columns, **measured})
 
 
+def versions() -> dict[str, str]:
+    """Of everything that has a part in the numbers."""
+    return {
+        "theodolite": theodolite.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def _provenance(model: OpenModel) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
-        "versions": {
-            "theodolite": theodolite.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "model": {
             "id": model.id,
             "revision": model.revision,

@@ -152,8 +152,8 @@ class Workspace:
         try:
             yield
         finally:
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, so that nobody's lock is removed
             lock.release()
-            Path(lock.lock_file).unlink(missing_ok=True)
 
     def finished(self) -> Run | None:
         """The run, if it is there already.
@@ -166,11 +166,14 @@ class Workspace:
         if self.out.is_dir() and not any(self.out.iterdir()):
             self.out.rmdir()
             return None
+        if not (self.out / "run.json").is_file():
+            raise UsageError(f"{self.out} exists and is no run: choose another --out")
         run = Run.load(self.out)
         if run.provenance.get("fingerprint") != self.fingerprint:
             raise UsageError(
                 f"{self.out} holds a run of another model, corpus or options: choose another --out or remove it"
             )
+        shutil.rmtree(self.folder, ignore_errors=True)  # left when the process was killed as it finished
         return run
 
     def load_progress(self) -> tuple[dict[str, Any], Progress] | None:

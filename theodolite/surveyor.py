@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import theodolite
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.onepass import OnePass, ShowProgress
-from theodolite.result import spectra_result, survey_result
+from theodolite.result import spectra_result, survey_result, versions
 from theodolite.run import SCHEMA_VERSION, Run, Workspace
 
 TOKENS_A_BATCH = 4096
@@ -52,8 +51,10 @@ def survey(
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     _check_fit(model, corpus)
+    if batch is not None and batch < 1:
+        raise UsageError(f"a batch of {batch} contexts reads nothing: use --batch 1 or more")
     batch = batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
-    fingerprint = _fingerprint(model, corpus, batch, seed)
+    fingerprint = {**_fingerprint(model), "corpus": corpus.sha256, "batch": batch, "seed": seed}
     one_pass = OnePass(model, corpus, seed)
     if out is None:
         started = time.monotonic()
@@ -64,17 +65,33 @@ def survey(
         return workspace.finished() or _resumed(workspace, one_pass, batch, checkpoint_seconds, show_progress)
 
 
-def spectra(model: OpenModel, show_progress: ShowProgress = lambda done, total: None) -> Run:
+def spectra(
+    model: OpenModel,
+    out: str | Path | None = None,
+    *,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Run:
     """The weight-only part of a survey: spectra, moments and regimes of every head; no text is read.
 
     Args:
         model: from `open_model`.
+        out: the run folder to write; None keeps the run in memory.
         show_progress: told (done, total) layers.
 
+    Returns:
+        The run; from disk, if `out` already holds just these spectra.
+
     Raises:
-        UsageError: no head of the model has a query-key matrix.
+        UsageError: no head of the model has a query-key matrix, or `out` holds something else.
+        WorkError: the disk refused.
     """
-    return spectra_result(model, show_progress)
+    fingerprint = _fingerprint(model)
+    if out is None:
+        return spectra_result(model, fingerprint, show_progress)
+    workspace = Workspace(Path(out), fingerprint)
+    with workspace.locked():
+        finished = workspace.finished()
+        return finished or workspace.finish(spectra_result(model, fingerprint, show_progress))
 
 
 def _resumed(
@@ -128,15 +145,12 @@ def _check_fit(model: OpenModel, corpus: Corpus) -> None:
         )
 
 
-def _fingerprint(model: OpenModel, corpus: Corpus, batch: int, seed: int) -> dict[str, Any]:
-    """What decides every byte of the result."""
+def _fingerprint(model: OpenModel) -> dict[str, Any]:
+    """What decides every byte of the result, but for the text and how it is read."""
     return {
-        "theodolite": theodolite.__version__,
+        "versions": versions(),
         "schema_version": SCHEMA_VERSION,
         "model": model.sha256 or model.revision or model.id,
         "dtype": str(model.hf.dtype),
         "device": model.device.type,
-        "corpus": corpus.sha256,
-        "batch": batch,
-        "seed": seed,
     }

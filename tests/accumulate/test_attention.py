@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens, diagonal_attention
+from theodolite.accumulate.attention import AttentionStatistics, Tokens, diagonal_attention, least_queries
 from theodolite.theory.attention import AttentionInputs, attend
 
 BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
@@ -108,6 +108,7 @@ def test_output_and_statistics_equal_the_dense_ones(kind):
     sinks = (received > 0.3) & eligible
     assert torch.equal(state["sink"], sinks.sum(0).double())
     assert torch.equal(state["sink_later"], sinks[..., 1:].any(-1).sum(0).double())
+    assert torch.equal(state["visible_keys"], (weights[0, 0] > 0).sum(-1).double())
     example = (received[:2] * eligible[:2]).max(dim=1)
     torch.testing.assert_close(state["example_received"], example.values, **close)
 
@@ -152,7 +153,23 @@ def test_diagonal_attention(kind):
     weights, _, _ = dense(inputs)
     half = LENGTH // 2
     expected = weights[:, :, half:, 1 : half + 1].diagonal(dim1=-2, dim2=-1).mean((0, 2))
-    torch.testing.assert_close(diagonal_attention(inputs, half - 1, half), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        diagonal_attention(inputs, half - 1, range(half, LENGTH)), expected, rtol=1e-10, atol=1e-12
+    )
+
+
+def test_a_range_of_queries_may_end_before_the_last():
+    inputs = make("causal")
+    weights, _, _ = dense(inputs)
+    expected = weights[:, :, torch.arange(70, 90), torch.arange(70, 90) - 66].mean((0, 2))
+    torch.testing.assert_close(
+        diagonal_attention(inputs, 66, range(70, 90)), expected, rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(("length", "least"), [(6, 2), (8, 2), (63, 16), (500, 16)])
+def test_keys_need_a_quarter_of_the_context_after_them(length, least):
+    assert least_queries(length) == least
 
 
 def test_float32_keeps_entropies_of_huge_logits():

@@ -98,6 +98,12 @@ def test_missing_tensors_are_an_error(broken):
     _refused(broken, WorkError, "lacks 1 of the model's tensors .*h.2.mlp.c_fc.weight")
 
 
+def test_layers_that_the_config_does_not_have_are_an_error(broken):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "n_layer": 2}))
+    _refused(broken, WorkError, "tensors of layers that its config.json does not have .*h.2.")
+
+
 def test_wrong_shapes_are_an_error(broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "n_embd": 64}))
@@ -150,7 +156,7 @@ def test_shared_layers_are_refused(tmp_path):
         intermediate_size=16,
     )
     AlbertForMaskedLM(config).save_pretrained(tmp_path)
-    _refused(tmp_path, UsageError, "AlbertForMaskedLM uses one attention module for several layers")
+    _refused(tmp_path, UsageError, "AlbertForMaskedLM calls an attention module more than once a pass")
 
 
 def test_blocks_without_attention_are_refused(tmp_path):
@@ -167,6 +173,59 @@ def test_blocks_without_attention_are_refused(tmp_path):
     )
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
     _refused(tmp_path, UsageError, "Lfm2ForCausalLM has blocks without attention")
+
+
+def test_blocks_that_are_lists_of_layers(tmp_path):
+    """T5's encoder: the stream is read behind the whole block, feed-forward part included."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    T5EncoderModel(config).save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    assert model.positions == "relative bias"
+    assert list(model.structure.blocks) == list(model.hf.encoder.block)
+
+
+def test_causal_is_about_all_layers(tmp_path):
+    """A window on the first layer hides late keys on a short sequence, and is not causal for that."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    config = ModernBertConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+    )
+    ModernBertForMaskedLM(config).save_pretrained(tmp_path)
+    assert not open_model(tmp_path).causal
+
+
+def test_norms_between_projections_are_not_taken_out(tmp_path):
+    """DeepSeek 2 normalises inside its low-rank projections: it has no query-key matrix, with or without."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
+    model = open_model(tmp_path)
+    with pytest.raises(WorkError, match="no affine function"):
+        model.head_weights(0)
 
 
 def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):

@@ -192,6 +192,7 @@ def _head_arrays(
         "spectrum": spectrum,
         "spectrum_data": spectrum * 4 + (1, 0),
         "sink_by_position": sinks,
+        "visible_keys": np.tile(np.arange(1.0, length + 1), (blocks, 1)),
     }
 
 

@@ -135,9 +135,9 @@ def test_sinks_keep_the_first_position_and_the_largest_of_each_bin() -> None:
     assert heat.z.sum() == 1.25
 
 
-def test_a_bidirectional_model_s_entropy_limit_is_flat(run: Run) -> None:
-    model = {**run.provenance["model"], "causal": False}
-    other = replace(run, provenance={**run.provenance, "model": model})
+def test_where_every_query_sees_every_key_the_entropy_limit_is_flat(run: Run) -> None:
+    keys = run.arrays["visible_keys"]
+    other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
     limit = figures.head_entropy(other).data[1]
     np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
 

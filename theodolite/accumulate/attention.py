@@ -6,6 +6,7 @@ the entropy, the mass that each key receives, and the head scores, and are then 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ SINK_THRESHOLD = 0.3
 
 def least_queries(length: int) -> int:
     """How many other queries must see a key before it can count as a sink."""
-    return min(16, length // 4)
+    return min(16, math.ceil(length / 4))
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ class Tokens:
 class AttentionStatistics(LayerSums):
     """Sums over contexts of what L layers of H heads do with T positions.
 
-    State: contexts (L); entropy (L, H, T) nats; received (L, H, T) mean attention a key gets; propagates and
-    last_sees (L, H, T) counts for the last query; sink (L, H, T) counts of contexts; sink_later (L, H);
-    previous, same, learned (L, H) sums; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X; repeated (L)
-    queries that have an earlier equal token; example_received and example_head (L, E, T) for the first E
-    contexts; sink_tokens (K, 6) int64 rows (layer, head, token, is first, contexts, sum of positions).
+    State: contexts (L); visible_keys (L, T) that a query of the first context sees; entropy (L, H, T) nats;
+    received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query;
+    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; gram_norm (L) the
+    largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
+    example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 6) int64 rows
+    (layer, head, token, is first, contexts, sum of positions).
     """
 
     def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:
@@ -77,8 +79,8 @@ class AttentionStatistics(LayerSums):
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
-        shapes["gram_norm"] = ()
-        super().__init__(layers, shapes, maxima=("gram_norm",))
+        shapes |= {"gram_norm": (), "visible_keys": (length,)}
+        super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
         self.examples = examples
         self._sink_tokens: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
@@ -115,6 +117,10 @@ class AttentionStatistics(LayerSums):
         received = output.new_zeros(batch, heads, length, dtype=torch.float64)
         for number, block in enumerate(inputs.blocks(BLOCK)):
             start, stop, first, last = block.start, block.stop, block.first, block.last
+            if first_context == 0:
+                visible = (block.logits[:1] > MASKED / 2).sum(dim=-1).amax(dim=(0, 1))
+                keys = self.at("visible_keys", layer, output.device)[start:stop]
+                torch.maximum(keys, visible.double(), out=keys)
             if stop == length:
                 self._last_query(layer, block.logits[:, :, -1], first)
             weights, share, entropy, learned = _softmax(block.logits, inputs.sink)
@@ -231,15 +237,15 @@ def _softmax(
     return weights, share, total.log() - product * share, learned
 
 
-def diagonal_attention(inputs: AttentionInputs, distance: int, after: int) -> Float[Tensor, " heads"]:
-    """Mean attention that queries i ≥ `after` pay to key i − `distance`, over the batch."""
-    batch, heads, length, _ = inputs.query.shape
+def diagonal_attention(inputs: AttentionInputs, distance: int, queries: range) -> Float[Tensor, " heads"]:
+    """Mean attention that each i of `queries` pays to key i − `distance`, over the batch."""
+    batch, heads = inputs.query.shape[:2]
     total = torch.zeros(heads, dtype=torch.float64, device=inputs.query.device)
     for block in inputs.blocks(BLOCK):
         rows = torch.arange(block.start, block.stop, device=total.device)
-        rows = rows[(rows >= after) & (rows - distance >= block.first)]
+        rows = rows[(rows >= queries.start) & (rows < queries.stop) & (rows - distance >= block.first)]
         weights, share, _, _ = _softmax(block.logits, inputs.sink)
         at = rows - block.start
         paid = weights[:, :, at, rows - distance - block.first] * share[:, :, at]
         total += paid.double().sum(dim=(0, 2))
-    return total / (batch * (length - after))
+    return total / (batch * len(queries))

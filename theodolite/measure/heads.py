@@ -36,13 +36,17 @@ def head_columns(attention: State) -> dict[str, list[float]]:
 
 
 def head_arrays(attention: State) -> dict[str, Tensor]:
-    """Per head and position, (L, H, T): entropy, empirical ρ, mean attention received, share of sinks."""
+    """Per head and position, (L, H, T): entropy, empirical ρ, mean attention received, share of sinks.
+
+    And (L, T): how many keys each query sees.
+    """
     contexts = attention["contexts"].view(-1, 1, 1)
     return {
         "entropy_by_position": attention["entropy"] / contexts,
         "propagation_by_position": propagation_by_position(attention),
         "received_by_position": attention["received"] / contexts,
         "sink_by_position": attention["sink"] / contexts,
+        "visible_keys": attention["visible_keys"],
     }
 
 

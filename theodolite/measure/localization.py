@@ -31,6 +31,20 @@ MOMENTS = (
 )
 
 
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's query and key factors, and whether they are `exact`: their product gives the logits.
+
+    They are not where the family normalises queries and keys after projecting them: then the spectrum is that of
+    the projections, and what would follow for the logits is left open.
+    """
+
+    w_q: Float[Tensor, "heads width head_width"]
+    w_k: Float[Tensor, "heads width head_width"]
+    scaling: float
+    exact: bool
+
+
 @dataclass
 class Localization:
     """Columns (one value a head) and arrays (layers stacked) of the localization measures, filled by layers."""
@@ -41,7 +55,7 @@ class Localization:
 
     def add_layer(
         self,
-        weights: tuple[Tensor, Tensor, float] | None,
+        weights: LayerWeights | None,
         covariance: Float[Tensor, "width width"] | None,
         *,
         heads: int,
@@ -51,7 +65,7 @@ class Localization:
         """Measure one layer.
 
         Args:
-            weights: (W_q, W_k, scaling), or None for a layer whose queries and keys are no affine function of
+            weights: None for a layer whose queries and keys are no affine function of
                 its input; its columns are then NaN.
             covariance: of the attention module's input, for the columns with suffix `_data`; or None.
             heads, head_width: shape of the NaN columns.
@@ -60,10 +74,10 @@ class Localization:
         self._add(weights, None, "", heads, head_width, length)
         if covariance is not None:
             self._add(weights, covariance, "_data", heads, head_width, length)
-        if weights is None:
+        if weights is None or not weights.exact:
             self.spectral_norm.append(torch.full((heads,), math.nan, dtype=torch.float64))
         else:
-            self.spectral_norm.append(qk_spectral_norm(*weights[:2]) * weights[2])
+            self.spectral_norm.append(qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling)
 
     def stacked(self) -> dict[str, Tensor]:
         """The arrays, leading with layers."""
@@ -71,7 +85,7 @@ class Localization:
 
     def _add(
         self,
-        weights: tuple[Tensor, Tensor, float] | None,
+        weights: LayerWeights | None,
         covariance: Tensor | None,
         suffix: str,
         heads: int,
@@ -85,12 +99,14 @@ class Localization:
             spectrum = nan[:, None, None].expand(heads, head_width, 2)
             predicted = nan[:, None].expand(heads, length or 0)
         else:
-            w_q, w_k, scaling = weights
-            moments = qk_moments(w_q, w_k, covariance, temperature=1 / scaling)
+            moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
             values = {name: getattr(moments, name).tolist() for name in MOMENTS}
             values["regime"] = regime(moments.xi_symmetric, moments.eta_symmetric).tolist()
-            spectrum = torch.view_as_real(qk_eigenvalues(w_q, w_k, covariance))
-            predicted = _predicted(moments, scaling, length)
+            spectrum = torch.view_as_real(qk_eigenvalues(weights.w_q, weights.w_k, covariance))
+            predicted = _predicted(moments, weights.scaling, length)
+            if not weights.exact:
+                values["regime"] = [UNDEFINED] * heads
+                predicted = torch.full_like(predicted, math.nan)
         for name, column in values.items():
             self.columns.setdefault(name + suffix, []).extend(column)
         self.arrays.setdefault("spectrum" + suffix, []).append(spectrum)
@@ -107,15 +123,13 @@ def _predicted(moments: QKMoments, scaling: float, length: int | None) -> Tensor
 
 
 def entropy_bound(
-    gram_norm: float, spectral_norm: Float[Tensor, " heads"], length: int, causal: bool
+    gram_norm: float, spectral_norm: Float[Tensor, " heads"], visible_keys: Float[Tensor, " queries"]
 ) -> Float[Tensor, " heads"]:
-    """The exact lower bound on the mean attention entropy, in nats.
+    """The exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
 
-    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context, so that the bound holds for each. A
-    causal query t sees t keys, so its bound is that of length t, and the head's is their mean.
+    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context, so that the bound holds for each. The
+    bound of a query is that for as many keys as it sees (all, those up to it, or a window's), and the head's is
+    their mean.
     """
-    nu = gram_norm * spectral_norm
-    if not causal:
-        return entropy_lower_bound(nu, torch.tensor(length))
-    keys = torch.arange(1, length + 1, device=nu.device)
-    return entropy_lower_bound(nu[:, None], keys).mean(dim=-1)
+    nu = (gram_norm * spectral_norm)[:, None]
+    return entropy_lower_bound(nu, visible_keys).mean(dim=-1)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ class OpenModel:
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
-            weights on disk, if they were local.
+            config and weights on disk, if they were local.
     """
 
     hf: PreTrainedModel
@@ -147,31 +150,45 @@ def open_model(
     source = EMBEDDED if path_or_id is None else path_or_id
     local = _local_folder(source)
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        model = _load(source, config, dtype, device_map, revision)
+        with _quiet():
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            model = _load(source, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
     except _LOADING_ERRORS as error:
-        raise UsageError(f"cannot open {source}: {_first_line(error)}") from error
+        where = "" if local else " (and there is no folder of that name)"
+        raise UsageError(f"cannot open {source}: {_first_line(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     _refuse_bad_numbers(model)
     structure = find_structure(model, _input(model, 1))
     calls = capture_calls(model, structure, _input(model, 1))
-    causal, has_bias = _verify(model, structure)
+    causal, bias = _verify(model, structure)
     return OpenModel(
         hf=model,
         tokenizer=_tokenizer(source, revision),
         structure=structure,
         width=first_tensor(*calls[0]).shape[-1],
         causal=causal,
-        positions=_positions(model, calls[0], has_bias),
+        positions=_positions(model, calls[0], bias),
         id="theodolite/topics" if path_or_id is None else str(path_or_id),
         revision=getattr(model.config, "_commit_hash", None),
-        sha256=_hash_weights(local) if local else None,
+        sha256=_hash_checkpoint(local) if local else None,
         _calls=calls,
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading takes less time than its progress bars take lines."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -222,6 +239,7 @@ def _load(
         trust_remote_code=False,
         output_loading_info=True,
     )
+    _refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
     if missing:
         raise WorkError(
@@ -229,6 +247,21 @@ def _load(
             "to another architecture or are incomplete"
         )
     return model
+
+
+def _refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
+    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own."""
+
+    def kind(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".#.", name)
+
+    known = {kind(name) for name, _ in model.named_parameters()}
+    extra = [name for name in unexpected if kind(name) in known]
+    if extra:
+        raise WorkError(
+            f"{source} has {len(extra)} tensors of layers that its config.json does not have (first: {extra[0]}): "
+            "config and weights do not belong together"
+        )
 
 
 def _tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
@@ -269,8 +302,8 @@ def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     return {"input_ids": ids.to(model.device), "use_cache": False}
 
 
-def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, bool]:
-    """Compare each attention module's output with the model's own; tell whether it is causal, and biased."""
+def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
+    """Compare each attention module's output with the model's own; tell whether it is causal, and its bias."""
     seen: list[AttentionInputs] = []
 
     def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
@@ -290,9 +323,10 @@ def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, bool]:
                 f"layer {layer} ({structure.names[layer]}): the attention output recomputed from its queries, "
                 f"keys and values differs from the model's own by {error:.1e}; this family is not supported"
             )
-    mask = seen[0].mask
-    causal = seen[0].causal if mask is None else not bool(mask[..., 0, -1].any())
-    return causal, seen[0].bias is not None
+    causal = all(s.causal if s.mask is None else not bool(s.mask.triu(1).any()) for s in seen)
+    # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
+    bias = seen[0].bias
+    return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
 
 
 def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
@@ -311,11 +345,11 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     return outputs
 
 
-def _positions(model: nn.Module, call: Call, has_bias: bool) -> str:
+def _positions(model: nn.Module, call: Call, bias: str) -> str:
     if call[1].get("position_embeddings") is not None:
         return "rotary"
-    if has_bias:
-        return "alibi"
+    if bias != "none":
+        return bias
     learned = any(
         "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
     )
@@ -324,9 +358,10 @@ def _positions(model: nn.Module, call: Call, has_bias: bool) -> str:
     )
 
 
-def _hash_weights(folder: Path) -> str:
+def _hash_checkpoint(folder: Path) -> str:
+    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)"""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with path.open("rb") as file:
             for piece in iter(functools.partial(file.read, 1 << 20), b""):
                 digest.update(piece)

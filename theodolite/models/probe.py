@@ -10,6 +10,7 @@ that the subtraction of the bias costs nothing, and the module stops as soon as 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +89,8 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
                 return weights
             if module is structure.attention[layer]:
                 break  # no copy, so its norms must stay
-            for name, child in list(module.named_modules()):
-                if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm"):
-                    module.set_submodule(name, nn.Identity())
+            for name in _norms_of_queries_and_keys(module, call, width):
+                module.set_submodule(name, nn.Identity())
     raise WorkError(
         f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
     )
@@ -116,7 +116,9 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for got, w, b in zip(tapped_rows(mixture), weights, bias, strict=True):
         expected = torch.einsum("rd,dhw->rhw", mixture, w) + b
-        tolerance = 1e-9 if dtype == torch.float64 else 32 * torch.finfo(dtype).eps
+        # Some families rotate in float32 whatever their dtype (Cohere, ModernBERT, DeepSeek 2), so that even the
+        # float64 copy is exact to float32 only; what is not affine is off by a share of order one.
+        tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         scale = expected.abs().max() + w.abs().max() * width**0.5
         if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
             return None
@@ -124,6 +126,49 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
     b_q, b_k, b_v = (b[0] for b in bias)
     scaling = _run(module, call, zero.to(device, dtype)).scaling
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, projection)
+
+
+def _norms_of_queries_and_keys(module: nn.Module, call: Call, width: int) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
+
+    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            outputs[name] = output
+
+        return hook
+
+    hooks = [
+        child.register_forward_hook(keep(name))
+        for name, child in module.named_modules()
+        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
+    ]
+    parameter = next(module.parameters())
+    row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    try:
+        inputs = _run(module, call, row.to(parameter.device, parameter.dtype))
+    finally:
+        for handle in hooks:
+            handle.remove()
+    tapped_values = [_sorted_values(inputs.query), _sorted_values(inputs.key)]
+    return [
+        name
+        for name, output in outputs.items()
+        if any(
+            len(values) == output.numel()
+            and torch.allclose(_sorted_values(output), values, rtol=0, atol=1e-4)
+            for values in tapped_values
+        )
+    ]
+
+
+def _sorted_values(tensor: Tensor) -> Tensor:
+    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
+    values = tensor.double().flatten().sort().values
+    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
 
 
 def _run(module: nn.Module, call: Call, rows: Tensor) -> AttentionInputs:

@@ -56,7 +56,7 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
         )
     if len(set(map(id, called))) < len(called):
         raise UsageError(
-            f"{family} uses one attention module for several layers; theodolite needs one a layer"
+            f"{family} calls an attention module more than once a pass; theodolite needs one a layer"
         )
     if len(set(shapes)) > 1:
         raise UsageError(
@@ -69,7 +69,9 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
     if len(set(map(id, blocks))) < len(blocks):
         raise UsageError(f"{family} has a block with two attention modules; theodolite needs one a block")
     if len(blocks) < sum(len(stack) for stack in {id(stack): stack for stack, _ in places}.values()):
-        raise UsageError(f"{family} has blocks without attention; theodolite needs one attention module a block")
+        raise UsageError(
+            f"{family} has blocks without attention; theodolite needs one attention module a block"
+        )
     return Structure(tuple(called), tuple(names), tuple(blocks), *shapes[0])
 
 
@@ -84,9 +86,12 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _block_of(model: nn.Module, name: str) -> tuple[nn.ModuleList, int]:
-    """The innermost list that holds the module of that name, and the number of its member that does."""
+    """The outermost list that holds the module of that name, and the number of its member that does.
+
+    A block may itself be a list of sub-layers (T5), so the innermost one will not do.
+    """
     parts = name.split(".")
-    for end in range(len(parts), 0, -1):
+    for end in range(1, len(parts) + 1):
         parent = model.get_submodule(".".join(parts[: end - 1]))
         if isinstance(parent, nn.ModuleList):
             return parent, int(parts[end - 1])

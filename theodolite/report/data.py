@@ -6,7 +6,6 @@ Nothing here changes a run, and nothing here draws.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,33 +104,19 @@ def provenance(run: Run, *path: str) -> Any:
     return value
 
 
-def causal(run: Run) -> bool:
-    """True unless the run says that queries see later keys."""
-    return provenance(run, "model", "causal") is not False
-
-
-def context_length(run: Run) -> int | None:
-    """T, the positions of one context, None for a weights-only run."""
-    length = provenance(run, "corpus", "length")
-    return int(length) if length else None
-
-
-def entropy_limits(run: Run, length: int) -> Floats:
-    """The highest entropy in nats that each of `length` queries can have: ln of the keys that it sees.
-
-    Shape (T,). Causal query t (counted from 0) sees t + 1 keys, so query 0 is bounded by 0.
-    """
-    if causal(run):
-        return np.log(np.arange(1, length + 1, dtype=np.float64))
-    return np.full(length, math.log(length))
+def entropy_limits(run: Run) -> Floats:
+    """The highest entropy in nats that each query of each block can have: ln of the keys that it sees, (L, T)."""
+    return np.log(np.maximum(need(run, "visible_keys"), 1))
 
 
 def entropy_share(run: Run) -> Floats | None:
-    """Each head's mean entropy over the mean of `entropy_limits`, in the head table's order; None without."""
-    entropy, length = column(run.heads, "entropy"), context_length(run)
-    if entropy is None or length is None or length < 2:
+    """Each head's mean entropy over the mean of its block's `entropy_limits`, in the table's order; None without."""
+    entropy = column(run.heads, "entropy")
+    if entropy is None or array(run, "visible_keys") is None:
         return None
-    return entropy / entropy_limits(run, length).mean()
+    highest = entropy_limits(run).mean(axis=1)
+    shares: Floats = entropy / np.maximum(highest, 1e-9)[run.heads["layer"].to_numpy()]
+    return shares
 
 
 def evenly(count: int, most: int) -> list[int]:

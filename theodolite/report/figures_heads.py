@@ -15,9 +15,9 @@ from theodolite.errors import UsageError
 from theodolite.report import style
 from theodolite.report.data import (
     Floats,
+    array,
     blocks,
     column,
-    context_length,
     entropy_limits,
     head_grid,
     heads_per_block,
@@ -131,8 +131,8 @@ def _amount_patch(run: Run, measure: Measure) -> Patch:
         logs = shown[np.isfinite(shown)]
         low, high = (float(logs.min()), float(logs.max())) if len(logs) else (0.0, 1.0)
         title = "log₁₀"
-    elif measure.unit == "nats" and (length := context_length(run)):
-        low, high = 0.0, float(entropy_limits(run, length).mean())
+    elif measure.unit == "nats" and array(run, "visible_keys") is not None:
+        low, high = 0.0, float(entropy_limits(run).mean(axis=1).max())
     else:
         low, high = 0.0, float(np.percentile(finite, ROBUST))
     return {

@@ -131,7 +131,7 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
         ),
         go.Scatter(
             x=kept.astype(np.int32),
-            y=entropy_limits(run, length)[kept].astype(np.float32),
+            y=entropy_limits(run)[layer, kept].astype(np.float32),
             mode="lines",
             name="attention spread evenly",
             line={"color": style.GREY, "width": 1.5, "dash": "dash"},
@@ -154,7 +154,7 @@ def entropy_by_position(run: Run) -> go.Figure:
     kept = np.array(evenly(length, CURVE_POINTS), dtype=np.intp)
     limit = go.Scatter(
         x=kept.astype(np.int32),
-        y=entropy_limits(run, length)[kept].astype(np.float32),
+        y=entropy_limits(run).max(axis=0)[kept].astype(np.float32),
         mode="lines",
         name="spread evenly",
         line={"color": style.GREY, "width": 1.5, "dash": "dash"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -50,10 +51,16 @@ def write_report(run: Run, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     page = render(run)
+    existed = folder.exists()
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / PLOTLY, get_plotlyjs())
-        _replace(folder / "index.html", page)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _replace(folder / PLOTLY, get_plotlyjs())
+            _replace(folder / "index.html", page)
+        except BaseException:
+            if not existed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     return folder / "index.html"
 
 

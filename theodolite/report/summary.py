@@ -23,6 +23,7 @@ from theodolite.report.data import (
     provenance,
 )
 from theodolite.report.text import counted, listed, number, percent, token_text
+from theodolite.theory.regimes import UNDEFINED
 
 if TYPE_CHECKING:
     from theodolite.run import Run
@@ -147,7 +148,7 @@ def _regimes(run: Run, name: str) -> str | None:
     if name not in run.heads.columns:
         return None
     kinds = run.heads[name].dropna().astype(str)
-    kinds = kinds[kinds.str.len() > 0]
+    kinds = kinds[(kinds.str.len() > 0) & (kinds != UNDEFINED)]
     if not len(kinds):
         return None
     counts = sorted(kinds.value_counts().items(), key=lambda item: (-item[1], str(item[0])))

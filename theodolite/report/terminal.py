@@ -16,15 +16,15 @@ from theodolite.run import Run
 LAYER_COLUMNS = {
     "layer": "layer",
     "rank": "rank",
-    "relative_norm": "share",
+    "relative_norm": "rel.",
     "low_frequency_10": "smooth",
     "incoherence_mean": "incoh.",
     "similarity_within": "within",
-    "similarity_between": "between",
+    "similarity_between": "betw.",
     "norm": "norm",
-    "rank_collapse": "spread",
-    "massive_activations_first": "massive",
-    "outlier_dimensions": "outliers",
+    "rank_collapse": "resid.",
+    "massive_activations_first": "mass.",
+    "outlier_dimensions": "outl.",
 }
 HEAD_MEASURES = {
     "sink_first": "first-token sink",
@@ -33,7 +33,13 @@ HEAD_MEASURES = {
     "same_token": "same token",
     "induction": "induction",
 }
-SPECTRUM_COLUMNS = ("trace", "variance", "xi_symmetric", "eta_symmetric", "r")
+SPECTRUM_COLUMNS = {
+    "trace": "trace",
+    "variance": "variance",
+    "xi_symmetric": "ξ",
+    "eta_symmetric": "η",
+    "r": "r",
+}
 STRONGEST = 3
 
 
@@ -63,9 +69,9 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _layers(layers: pd.DataFrame) -> Table:
     caption = (
-        "rank and share of the positional basis, smooth: its energy in the ten lowest frequencies; incoherence "
-        "of position and context; similarity of contexts within and between labels; spread of a context's "
-        "tokens (0: rank collapse); massive activations at position 0; outlier dimensions"
+        "rank and relative norm of the positional basis, its energy in the ten lowest frequencies (smooth); "
+        "incoherence of position and context; similarity of contexts within and between labels; "
+        "residual of a context's tokens (0: rank collapse); massive activations at position 0; outlier dimensions"
     )
     table = Table(
         title="Residual stream, by layer", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -91,7 +97,7 @@ def _strongest_heads(heads: pd.DataFrame) -> Table:
 
 def _spectra(heads: pd.DataFrame) -> Table:
     table = Table(title="Query-key spectra, by head", box=box.SIMPLE_HEAD)
-    for title in ("head", *SPECTRUM_COLUMNS, "regime"):
+    for title in ("head", *SPECTRUM_COLUMNS.values(), "regime"):
         table.add_column(title, justify="left" if title in ("head", "regime") else "right")
     for row in heads.itertuples():
         numbers = (_number(getattr(row, column)) for column in SPECTRUM_COLUMNS)
