@@ -17,7 +17,7 @@ import theodolite
 from theodolite.accumulate.attention import SINK_THRESHOLD, diagonal_attention
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
-from theodolite.corpus import repeated_random_tokens
+from theodolite.corpus import Corpus, repeated_random_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
@@ -64,7 +64,12 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
             "labels": corpus.label_names,
             "seed": corpus.seed,
         },
-        "counts": {"contexts": contexts, "tokens": contexts * length, "sampled_contexts": done.sample.size},
+        "counts": {
+            "contexts": contexts,
+            "tokens": contexts * length,
+            "unknown_tokens": _unknown_tokens(model, corpus),
+            "sampled_contexts": done.sample.size,
+        },
         "seed": done.seed,
         "fingerprint": fingerprint,
         "wall_seconds": seconds,
@@ -164,6 +169,11 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
         return str(raw) if "\ufffd" in decoded or not decoded else decoded
 
     return text
+
+
+def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    return 0 if unknown is None else int((corpus.contexts == unknown).sum())
 
 
 def _refuse_overflow(done: OnePass) -> None:

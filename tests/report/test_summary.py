@@ -158,3 +158,10 @@ def test_nan_columns_give_no_nan_in_the_text(run: Run) -> None:
     heads = run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named})
     empty = replace(run, layers=layers, heads=heads, sinks=pd.DataFrame())
     assert "nan" not in " ".join(finding.text for finding in summarise(empty)).lower()
+
+
+def test_a_text_of_unknown_tokens_is_reported(run: Run) -> None:
+    counts = {**run.provenance["counts"], "tokens": 1000, "unknown_tokens": 400}
+    other = replace(run, provenance={**run.provenance, "counts": counts})
+    assert "40 % of the tokens are unknown to the tokenizer" in told(other, "Health")
+    assert "unknown to the tokenizer" not in told(run, "Health")

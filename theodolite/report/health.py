@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.report.data import column, entropy_share, head_labels
+from theodolite.report.data import column, entropy_share, head_labels, provenance
 from theodolite.report.text import counted, listed, number, percent
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ RESTING = 0.90  # share of contexts with a first-token sink that explains a low 
 FIXED_ROLE = 0.60  # previous-, same-token or induction score that explains a low entropy
 VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
 DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
+UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script
 UNIFORM = 0.995  # share of the highest entropy above which a head takes a plain average
 
 
@@ -47,6 +48,7 @@ def checks(run: Run) -> list[Check]:
         _dead_heads,
         _massive,
         _missing,
+        _unknown_tokens,
     )
     return [check for make in made if (check := make(run)) is not None]
 
@@ -179,3 +181,11 @@ def _missing(run: Run) -> Check | None:
     return Check(
         "unmeasured heads", f"Not measured: the attention of {_named(run, unknown)} could not be read.", True
     )
+
+
+def _unknown_tokens(run: Run) -> Check | None:
+    unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
+    if not tokens or not unknown or unknown / tokens < UNKNOWN:
+        return None
+    text = f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text does not suit the model."
+    return Check("unknown tokens", text, True)
