@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests import checkpoints, dense
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model
+from theodolite.models import OpenModel, open_model
 from theodolite.onepass import OnePass
 from theodolite.run import Run
 from theodolite.surveyor import spectra, survey
@@ -36,14 +36,17 @@ def corpus(texts) -> Corpus:
     return Corpus.from_texts(texts[0], checkpoints.byte_tokenizer(), LENGTH, labels=texts[1], contexts=12)
 
 
+def _kept(model: OpenModel, corpus: Corpus) -> dense.Dense:
+    structure = model.structure
+    return dense.run(model.hf, corpus.contexts, list(structure.attention), list(structure.blocks))
+
+
 @pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
 def test_every_measured_column_equals_the_dense_computation(family, checkpoint, opened, corpus):
     model = opened(family)
     run = survey(model, corpus, batch=5)
     reference = open_model(checkpoint(family))
-    kept = dense.run(
-        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
-    )
+    kept = _kept(reference, corpus)
     tolerance = 2e-3 if family == "gpt_oss" else 2e-5
     for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
         np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
@@ -61,9 +64,7 @@ def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
     """Oracle: d×d matrices, numpy's eigenvalues, weights by parameter name, covariance by np.cov."""
     run = survey(opened("gpt2"), corpus)
     reference = open_model(checkpoint("gpt2"))
-    kept = dense.run(
-        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
-    )
+    kept = _kept(reference, corpus)
     state = reference.hf.state_dict()
     for row in run.heads.itertuples():
         w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
@@ -92,9 +93,7 @@ def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, 
     """Oracle: logits from parameter names; attention on repeated tokens from eager attention."""
     run = survey(opened("gpt2"), corpus)
     reference = open_model(checkpoint("gpt2"))
-    kept = dense.run(
-        reference.hf, corpus.contexts, list(reference.structure.attention), list(reference.structure.blocks)
-    )
+    kept = _kept(reference, corpus)
     state = reference.hf.state_dict()
     for layer in range(3):
         bias = state[f"transformer.h.{layer}.attn.c_attn.bias"].double().numpy()
@@ -135,7 +134,7 @@ def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoin
     """Oracle: Zhai et al.'s bound, written out here, with ν from dense matrices and the keys that a query sees."""
     model = open_model(_weak(checkpoint, family, tmp_path / "weak"))
     run = survey(model, corpus)
-    kept = dense.run(model.hf, corpus.contexts, list(model.structure.attention), list(model.structure.blocks))
+    kept = _kept(model, corpus)
     for row in run.heads.itertuples():
         weights = model.head_weights(row.layer)
         w = weights.w_q[row.head] @ weights.w_k[row.head].T * weights.scaling

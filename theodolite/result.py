@@ -39,12 +39,14 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     """All tables and arrays of a pass over the whole corpus."""
     model, corpus = done.model, done.corpus
     contexts, length = corpus.contexts.shape
-    _refuse_overflow(done)
+    residual, inputs = done.residual.state(), done.inputs.state()
+    _refuse_overflow(residual)
+    _refuse_overflow(inputs)
     attention, outliers = done.attention_statistics.state(), done.outliers.state()
     kept = (done.sample.slot >= 0).nonzero().flatten()
     labels = corpus.labels[kept]
-    layers, arrays = geometry(done.means.state(), done.residual.state(), outliers, done.sample, labels)
-    localization, projections = localize(model, done.inputs.state(), length)
+    layers, arrays = geometry(done.means.state(), residual, outliers, done.sample, labels)
+    localization, projections = localize(model, inputs, length)
     arrays |= localization.stacked() | head_arrays(attention)
     layerwise = zip(
         attention["gram_norm"], localization.spectral_norm, attention["visible_keys"], strict=True
@@ -176,12 +178,11 @@ def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:
     return 0 if unknown is None else int((corpus.contexts == unknown).sum())
 
 
-def _refuse_overflow(done: OnePass) -> None:
-    for name in ("residual", "inputs"):
-        finite = done.accumulators[name].state()["moment"].isfinite().all(dim=(1, 2))
-        if not finite.all():
-            layer = int((~finite).nonzero()[0])
-            raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
+def _refuse_overflow(moments: State) -> None:
+    finite = moments["moment"].isfinite().all(dim=(1, 2))
+    if not finite.all():
+        layer = int((~finite).nonzero()[0])
+        raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
 
 
 def _heads_table(

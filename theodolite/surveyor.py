@@ -55,14 +55,17 @@ def survey(
         raise UsageError(f"a batch of {batch} contexts reads nothing: use --batch 1 or more")
     batch = batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
     fingerprint = {**_fingerprint(model), "corpus": corpus.sha256, "batch": batch, "seed": seed}
-    one_pass = OnePass(model, corpus, seed)
     if out is None:
-        started = time.monotonic()
+        started, one_pass = time.monotonic(), OnePass(model, corpus, seed)
         one_pass.run(batch, 0, show_progress, lambda done, must: None)
         return survey_result(one_pass, fingerprint, time.monotonic() - started)
     workspace = Workspace(Path(out), fingerprint)
     with workspace.locked():
-        return workspace.finished() or _resumed(workspace, one_pass, batch, checkpoint_seconds, show_progress)
+        finished = workspace.finished()
+        if finished is not None:
+            return finished
+        one_pass = OnePass(model, corpus, seed)
+        return _resumed(workspace, one_pass, batch, checkpoint_seconds, show_progress)
 
 
 def spectra(

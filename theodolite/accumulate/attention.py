@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -65,7 +65,7 @@ class Tokens:
 class AttentionStatistics(LayerSums):
     """Sums over contexts of what L layers of H heads do with T positions.
 
-    State: contexts (L); visible_keys (L, T) that a query of the first context sees; entropy (L, H, T) nats;
+    State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats;
     received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query;
     sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; gram_norm (L) the
     largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
@@ -94,6 +94,7 @@ class AttentionStatistics(LayerSums):
         for part in cache_sized(batch, value.device):
             self._update(layer, _part(inputs, part), tokens, part, first_context + part.start, output[part])
         device = value.device
+        self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         self.add("contexts", layer, torch.tensor(float(batch), dtype=torch.float64, device=device))
         self.add("repeated", layer, torch.tensor(float(tokens.repeated), dtype=torch.float64, device=device))
         return output
@@ -117,10 +118,6 @@ class AttentionStatistics(LayerSums):
         received = output.new_zeros(batch, heads, length, dtype=torch.float64)
         for number, block in enumerate(inputs.blocks(BLOCK)):
             start, stop, first, last = block.start, block.stop, block.first, block.last
-            if first_context == 0:
-                visible = (block.logits[:1] > MASKED / 2).sum(dim=-1).amax(dim=(0, 1))
-                keys = self.at("visible_keys", layer, output.device)[start:stop]
-                torch.maximum(keys, visible.double(), out=keys)
             if stop == length:
                 self._last_query(layer, block.logits[:, :, -1], first)
             weights, share, entropy, learned = _softmax(block.logits, inputs.sink)
@@ -198,16 +195,13 @@ def _part(inputs: AttentionInputs, part: slice) -> AttentionInputs:
     def cut(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[0] == 1 else tensor[part]
 
-    return AttentionInputs(
-        inputs.query[part],
-        inputs.key[part],
-        inputs.value[part],
-        inputs.scaling,
-        inputs.causal,
-        cut(inputs.mask),
-        inputs.softcap,
-        cut(inputs.bias),
-        inputs.sink,
+    return replace(
+        inputs,
+        query=inputs.query[part],
+        key=inputs.key[part],
+        value=inputs.value[part],
+        mask=cut(inputs.mask),
+        bias=cut(inputs.bias),
     )
 
 

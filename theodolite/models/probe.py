@@ -100,21 +100,16 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
     parameter = next(module.parameters())
     device, dtype = parameter.device, parameter.dtype
 
-    def tapped_rows(rows: Tensor) -> tuple[Tensor, ...]:
-        inputs = _run(module, call, rows.to(device, dtype))
-        heads = inputs.query.shape[1]
-        repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
-        return tuple(
-            t[:, :, 0].double().cpu() for t in (inputs.query, *repeated)
-        )  # each (rows, heads, width)
+    def send(rows: Tensor) -> AttentionInputs:
+        return _run(module, call, rows.to(device, dtype))
 
-    zero = torch.zeros(1, width, dtype=torch.float64)
+    at_zero = send(torch.zeros(1, width, dtype=torch.float64))
+    bias = _rows(at_zero)
     identity = torch.eye(width, dtype=torch.float64)
-    bias = tapped_rows(zero)
-    parts = [tapped_rows(rows) for rows in identity.split(ROWS)]
+    parts = [_rows(send(rows)) for rows in identity.split(ROWS)]
     weights = [torch.cat(rows) - b for rows, b in zip(zip(*parts, strict=True), bias, strict=True)]
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for got, w, b in zip(tapped_rows(mixture), weights, bias, strict=True):
+    for got, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,dhw->rhw", mixture, w) + b
         # Some families rotate in float32 whatever their dtype (Cohere, ModernBERT, DeepSeek 2), so that even the
         # float64 copy is exact to float32 only; what is not affine is off by a share of order one.
@@ -124,8 +119,14 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
             return None
     w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
     b_q, b_k, b_v = (b[0] for b in bias)
-    scaling = _run(module, call, zero.to(device, dtype)).scaling
-    return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, projection)
+    return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
+
+
+def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    """Queries, keys and values of sequences of one token, each (rows, heads, width), grouped ones repeated."""
+    heads = inputs.query.shape[1]
+    repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
+    return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
 
 
 def _norms_of_queries_and_keys(module: nn.Module, call: Call, width: int) -> list[str]:

@@ -42,7 +42,7 @@ class AttentionInputs:
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
         for start in range(0, length, size):
             stop = min(start + size, length)
-            first, last = self._visible_keys(start, stop)
+            first, last = self._key_range(start, stop)
             yield LogitBlock(start, stop, first, last, self._logits(key, start, stop, first, last))
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
@@ -54,7 +54,15 @@ class AttentionInputs:
         queries = self.query.shape[2]
         return (queries - torch.arange(keys, device=ones.device)) * ones if self.causal else queries * ones
 
-    def _visible_keys(self, start: int, stop: int) -> tuple[int, int]:
+    def visible_keys(self) -> Float[Tensor, "batch_or_1 heads_or_1 queries"]:
+        """How many keys each query can see."""
+        if self.mask is not None:
+            return self.mask.sum(dim=-1).double()
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        ones = torch.ones(1, 1, queries, dtype=torch.float64, device=self.key.device)
+        return (torch.arange(queries, device=ones.device) + 1) * ones if self.causal else keys * ones
+
+    def _key_range(self, start: int, stop: int) -> tuple[int, int]:
         if self.mask is not None:
             seen = self.mask[..., start:stop, :].flatten(0, -2).any(dim=0).nonzero()
             return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
