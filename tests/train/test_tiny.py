@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.texts import Document
-from theodolite.train import tiny
+from theodolite.train import loop, tiny
 from theodolite.train.tiny import TinyConfig, learning_rate, train_tiny
 from theodolite.train.tiny_text import Source, Streams, bigram_loss, split_sources
 
@@ -239,7 +239,7 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tiny, "save_file", full)
+    monkeypatch.setattr(loop, "save_file", full)
     with pytest.raises(WorkError, match="No space left on device"):
         train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()

@@ -14,23 +14,21 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.train.card import card
+from theodolite.train.loop import Loop, fit, warmed_up, writing
+from theodolite.train.loop import threads as using
 from theodolite.train.tiny_text import (
     END_OF_TEXT,
     Source,
@@ -44,8 +42,6 @@ from theodolite.train.tiny_text import (
 
 WARM_UP = 0.04  # share of the steps
 FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
-CLIP = 1.0  # Euclidean norm of the whole gradient
-BETAS = (0.9, 0.95)  # AdamW
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
 
@@ -110,10 +106,10 @@ def train_tiny(
     tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
     streams = token_streams(tokenizer, training, validation, config.length)
     partial = out.with_name(out.name + ".partial")
-    with _threads(threads):
+    with using(threads):
         torch.manual_seed(config.seed)
         model = GPT2LMHeadModel(_model_config(config))
-        _fit(model, streams, config, partial / "checkpoint.safetensors", console)
+        fit(model, _loop(model, streams, config, partial, console), console)
         result = _result(out, model, streams, config, threads)
     _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, sources is None))
     return result
@@ -146,62 +142,32 @@ def _model_config(config: TinyConfig) -> GPT2Config:
     )
 
 
-def _fit(
-    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, checkpoint: Path, console: Console
-) -> None:
-    """Train `model` in place, from its last checkpoint if there is one."""
-    optimizer = _optimizer(model, config)
-    identity = {"config": json.dumps(asdict(config)), "data": streams.sha256()}
-    begin = _restore(checkpoint, model, optimizer, identity)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=config.steps, completed=begin)
-        for step in range(begin, config.steps):
-            loss = _step(model, optimizer, _batch(streams, config, step), config, learning_rate(config, step))
-            progress.update(task, advance=1, description=f"loss {loss:.3f}")
-            if not math.isfinite(loss):
-                raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                _checkpoint(checkpoint, model, optimizer, identity | {"step": str(step + 1)})
-                losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
-                held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
-                console.print(f"step {step + 1}: training {loss:.3f}; held out{held_out or ': nothing'}")
+def _loop(
+    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, partial: Path, console: Console
+) -> Loop:
+    def shown(step: int, loss: float) -> None:
+        losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
+        held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
+        console.print(f"step {step}: training {loss:.3f}; held out{held_out or ': nothing'}")
 
-
-def _step(
-    model: GPT2LMHeadModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Int[Tensor, "batch window"],
-    config: TinyConfig,
-    rate: float,
-) -> float:
-    """One update with the learning rate `rate`; the batch's mean loss before it."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    loss = _losses(model, batch, config).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    return loss.item()
+    return Loop(
+        steps=config.steps,
+        seed=config.seed,
+        weight_decay=config.weight_decay,
+        checkpoint=partial / "checkpoint.safetensors",
+        checkpoint_every=config.checkpoint_every,
+        identity={"config": json.dumps(asdict(config)), "data": streams.sha256()},
+        loss=lambda step: _losses(model, _batch(streams, config, step), config).mean(),
+        rate=lambda step: learning_rate(config, step),
+        saved=shown,
+    )
 
 
 def learning_rate(config: TinyConfig, step: int) -> float:
     """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    warm_up = max(1, round(WARM_UP * config.steps))
-    if step < warm_up:
-        return config.learning_rate * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, config.steps - warm_up)
-    return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def _optimizer(model: GPT2LMHeadModel, config: TinyConfig) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
+    begun, done = warmed_up(step, max(1, round(WARM_UP * config.steps)), config.steps)
+    cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * (begun if begun < 1 else cosine)
 
 
 def _batch(streams: Streams, config: TinyConfig, step: int) -> Int[Tensor, "batch window"]:
@@ -256,42 +222,6 @@ def _result(
     )
 
 
-def _checkpoint(
-    path: Path, model: GPT2LMHeadModel, optimizer: torch.optim.AdamW, metadata: dict[str, str]
-) -> None:
-    """Write weights and both moments to one file, whole or not at all."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach()
-        tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
-        tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
-    temporary = path.with_suffix(".temporary")
-    with _writing(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
-
-
-def _restore(
-    path: Path, model: GPT2LMHeadModel, optimizer: torch.optim.AdamW, identity: dict[str, str]
-) -> int:
-    """Load a checkpoint into model and optimizer; the number of steps it had done (0: there is none)."""
-    if not path.exists():
-        return 0
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        if any(metadata.get(key) != value for key, value in identity.items()):
-            raise UsageError(
-                f"{path.parent} holds a training of other settings or text; remove it to begin anew."
-            )
-        step = int(metadata["step"])
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(file.get_tensor(name))
-            moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-    return step
-
-
 def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -306,32 +236,10 @@ def _save(
 ) -> None:
     """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
-    with _writing(out):
+    with writing(out):
         shutil.rmtree(finished, ignore_errors=True)
         model.save_pretrained(finished)
         tokenizer.save_pretrained(finished)
         (finished / "README.md").write_text(readme, encoding="utf-8")
         os.replace(finished, out)
     shutil.rmtree(partial)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong while writing into one line."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise WorkError(
-            f"{folder} cannot be written ({error}); free some space or give another folder."
-        ) from error
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Use `count` threads: how sums are split over threads changes their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

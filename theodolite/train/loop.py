@@ -1,0 +1,159 @@
+"""The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to go on from.
+
+It knows no text, no task and no architecture. Whatever is random in a step is drawn from (seed, step) alone, so
+that a training which was killed and begun again gives the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError, WorkError
+
+CLIP = 1.0  # Euclidean norm of the whole gradient
+BETAS = (0.9, 0.95)  # AdamW
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How a model is fitted, whatever it is fitted to.
+
+    `loss(step)` is the mean loss of that step's batch, a scalar with a graph; `rate(step)` its learning rate.
+    `identity` says which training a checkpoint belongs to. `done(steps, loss)` is called after every update
+    (and with 0 and NaN before the first) and `saved(steps, loss)` after every checkpoint.
+    """
+
+    steps: int
+    seed: int
+    weight_decay: float  # on matrices only
+    checkpoint: Path
+    checkpoint_every: int  # steps
+    identity: dict[str, str]
+    loss: Callable[[int], Tensor]
+    rate: Callable[[int], float]
+    saved: Callable[[int, float], None]
+    done: Callable[[int, float], None] = lambda steps, loss: None
+
+
+def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
+    """Train `model` in place, from its last checkpoint if there is one.
+
+    Raises:
+        UsageError: the checkpoint is of another training.
+        WorkError: the loss is no longer a number, or the checkpoint cannot be written.
+    """
+    optimizer = _optimizer(model, loop.weight_decay)
+    begin = _restore(loop.checkpoint, model, optimizer, loop.identity)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    if not begin:
+        loop.done(0, math.nan)
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=loop.steps, completed=begin)
+        for step in range(begin, loop.steps):
+            loss = _step(model, optimizer, loop, step)
+            progress.update(task, advance=1, description=f"loss {loss:.3f}")
+            if not math.isfinite(loss):
+                raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
+            loop.done(step + 1, loss)
+            if (step + 1) % loop.checkpoint_every == 0 or step + 1 == loop.steps:
+                _checkpoint(loop.checkpoint, model, optimizer, loop.identity | {"step": str(step + 1)})
+                loop.saved(step + 1, loss)
+
+
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, step: int) -> float:
+    """One update; the batch's mean loss before it."""
+    rate = loop.rate(step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed((loop.seed << 32) + step)  # of dropout
+    loss = loop.loss(step)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return loss.item()
+
+
+def warmed_up(step: int, warm_up: int, steps: int) -> tuple[float, float]:
+    """(share of the warm-up done, share of the rest done) when `step` begins; both between 0 and 1."""
+    return min(1.0, (step + 1) / warm_up), max(0.0, (step - warm_up) / max(1, steps - warm_up))
+
+
+def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+def _checkpoint(
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, metadata: dict[str, str]
+) -> None:
+    """Write weights and both moments to one file, whole or not at all."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter.detach()
+        tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
+        tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
+    temporary = path.with_suffix(".temporary")
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, path)
+
+
+def _restore(
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, identity: dict[str, str]
+) -> int:
+    """Load a checkpoint into model and optimizer; the number of steps it had done (0: there is none)."""
+    if not path.exists():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        if any(metadata.get(key) != value for key, value in identity.items()):
+            raise UsageError(
+                f"{path.parent} holds a training of other settings or text; remove it to begin anew."
+            )
+        step = int(metadata["step"])
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(file.get_tensor(name))
+            moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    return step
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while writing into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WorkError(
+            f"{folder} cannot be written ({error}); free some space or give another folder."
+        ) from error
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Use `count` threads: how sums are split over threads changes their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
