@@ -6,6 +6,7 @@ from scipy, or an inequality that must hold.
 
 from __future__ import annotations
 
+import cmath
 import math
 
 import pytest
@@ -18,6 +19,8 @@ from theodolite.theory import (
     propagation,
     propagation_finite,
     qk_moments,
+    sinusoidal,
+    smoothness_bound,
 )
 
 DOUBLE = torch.float64
@@ -129,6 +132,57 @@ def test_theorem_1_basis_of_low_frequencies() -> None:
 
     assert missed(torch.cos((1 - 0.5) * t * math.pi / 64)) == pytest.approx(0.18, abs=0.01)
     assert missed(torch.cos((1 - 1) * (t + 0.5) * math.pi / 64)) == pytest.approx(0, abs=1e-12)
+
+
+def test_theorem_1_lemma_2_constant() -> None:
+    """N = 64: |γ_2| = 0.159 from its definition (17), above the printed 1/8 and below 1/4."""
+    gamma = 1 / abs(64 * (1 - cmath.exp(-2j * math.pi / 64)))
+    assert gamma == pytest.approx(0.159, abs=5e-4)
+    assert 1 / 8 < gamma < 1 / 4
+
+
+def test_theorem_1_needs_the_mean_removed() -> None:
+    """T = 64, k = 5, m = 1, p = 1000 + f_6: error 1000/√2 (two waves, closed form), bound 37."""
+    wave = torch.cos(5 * math.pi * (torch.arange(64, dtype=DOUBLE) + 0.5) / 64)
+    p = 1000 + wave
+    got = smoothness_bound(p[:, None] * p, 5, 1)
+    # In the orthonormal basis of 1 and f_6 the error is ((0, x), (x, y)), x = 1000/√2, y = ½.
+    expected = torch.linalg.eigvalsh(torch.tensor([[0, 1000 / 2**0.5], [1000 / 2**0.5, 0.5]], dtype=DOUBLE))
+    assert got.attained.item() == pytest.approx(expected.abs().max().item()) == pytest.approx(707, abs=1)
+    assert got.bound.item() == pytest.approx(37, abs=0.5)
+
+
+def test_theorem_1_fails_at_high_order() -> None:
+    """T = 200, k = 199, m = 20. A difference multiplies the amplitude of wave j by d_j (checked on the
+    reflected waves), so ‖H‖_max ≤ (1 + 1)² for p = d_1^−m f_2 + d_k^−m f_{k+1}; the error is a 2×2 matrix's.
+    """
+    size, k, m = 200, 199, 20
+    t = torch.arange(2 * size, dtype=DOUBLE)
+    slope = {}
+    for j in (1, k):
+        wave = torch.cos(math.pi * j * (t + 0.5) / size)
+        step = size * (wave - wave.roll(1))
+        slope[j] = 2 * size * math.sin(math.pi * j / 2 / size)
+        torch.testing.assert_close(step, -slope[j] * torch.sin(math.pi * j * t / size), atol=1e-9, rtol=0)
+    bound = 6 / (8 * k) ** m * 4
+    # Rows and columns f_2 and f_{k+1} of norm √(T/2), in units of d_1^−m d_k^−m.
+    error = torch.tensor([[0.0, 1.0], [1.0, (slope[1] / slope[k]) ** m]], dtype=DOUBLE) / 2
+    attained = torch.linalg.eigvalsh(error).abs().max().item() / (slope[1] * slope[k]) ** m
+    assert attained / bound == pytest.approx(2.4, abs=0.05)
+
+
+def test_eq_11_has_query_and_key_exchanged() -> None:
+    """Eq. (1) as a softmax over the row of XWXᵀ: ½ and ½; with K_W(x_k, x_t) 0.73 and 0.27."""
+    w, x = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.eye(2)
+    assert (x @ w @ x.mT)[1].softmax(-1).tolist() == [0.5, 0.5]
+    assert (x @ w @ x.mT)[:, 1].softmax(-1).tolist() == pytest.approx([0.73, 0.27], abs=0.005)
+
+
+def test_appendix_b_1_exponent() -> None:
+    """d = 4, t = 1: the printed entries have squared norm 2.71, Vaswani's d/2 at every position."""
+    printed = [(math.sin, math.cos)[i % 2](1 / 10000 ** (2 * i / 4)) for i in range(4)]
+    assert sum(x * x for x in printed) == pytest.approx(2.71, abs=0.005)
+    torch.testing.assert_close(sinusoidal(9, 4).square().sum(-1), torch.full((9,), 2.0, dtype=DOUBLE))
 
 
 def test_bound_7_holds_for_the_frobenius_norm_and_not_for_the_spectral_norm() -> None:

@@ -1,14 +1,25 @@
-"""Cosine transforms and Gram matrices against scipy.fft and numpy."""
+"""Cosine transforms, Gram matrices, Theorem 1's bound and sinusoids against scipy.fft and dense numpy."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 import scipy.fft
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
-from theodolite.theory import dct2, low_frequency_ratio, normalised_gram
+from theodolite.theory import (
+    dct2,
+    low_frequency_ratio,
+    normalised_gram,
+    product_low_frequency_ratio,
+    sinusoidal,
+    smoothness_bound,
+)
 
 
 def sample(*shape: int) -> torch.Tensor:
@@ -73,3 +84,149 @@ def test_wrong_calls_are_named() -> None:
         low_frequency_ratio(torch.eye(4), ())
     with pytest.raises(UsageError, match="frequencies is 0"):
         dct2(torch.eye(4), 0)
+
+
+def test_ratio_of_a_product_is_that_of_the_dense_product() -> None:
+    """Oracle: scipy's transform of A Bᵀ, rectangular and batched, cutoffs beyond one side too."""
+    left, right = sample(3, 12, 4), sample(3, 7, 4) + 1
+    energy = scipy.fft.dctn((left @ right.mT).numpy(), type=2, norm="ortho", axes=(-2, -1)) ** 2
+    expected = [energy[:, :k, :k].sum((-2, -1)) / energy.sum((-2, -1)) for k in (3, 1, 9)]
+    got = product_low_frequency_ratio(left, right, (3, 1, 9))
+    np.testing.assert_allclose(got, np.stack(expected, -1), rtol=1e-11)
+    assert product_low_frequency_ratio(left, right * 0).isnan().all()
+
+
+def waves(size: int) -> np.ndarray:
+    """Columns cos(π j (t + ½)/T), j = 0 … T−1, written from the definition."""
+    t = np.arange(size)[:, None] + 0.5
+    return np.cos(np.pi * np.arange(size) * t / size)
+
+
+def dense_bound(gram: np.ndarray, k: int, m: int) -> tuple[float, float]:
+    """Theorem 1 with the whole reflected 2T×2T matrix, np.roll, and least squares on the waves."""
+    size = len(gram)
+    reflected = np.block([[gram, gram[:, ::-1]], [gram[::-1], gram[::-1, ::-1]]])
+    for _ in range(m):
+        shifted = [np.roll(reflected, shift, (0, 1)) for shift in ((1, 0), (0, 1), (1, 1))]
+        reflected = size**2 * (reflected - shifted[0] - shifted[1] + shifted[2])
+    basis = waves(size)[:, :k]
+    projection = basis @ np.linalg.pinv(basis)
+    error = np.linalg.norm(gram - projection @ gram @ projection, 2) / size
+    return 6 / (8 * k) ** m * np.abs(reflected).max(), error
+
+
+@pytest.mark.parametrize(("size", "m"), [(1, 1), (3, 5), (8, 1), (8, 2), (9, 3), (6, 6), (2, 11)])
+def test_bound_and_error_are_those_of_the_dense_matrix(size: int, m: int) -> None:
+    """Oracle: `dense_bound`, also where the difference reaches around the whole reflected matrix."""
+    p = sample(2, size, 4)
+    gram = p @ p.mT
+    ks = sorted({1, (size + 1) // 2, size})
+    expected = np.array([[dense_bound(g, k, m) for k in ks] for g in gram.numpy()])
+    got = smoothness_bound(gram, ks, m)
+    assert got.bound.shape == got.attained.shape == (2, len(ks))
+    np.testing.assert_allclose(got.bound, expected[..., 0], rtol=1e-9)
+    np.testing.assert_allclose(got.attained, expected[..., 1], atol=1e-12)
+    single = smoothness_bound(gram.float()[0], ks[0], m)
+    assert single.bound.shape == ()
+    np.testing.assert_allclose(single.bound, expected[0, 0, 0], rtol=1e-2)
+
+
+SIZES = st.tuples(st.integers(3, 24), st.floats(0, 1), st.integers(0, 10**6), st.floats(0, 5))
+
+
+def drawn(size: int, seed: int, decay: float) -> np.ndarray:
+    """Positional vectors of random waves, the j-th of magnitude (j + 1)^−decay."""
+    rng = np.random.default_rng(seed)
+    scale = np.arange(1, size + 1)[:, None] ** -decay
+    return waves(size) @ (rng.standard_normal((size, rng.integers(1, 5))) * scale)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.integers(1, 7))
+def test_bound_holds_for_centred_gram_matrices(case: tuple[int, float, int, float], m: int) -> None:
+    """Oracle: Theorem 1's own claim, for m ≤ 7, and the sharper ‖H‖_max/(d_1 d_k)^m for every m."""
+    size, share, seed, decay = case
+    k = 1 + int(share * (size - 2))
+    p = drawn(size, seed, decay)
+    p -= p.mean(0)
+    got = smoothness_bound(torch.tensor(p @ p.T), k, m)
+    rounding = 1e-12 * float(np.square(p).sum())
+    assert got.attained <= got.bound + rounding
+    d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
+    largest = got.bound * (8 * k) ** m / 6
+    assert got.attained <= largest / (d_1 * d_k) ** m * (1 + 1e-9) + rounding
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.integers(1, 6), st.booleans())
+def test_bound_for_rows_of_norm_one(case: tuple[int, float, int, float], m: int, centred: bool) -> None:
+    """Oracle: the inequality that the docstring states for them; the printed bound where it implies it."""
+    size, share, seed, decay = case
+    k = 1 + int(share * (size - 2))
+    p = drawn(size, seed, decay)
+    got = smoothness_bound(normalised_gram(torch.tensor(p - p.mean(0) if centred else p)), k, m)
+    d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
+    largest = got.bound * (8 * k) ** m / 6
+    assert got.attained <= largest * ((d_1 * d_k) ** -m + d_k**-m / 2) * (1 + 1e-9) + 1e-12
+    if m == 1 or (m == 2 and k <= 0.7 * size):
+        assert got.attained <= got.bound + 1e-12
+
+
+def test_bound_has_the_right_rate_in_k() -> None:
+    """G = ppᵀ, p = d_1^−2 f_2 + d_k^−2 f_{k+1}: attained/bound is (8k/d_1 d_k)²/48 in closed form, m = 2."""
+    size, everything = 128, waves(128)
+    for k in (4, 8, 32):
+        d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
+        p = everything[:, 1] / d_1**2 + everything[:, k] / d_k**2
+        got = smoothness_bound(torch.tensor(np.outer(p, p)), k, 2)
+        expected = (8 * k / (d_1 * d_k)) ** 2 / 48
+        assert (got.attained / got.bound).item() == pytest.approx(expected, rel=0.1 if k == 32 else 0.05)
+
+
+def test_bound_fails_where_the_mean_is_not_removed() -> None:
+    """p = 1000 + f_6: differences see f_6 alone, the error ∝ 1000; both sides agree with the dense numbers."""
+    p = 1000 + waves(64)[:, 5]
+    got = smoothness_bound(torch.tensor(np.outer(p, p)), 5, 1)
+    bound, attained = dense_bound(np.outer(p, p), 5, 1)
+    assert got.bound.item() == pytest.approx(bound, rel=1e-6)
+    assert got.attained.item() == pytest.approx(attained, rel=1e-9) == pytest.approx(707, abs=1)
+    assert got.attained > 10 * got.bound
+
+
+def test_nothing_is_left_when_every_frequency_is_kept() -> None:
+    p = sample(10, 3)
+    assert smoothness_bound(p @ p.T, 10, 1).attained == 0
+
+
+def test_sinusoids_are_those_of_the_definition() -> None:
+    """Oracle: Vaswani et al. 2017, section 3.5, entry by entry with math.sin and math.cos."""
+    expected = [
+        [
+            math.sin(t / 10000 ** (j / 12)) if j % 2 == 0 else math.cos(t / 10000 ** ((j - 1) / 12))
+            for j in range(12)
+        ]
+        for t in range(40)
+    ]
+    np.testing.assert_allclose(sinusoidal(40, 12), expected, atol=1e-13)
+
+
+def test_sinusoidal_gram_matrix_depends_on_the_distance_alone() -> None:
+    """Closed form: Σ_i cos((t − t')/10000^{2i/d})."""
+    encoding = sinusoidal(50, 16)
+    t = np.arange(50)
+    distance = (t[:, None] - t)[..., None] / 10000 ** (np.arange(8) / 8)
+    np.testing.assert_allclose(encoding @ encoding.mT, np.cos(distance).sum(-1), atol=1e-12)
+
+
+def test_wrong_calls_of_the_bound_are_named() -> None:
+    gram = torch.eye(4)
+    with pytest.raises(UsageError, match="k is 5: give numbers from 1 to 4"):
+        smoothness_bound(gram, 5, 1)
+    with pytest.raises(UsageError, match=r"k is \(\)"):
+        smoothness_bound(gram, (), 1)
+    with pytest.raises(UsageError, match="m is 0"):
+        smoothness_bound(gram, 1, 0)
+    with pytest.raises(UsageError, match=r"shape \(4, 3\): give a square"):
+        smoothness_bound(gram[:, :3], 1, 1)
+    with pytest.raises(UsageError, match="width 3: give a length from 1 and an even width"):
+        sinusoidal(4, 3)

@@ -7,7 +7,14 @@ published ones are explained in docs/errata.md.
 from __future__ import annotations
 
 from theodolite.theory.decomposition import Decomposition, decompose
+from theodolite.theory.decoupling import Decoupling, RotatedEnergy, decouple
 from theodolite.theory.entropy import entropy_lower_bound
+from theodolite.theory.kernel import (
+    FactorisationError,
+    KernelSetting,
+    factorisation_bound,
+    kernel_factorisation,
+)
 from theodolite.theory.propagation import (
     empirical_propagation,
     piecewise_softmax,
@@ -16,7 +23,15 @@ from theodolite.theory.propagation import (
 )
 from theodolite.theory.regimes import REGIMES, regime
 from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
-from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram
+from theodolite.theory.smoothness import (
+    SmoothnessBound,
+    dct2,
+    low_frequency_ratio,
+    normalised_gram,
+    product_low_frequency_ratio,
+    sinusoidal,
+    smoothness_bound,
+)
 from theodolite.theory.spectrum import (
     QKMoments,
     qk_eigenvalues,
@@ -28,16 +43,25 @@ from theodolite.theory.spectrum import (
 __all__ = [
     "REGIMES",
     "Decomposition",
+    "Decoupling",
+    "FactorisationError",
+    "KernelSetting",
     "QKMoments",
+    "RotatedEnergy",
     "ScreeNOT",
+    "SmoothnessBound",
     "dct2",
     "decompose",
+    "decouple",
     "empirical_propagation",
     "entropy_lower_bound",
+    "factorisation_bound",
+    "kernel_factorisation",
     "largest_singular_value",
     "low_frequency_ratio",
     "normalised_gram",
     "piecewise_softmax",
+    "product_low_frequency_ratio",
     "propagation",
     "propagation_finite",
     "qk_eigenvalues",
@@ -46,5 +70,7 @@ __all__ = [
     "qk_spectral_norm",
     "regime",
     "screenot",
+    "sinusoidal",
+    "smoothness_bound",
     "stable_rank",
 ]

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
+PARTS = ("mean", "pos", "ctx", "resid", "bias")
+"""The parts of a query or a key: those of its hidden state, and what it is made of without any (biases)."""
+
 
 @dataclass(frozen=True)
 class Decomposition:

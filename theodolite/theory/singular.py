@@ -61,11 +61,20 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
         largest = max(0, (size - 2) // 2)
         raise UsageError(f"k is {k} for a {rows}×{columns} matrix: give k between 0 and {largest}")
     values = torch.linalg.svdvals(matrix.double())
-    noise = _pseudo_noise(values, k)
     rounding = torch.finfo(torch.float64).eps * max(rows, columns) * values[..., 0]
-    threshold = torch.maximum(_threshold(noise, size / max(rows, columns)), rounding)
+    threshold = torch.maximum(screenot_threshold(values, (rows, columns), k), rounding)
     rank = (values > threshold[..., None]).sum(-1)
     return ScreeNOT(rank=rank, threshold=threshold, singular_values=values)
+
+
+def screenot_threshold(
+    values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int
+) -> Float64[Tensor, "*batch"]:
+    """ScreeNOT's threshold from the decreasing singular values of (n, m) matrices, with imputation "i".
+
+    It knows nothing of how the values are rounded: `screenot` takes no threshold below that.
+    """
+    return _threshold(_pseudo_noise(values.double(), k), min(shape) / max(shape))
 
 
 def _pseudo_noise(values: Tensor, k: int) -> Tensor:

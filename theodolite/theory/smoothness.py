@@ -1,19 +1,33 @@
-"""Smoothness of a positional basis: how much of its Gram matrix is low-frequency.
+"""Smoothness of a positional basis: how much of its Gram matrix is low-frequency, and how much must be.
 
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
-3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP.
+3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
+where a matrix comes from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SmoothnessBound:
+    """Both sides of Theorem 1 of Song & Zhong 2024, of the Gram matrix's batch shape (and one entry a k).
+
+    bound: 6/(8k)^m · ‖Δ^{(m,m)}G̃‖_max, as printed.
+    attained: ‖G − F_k B (F_k B)ᵀ‖_op / T.
+    """
+
+    bound: Float64[Tensor, "*batch"]
+    attained: Float64[Tensor, "*batch"]
 
 
 def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows rows"]:
@@ -61,13 +75,129 @@ def low_frequency_ratio(
     Raises:
         UsageError: no cutoff, or one below 1.
     """
+    _check_cutoffs(cutoffs)
+    gram = gram.double()
+    lowest = _corner_energies(dct2(gram, max(cutoffs)), cutoffs)
+    return lowest / gram.square().sum((-2, -1))[..., None]
+
+
+def product_low_frequency_ratio(
+    left: Float[Tensor, "*batch rows width"],
+    right: Float[Tensor, "*batch columns width"],
+    cutoffs: Sequence[int] = (1, 3, 5, 10),
+) -> Float64[Tensor, "*batch cutoffs"]:
+    """`low_frequency_ratio` of A Bᵀ for thin A and B, in O(T·width²) and without the T×T product.
+
+    The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩.
+
+    Raises:
+        UsageError: no cutoff, or one below 1.
+    """
+    _check_cutoffs(cutoffs)
+    left, right = left.double(), right.double()
+    most = max(cutoffs)
+    low_left = _dct_matrix(left.shape[-2], most, left.device) @ left
+    low_right = _dct_matrix(right.shape[-2], most, right.device) @ right
+    whole = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
+    return _corner_energies(low_left @ low_right.mT, cutoffs) / whole[..., None]
+
+
+def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> SmoothnessBound:
+    """Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is nearly low-frequency.
+
+    G̃ is G reflected at half samples to 2T×2T (their eq. 6), Δ^{(1,1)} the periodic mixed difference times T²
+    (eq. 7). F_k holds f_s[t] = cos(π(s − 1)(t − ½)/T), s = 1 … k, t = 1 … T (the printed f_s swaps frequency
+    and position), and B is the proof's: F_k B (F_k B)ᵀ = Π G Π with Π the projection onto F_k.
+
+    When the bound holds. Write d_j = 2T sin(πj/2T), so 2j ≤ d_j ≤ πj, and H = Δ^{(m,m)}G̃.
+
+    - The proof assumes G·1 = 0. Then Parseval's identity gives attained ≤ ‖H‖_max/(d_1 d_k)^m, which is the
+      printed bound or less for every m ≤ 7; for k near T the printed one fails at large m. (The printed proof
+      rests on |γ_j| ≤ 1/8j, which is false, and on differences times (2T)²: see docs/errata.md.)
+    - Where G·1 ≠ 0, G and its centred form have the same H: a difference removes every constant, so H says
+      nothing of the row means g = G·1/T, whose high frequencies g_J stay in the error, by at most √(|g_J|²/T).
+      For general G that has no bound in H, and the printed one fails.
+    - Rows of norm 1 (`normalised_gram`) determine their means, g_t = (1 + ḡ − G^c_tt)/2 with G^c the centred
+      G, and then attained ≤ ((d_1 d_k)^−m + ½ d_k^−m) ‖H‖_max: the printed bound for m = 1, and for m = 2 if
+      k ≤ 0.7 T; for larger m the same rate k^−m with another constant.
+
+    Rounding of G, ε, enters the differences as up to (2T)^{2m} ε: at T = 512 and m = 3, ε = 1e-16 is seen.
+
+    Args:
+        gram: symmetric positive semidefinite (..., T, T).
+        k: how many frequencies, 1 … T; of several, the results have one more dimension, (..., len(k)).
+        m: order of the difference, from 1.
+
+    Raises:
+        UsageError: the matrix is not square, or k or m is out of range.
+    """
+    size = gram.shape[-1] if gram.ndim else 0
+    several = (k,) if isinstance(k, int) else tuple(k)
+    if gram.ndim < 2 or gram.shape[-2] != size:
+        raise UsageError(f"gram has shape {tuple(gram.shape)}: give a square (..., T, T)")
+    if not several or min(several) < 1 or max(several) > size:
+        raise UsageError(f"k is {k}: give numbers from 1 to {size}, the size of the Gram matrix")
+    if m < 1:
+        raise UsageError(f"m is {m}: a difference has an order of at least 1")
+    gram = gram.double()
+    factors = torch.tensor([6 / (8 * count) ** m for count in several], dtype=torch.float64)
+    bound = _largest_difference(gram, m)[..., None] * factors.to(gram.device)
+    spectrum = dct2(gram)
+    attained = torch.stack([_beyond(spectrum, count) / size for count in several], dim=-1)
+    if isinstance(k, int):
+        return SmoothnessBound(bound=bound[..., 0], attained=attained[..., 0])
+    return SmoothnessBound(bound=bound, attained=attained)
+
+
+def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
+    """The fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
+
+    Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}: a pair shares its frequency, so that
+    the Gram matrix depends on the distance alone. Appendix B.1 of Song & Zhong 2024 prints another exponent,
+    see docs/errata.md. Not centred.
+
+    Raises:
+        UsageError: the length is below 1, or the width not a positive even number.
+    """
+    if length < 1 or width < 2 or width % 2:
+        raise UsageError(f"length is {length} and width {width}: give a length from 1 and an even width")
+    exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+    angle = torch.arange(length, dtype=torch.float64)[:, None] / 10000**exponent
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
+
+
+def _largest_difference(gram: Tensor, m: int) -> Tensor:
+    """‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
+
+    Along each axis the m-th difference of a half-sample symmetric sequence is symmetric or antisymmetric
+    about (m − 1)/2 and about T + (m − 1)/2, so that ⌊m/2⌋ … ⌊m/2⌋ + T hold all its magnitudes.
+    """
+    size = gram.shape[-1]
+    index = torch.arange(m // 2 - m, m // 2 + size + 1, device=gram.device) % (2 * size)
+    index = torch.minimum(index, 2 * size - 1 - index)
+    difference = gram.index_select(-2, index).index_select(-1, index)
+    for _ in range(m):
+        difference = difference.diff(dim=-2).diff(dim=-1) * size**2
+    return difference.abs().amax((-2, -1))
+
+
+def _beyond(spectrum: Tensor, k: int) -> Tensor:
+    """‖G − Π G Π‖_op from the symmetric Ĝ, whose k×k corner is what Π G Π keeps."""
+    rest = spectrum.clone()
+    rest[..., :k, :k] = 0
+    return torch.linalg.eigvalsh(rest).abs().amax(-1)
+
+
+def _check_cutoffs(cutoffs: Sequence[int]) -> None:
     if not cutoffs or min(cutoffs) < 1:
         raise UsageError(f"cutoffs are {tuple(cutoffs)}: give one or more positive numbers")
-    gram = gram.double()
-    energy = dct2(gram, max(cutoffs)).square().cumsum(-2).cumsum(-1)
+
+
+def _corner_energies(spectrum: Tensor, cutoffs: Sequence[int]) -> Tensor:
+    """Σ Ĝ² over the K×K lowest frequencies for each K, (..., len(cutoffs)); beyond the size: all of them."""
+    energy = spectrum.square().cumsum(-2).cumsum(-1)
     rows, columns = energy.shape[-2:]
-    lowest = torch.stack([energy[..., min(k, rows) - 1, min(k, columns) - 1] for k in cutoffs], dim=-1)
-    return lowest / gram.square().sum((-2, -1))[..., None]
+    return torch.stack([energy[..., min(k, rows) - 1, min(k, columns) - 1] for k in cutoffs], dim=-1)
 
 
 def _dct_matrix(size: int, frequencies: int | None, device: torch.device) -> Tensor:

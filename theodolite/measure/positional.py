@@ -1,0 +1,107 @@
+"""What heads make of the positional basis: the argmax property, and low frequencies of P W Pᵀ and of Q Kᵀ.
+
+From means of hidden states and weights, or from given queries and keys; nothing here runs a model. Position 0
+is left out, as everywhere in the geometry. Source: Song & Zhong 2024, section 4.2 and appendix D.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.measure.geometry import CUTOFFS, Columns
+from theodolite.theory.smoothness import product_low_frequency_ratio
+
+COLUMNS = ("argmax_property", "argmax_property_normed", *(f"pwp_low_frequency_{k}" for k in CUTOFFS))
+"""What `positional_heads` gives, all but the second without `normed` too."""
+
+_QUERIES = 64
+"""Rows of P̃WP̃ᵀ held at a time, of all heads."""
+
+
+def positional_heads(
+    pos: Float[Tensor, "positions width"],
+    mean: Float[Tensor, " width"],
+    w_q: Float[Tensor, "heads width head_width"],
+    w_k: Float[Tensor, "heads width head_width"],
+    normed: Float[Tensor, "positions width"] | None = None,
+) -> Columns:
+    """Columns of the heads table that need one layer's positional basis and weights alone, H values each.
+
+    argmax_property: share of positions t = 1 … T−1 at which argmax_{1 ≤ t' ≤ t} [P̃WP̃ᵀ]_{t,t'} is t, with
+        P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2): raw, without norm, bias or rotation. The first
+        position has it by itself. A tie goes to the earlier position.
+    argmax_property_normed: the same of `normed`, which is what the head reads.
+    pwp_low_frequency_1, _3, _5, _10: share of the energy of the DCT of P W Pᵀ in its K×K lowest frequencies
+        (Table 3), P the centred pos, not normalised; NaN where P W Pᵀ is zero.
+
+    Args:
+        pos, mean: of the layer whose residual stream the heads read, position 0 included and ignored.
+        w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
+        normed: pos + μ through the layer's own norm, position 0 included and ignored; None: no such column.
+
+    Raises:
+        UsageError: there is no position after position 0.
+    """
+    if len(pos) < 2:
+        raise UsageError(f"pos has {len(pos)} positions: position 0 is left out, so give at least 2")
+    w_q, w_k = w_q.double(), w_k.double()
+    p = pos[1:].to(w_q.device).double()
+    columns = {"argmax_property": argmax_property(p + mean.to(p), w_q, w_k)}
+    if normed is not None:
+        columns["argmax_property_normed"] = argmax_property(normed[1:].to(p), w_q, w_k)
+    ratios = qk_low_frequency(p @ w_q, p @ w_k)
+    for index, k in enumerate(CUTOFFS):
+        columns[f"pwp_low_frequency_{k}"] = ratios[:, index]
+    return {name: values.tolist() for name, values in columns.items()}
+
+
+def argmax_property(
+    rows: Float[Tensor, "positions width"],
+    w_q: Float[Tensor, "heads width head_width"],
+    w_k: Float[Tensor, "heads width head_width"],
+) -> Float64[Tensor, " heads"]:
+    """Share of rows t of P̃WP̃ᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
+
+    A tie goes to the earlier column, so that a constant row fails. O(T·block) memory for each head.
+    """
+    rows = rows.to(w_q.device).double()
+    query, key = rows @ w_q.double(), rows @ w_k.double()
+    length = len(rows)
+    holds = query.new_zeros(len(query))
+    for start in range(0, length, _QUERIES):
+        stop = min(start + _QUERIES, length)
+        logits = query[:, start:stop] @ key[:, :stop].mT
+        own = logits.diagonal(offset=start, dim1=-2, dim2=-1)
+        earlier = logits.masked_fill(_from_itself_on(start, stop, logits.device), -torch.inf).amax(-1)
+        holds += (own > earlier).sum(-1)
+    return holds / length
+
+
+def qk_low_frequency(
+    query: Float[Tensor, "*batch query_heads queries width"],
+    key: Float[Tensor, "*batch key_heads keys width"],
+) -> Float64[Tensor, "*batch query_heads cutoffs"]:
+    """Share of the energy of the DCT of Q Kᵀ in its K×K lowest frequencies, K = 1, 3, 5, 10 (Table 3).
+
+    Of the whole matrix, unmasked, as the published ratios; biases and rotations are those within q and k.
+    The paper leaves position 0 out: cut it off before. With grouped heads, key head g serves the query heads
+    `g·G … (g+1)·G − 1`. No T×T matrix is formed.
+
+    Raises:
+        UsageError: the query heads are no multiple of the key heads.
+    """
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    if heads % key_heads:
+        raise UsageError(f"{heads} query heads and {key_heads} key heads: give a multiple")
+    if heads != key_heads:
+        key = key.repeat_interleave(heads // key_heads, dim=-3)
+    return product_low_frequency_ratio(query, key, CUTOFFS)
+
+
+def _from_itself_on(start: int, stop: int, device: torch.device) -> Bool[Tensor, "rows columns"]:
+    """True where column t' ≥ t, for rows t = start … stop−1 and columns 0 … stop−1."""
+    rows = torch.arange(start, stop, device=device)[:, None]
+    return torch.arange(stop, device=device) >= rows

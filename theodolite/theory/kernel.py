@@ -1,0 +1,185 @@
+"""Theorem 2 of Song & Zhong 2024 as an experiment: does incoherence factorise the attention kernel?
+
+K_W(x, y) = exp(xᵀ W y). Bases, weights and tokens are drawn here as the theorem supposes them; nothing of a
+real model is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+_PAIRS = 64
+"""Query-key pairs evaluated with each drawn set of weights."""
+
+
+@dataclass(frozen=True)
+class KernelSetting:
+    """What the weights and tokens of one experiment are drawn from.
+
+    width: d. vectors: n_1 and n_2, sizes of the two bases; more than d/2 make them overcomplete. sparsity: s,
+    terms of each W_αβ. noise: whether Z_αβ/√d is added to each, Z_αβ standard normal.
+    """
+
+    width: int = 128
+    vectors: tuple[int, int] = (96, 96)
+    sparsity: int = 4
+    noise: bool = False
+
+
+@dataclass(frozen=True)
+class FactorisationError:
+    """Relative error |K_W(x^q, x^k) / ∏ K_{W_αβ}(…) − 1| of eq. (14), one entry an incoherence; float64.
+
+    mean, standard_error: over draws of bases, weights and pairs; a draw's pairs count as one.
+    maximum: over all draws and pairs.
+    bound: `factorisation_bound`, which no error exceeds where there is no noise.
+    """
+
+    incoherence: Float64[Tensor, " levels"]
+    mean: Float64[Tensor, " levels"]
+    standard_error: Float64[Tensor, " levels"]
+    maximum: Float64[Tensor, " levels"]
+    bound: Float64[Tensor, " levels"]
+
+    @property
+    def slope(self) -> float:
+        """Least-squares slope of ln(mean error) against ln(incoherence): 1 by the theorem, where small.
+
+        NaN for fewer than two incoherences, or where one is 0.
+        """
+        x, y = self.incoherence.log(), self.mean.log()
+        x = x - x.mean()
+        return float((x * y).sum() / x.square().sum())
+
+
+def kernel_factorisation(
+    incoherences: Sequence[float], setting: KernelSetting, draws: int = 100, seed: int = 0
+) -> FactorisationError:
+    """How the error of the factorised kernel grows with the incoherence of the two bases.
+
+    Every incoherence sees the same random numbers: only the tilt of the second basis changes.
+
+    With noise, the theorem's O(incoh) asks for incoh ≫ 1/√d. Below that the noise rules: it adds to the
+    logarithm of the ratio a term of mean 0 and variance about 12/d (twelve mismatched products of unit
+    vectors), whatever the incoherence, and the slope falls towards 0.
+
+    Raises:
+        UsageError: no incoherence or one outside [0, 1], fewer than 2 draws, or an impossible setting.
+    """
+    if not len(incoherences):
+        raise UsageError("no incoherence is given: give one or more numbers from 0 to 1")
+    if draws < 2:
+        raise UsageError(f"draws is {draws}: a standard error needs at least 2")
+    if setting.sparsity < 1:
+        raise UsageError(f"sparsity is {setting.sparsity}: each weight matrix needs at least one term")
+    levels = torch.tensor(list(incoherences), dtype=torch.float64)
+    errors = []
+    for incoherence in levels.tolist():
+        generator = torch.Generator().manual_seed(seed)
+        errors.append(torch.stack([_draw(incoherence, setting, generator) for _ in range(draws)]))
+    error = torch.stack(errors)
+    by_draw = error.mean(-1)
+    return FactorisationError(
+        incoherence=levels,
+        mean=by_draw.mean(-1),
+        standard_error=by_draw.std(-1) / draws**0.5,
+        maximum=error.amax((-2, -1)),
+        bound=factorisation_bound(levels, setting.sparsity),
+    )
+
+
+def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) -> Float64[Tensor, "*levels"]:
+    """exp(s(8ρ + 4ρ²)) − 1: no relative error of eq. (14) exceeds it, for incoherence ρ and s-sparse weights.
+
+    ln K_W(x^q, x^k) is a sum of 16 terms x_γᵀ W_αβ x_δ, with x_1 = c and x_2 = t. The four with γδ = αβ are
+    the factorised kernel's. Of the others, each W_αβ has two with one index wrong, at most s·ρ in magnitude,
+    and one with both wrong, at most s·ρ². The proof of Theorem 2 bounds all twelve by s·ρ. Attained where
+    every a_k is 1 and every u_k, v_k and token is one of two vectors c, t with ⟨c, t⟩ = ρ.
+    """
+    rho = incoherence.double()
+    return torch.expm1(sparsity * (8 * rho + 4 * rho**2))
+
+
+def incoherent_bases(
+    vectors: tuple[int, int], width: int, incoherence: float, generator: torch.Generator
+) -> tuple[Float64[Tensor, "first width"], Float64[Tensor, "second width"]]:
+    """Two sets of unit vectors of R^d with max |⟨c, t⟩| = `incoherence` exactly.
+
+    The c are random directions of the first ⌊d/2⌋ coordinates; t_j leaves the other coordinates by the angle
+    arcsin(incoherence) towards c_{j mod n_1}.
+
+    Raises:
+        UsageError: the incoherence is outside [0, 1], the width below 2, or a basis empty.
+    """
+    if not 0 <= incoherence <= 1:
+        raise UsageError(f"incoherence is {incoherence}: a cosine's magnitude lies between 0 and 1")
+    if width < 2 or min(vectors) < 1:
+        raise UsageError(
+            f"width is {width} and vectors {vectors}: give at least 2, and a vector in each basis"
+        )
+    half = width // 2
+    first = torch.zeros(vectors[0], width, dtype=torch.float64)
+    second = torch.zeros(vectors[1], width, dtype=torch.float64)
+    first[:, :half] = _directions(vectors[0], half, generator)
+    second[:, half:] = _directions(vectors[1], width - half, generator)
+    towards = first[torch.arange(vectors[1]) % vectors[0]]
+    return first, (1 - incoherence**2) ** 0.5 * second + incoherence * towards
+
+
+def sparse_weight(
+    left: Float64[Tensor, "left width"],
+    right: Float64[Tensor, "right width"],
+    sparsity: int,
+    generator: torch.Generator,
+) -> Float64[Tensor, "width width"]:
+    """W = Σ a_k u_k v_kᵀ of s terms (eq. 13), a_k uniform in [−1, 1], u_k and v_k drawn from the two bases."""
+    u = left[torch.randint(len(left), (sparsity,), generator=generator)]
+    v = right[torch.randint(len(right), (sparsity,), generator=generator)]
+    a = 2 * torch.rand(sparsity, generator=generator, dtype=torch.float64) - 1
+    return u.mT @ (a[:, None] * v)
+
+
+def factorisation_log_ratio(
+    weights: Float64[Tensor, "2 2 width width"],
+    query: Float64[Tensor, "2 pairs width"],
+    key: Float64[Tensor, "2 pairs width"],
+) -> Float64[Tensor, " pairs"]:
+    """ln of K_W(x^q, x^k) / ∏ K_{W_αβ}(x^q_α, x^k_β), with W = Σ W_αβ, x_1 = c, x_2 = t and x = c + t."""
+    whole = (query.sum(0) @ weights.sum((0, 1)) * key.sum(0)).sum(-1)
+    separate = (query[:, None] @ weights * key).sum((0, 1, -1))
+    return whole - separate
+
+
+def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:
+    """Relative errors of one draw of bases and weights, (_PAIRS,)."""
+    bases = incoherent_bases(setting.vectors, setting.width, incoherence, generator)
+    weights = torch.stack(
+        [
+            torch.stack([sparse_weight(left, right, setting.sparsity, generator) for right in bases])
+            for left in bases
+        ]
+    )
+    if setting.noise:
+        noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+        weights = weights + noise / setting.width**0.5
+    query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
+    return torch.expm1(factorisation_log_ratio(weights, query, key)).abs()
+
+
+def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
+    """Elements ±u of the extended basis, (_PAIRS, d): those of full length, where errors are largest."""
+    index = torch.randint(len(basis), (_PAIRS,), generator=generator)
+    sign = 2 * torch.randint(2, (_PAIRS,), generator=generator) - 1
+    return basis[index] * sign[:, None]
+
+
+def _directions(count: int, width: int, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(normal, dim=-1)
