@@ -19,7 +19,8 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from tests.checkpoints import byte_tokenizer
 from theodolite import corpus as module
-from theodolite.corpus import Corpus, make_corpus
+from theodolite.corpora import make_corpus
+from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
@@ -218,6 +219,20 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(
     corpus = Corpus.from_path(path, plain, 5)
     assert corpus.contexts.tolist() == [ids(plain, "ab?cd")]
     assert corpus.label_names == ["?"]
+
+
+def test_a_dataset_of_wikitext_lines_has_articles_as_labels(
+    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the articles' bytes cut by hand; no context holds two of them."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = ["", " = One = \n", "", "aaaaaaaa\n", "", " = Two = \n", "", "bbbb\n"]
+    (tmp_path / "data").mkdir()
+    pd.DataFrame({"text": lines}).to_parquet(tmp_path / "data" / "train.parquet")
+    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 9, 10)
+    expected = [" = One = ", "\n\naaaaaaa", " = Two = "]
+    assert [plain.decode(row) for row in corpus.contexts] == expected
+    assert [corpus.label_names[label] for label in corpus.labels] == ["One", "One", "Two"]
 
 
 def test_from_dataset_streams_a_local_folder_and_stops_early(

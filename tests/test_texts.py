@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import textwrap
 from pathlib import Path
@@ -12,7 +13,15 @@ import pytest
 
 from theodolite import texts
 from theodolite.errors import UsageError
-from theodolite.texts import Document, docstrings, python_topics, read_path, stdlib_docstrings, stdlib_sources
+from theodolite.texts import (
+    Document,
+    docstrings,
+    joined_articles,
+    python_topics,
+    read_path,
+    stdlib_docstrings,
+    stdlib_sources,
+)
 
 
 def test_topics_are_those_of_pydoc() -> None:
@@ -130,3 +139,70 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(texts.READERS, ".txt", denied)
     with pytest.raises(UsageError, match=r"a\.txt cannot be read \(Permission denied\)"):
         list(read_path(tmp_path))
+
+
+WIKITEXT = """ 
+ = Du Fu = 
+ 
+ A poet .
+ = 1 and a nominal k = 
+ more of him .
+ 
+ = = Life = = 
+ 
+ He lived .
+ 
+ = <unk> = 
+ 
+ One .
+ 
+ = <unk> = 
+ 
+ Another .
+"""
+
+
+def test_wikitext_gives_its_articles(tmp_path: Path) -> None:
+    """Oracle: the text cut by hand. Sections and formulas open nothing; two of the same title are told apart."""
+    (tmp_path / "wiki.txt").write_text(WIKITEXT)
+    found = list(read_path(tmp_path / "wiki.txt"))
+    assert [document.label for document in found] == ["Du Fu", "<unk>", "<unk> (2)"]
+    cuts = [WIKITEXT.index(" = Du"), WIKITEXT.index(" = <unk>"), WIKITEXT.rindex(" = <unk>"), None]
+    assert [document.text for document in found] == [WIKITEXT[a:b] for a, b in itertools.pairwise(cuts)]
+    (tmp_path / "wiki.txt").write_text("before\n\n" + WIKITEXT)
+    assert [document.label for document in read_path(tmp_path)] == ["wiki.txt", "Du Fu", "<unk>", "<unk> (2)"]
+
+
+def test_one_title_does_not_make_a_text_wikitext(tmp_path: Path) -> None:
+    text = " = Alone = \n\nand its text\n"
+    (tmp_path / "a.txt").write_text(text)
+    assert list(read_path(tmp_path)) == [Document(text, "a.txt")]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("ends", ["\n", ""])
+def test_rows_that_are_lines_of_wikitext_are_joined(tmp_path: Path, suffix: str, ends: str) -> None:
+    """Oracle: the same text as a file. On the hub its rows are lines, and empty where the line is."""
+    (tmp_path / "wiki.txt").write_text(WIKITEXT)
+    rows = pd.DataFrame({"text": [line + ends if line.strip() else "" for line in WIKITEXT.split("\n")[:-1]]})
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(json.dumps({"text": text}) for text in rows.text))
+    else:
+        rows.to_parquet(path)
+    expected = [
+        Document(document.text.replace("\n \n", "\n\n"), document.label)
+        for document in read_path(tmp_path / "wiki.txt")
+    ]
+    assert list(read_path(path)) == expected
+
+
+def test_rows_with_labels_or_without_a_leading_title_stay_rows() -> None:
+    """Oracle: the rows themselves, read no further than they are asked for."""
+    labelled = [Document(" = A = \n", "x"), Document("", "x"), Document("b", "y")]
+    assert list(joined_articles(labelled)) == labelled
+    plain = [Document(""), Document("a"), Document(""), Document(" = A = \n"), Document("")]
+    assert list(joined_articles(plain)) == plain
+    assert list(joined_articles([])) == []
+    endless = joined_articles(Document(str(number)) for number in itertools.count())
+    assert [next(iter(endless)).text for _ in range(3)] == ["0", "1", "2"]

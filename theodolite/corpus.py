@@ -22,7 +22,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.texts import Document, document_of_row, python_topics, read_path, stdlib_sources
+from theodolite.texts import (
+    Document,
+    document_of_row,
+    joined_articles,
+    python_topics,
+    read_path,
+    stdlib_sources,
+)
 
 PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK = 4_096  # characters before the end of a piece in which white space is looked for
@@ -91,7 +98,12 @@ class Corpus:
         seed: int = 0,
         text_column: str = "text",
     ) -> Corpus:
-        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`texts.read_path`: labels, errors)."""
+        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`texts.read_path`: labels, errors).
+
+        A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
+        article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
+        out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
+        """
         documents = read_path(path, text_column)
         return _build(cls, str(path), documents, tokenizer, length, contexts, seed)
 
@@ -131,7 +143,8 @@ class Corpus:
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
 
-        Labels are the column `label` or `topic`, if any. Reading stops when `READ_AHEAD` × `contexts`
+        Labels are the column `label` or `topic`, if any; of WikiText, whose rows are lines, its articles' titles
+        (`texts.joined_articles`). Reading stops when `READ_AHEAD` × `contexts`
         contexts were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
         """
         _check_sizes(length, contexts)
@@ -191,41 +204,6 @@ def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Fr
     special = {*vocabulary.all_special_ids, *marked}
     ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
     return ids, _frame(vocabulary, length)
-
-
-def make_corpus(
-    spec: str | Path | None,
-    tokenizer: Tokenizer,
-    length: int,
-    contexts: int | None = None,
-    seed: int = 0,
-    text_column: str = "text",
-) -> Corpus:
-    """The corpus named by `spec`: `docs` (or None), `code`, `random`, `hf:NAME[:CONFIG[:SPLIT]]`, or a path.
-
-    A file named like a keyword is reached as `./docs`. Random tokens and datasets give `STREAMED_CONTEXTS`
-    when `contexts` is None.
-    """
-    name = "docs" if spec is None else str(spec)
-    if name == "docs":
-        return Corpus.python_docs(tokenizer, length, contexts, seed)
-    if name == "code":
-        return Corpus.stdlib_code(tokenizer, length, contexts, seed)
-    some = STREAMED_CONTEXTS if contexts is None else contexts
-    if name == "random":
-        return Corpus.random_tokens(tokenizer, length, some, seed)
-    if name.startswith("hf:"):
-        dataset, config, split, *more = [*name[3:].split(":"), "", ""]
-        if not dataset or any(more):
-            raise UsageError(
-                f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
-            )
-        return Corpus.from_dataset(
-            dataset, tokenizer, length, some, config or None, split or "train", text_column, seed
-        )
-    if not Path(name).exists():
-        raise UsageError(f"There is no file or folder {name}; give a path, or docs, code, random or hf:NAME.")
-    return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
 
 
 @dataclass(frozen=True)
@@ -361,7 +339,7 @@ def _streamed(name: str, config: str | None, split: str, text_column: str) -> It
     """Rows of a dataset as they arrive, class numbers replaced by their names."""
     import datasets
 
-    try:
+    def rows() -> Iterator[Document]:
         dataset = datasets.load_dataset(name, config, split=split, streaming=True)
         features = dataset.features or {}
         for row in dataset:
@@ -370,6 +348,9 @@ def _streamed(name: str, config: str | None, split: str, text_column: str) -> It
                     row[column] = feature.int2str(row[column])
             if document := document_of_row(row, text_column, f"Dataset {name}"):
                 yield document
+
+    try:
+        yield from joined_articles(rows())
     except UsageError:
         raise
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise

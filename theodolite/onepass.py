@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import Outliers
-from theodolite.accumulate.second_moments import SecondMoments
+from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums
 from theodolite.corpus import Corpus
 from theodolite.errors import WorkError
@@ -40,16 +40,18 @@ class OnePass:
     """All accumulators of a survey; a `Watcher` of the model's forward passes."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        layers, length, width = model.layers, corpus.contexts.shape[1], model.width
+        layers, width = model.layers, model.width
+        contexts, length = corpus.contexts.shape
         self.model = model
         self.corpus = corpus
         self.seed = seed
-        self.sample = choose_sample(len(corpus.contexts), length, (layers + 1) * width, seed)
+        self.sample = choose_sample(contexts, length, (layers + 1) * width, seed)
         self.means = Means(layers + 1, length, width, self.sample)
         self.residual = SecondMoments(layers + 1, width)
         self.inputs = SecondMoments(layers, width)
-        self.outliers = Outliers(layers + 1, width)
-        examples = min(EXAMPLES, len(corpus.contexts))
+        self.sketches = MomentSketches(layers + 1, width, contexts)
+        self.outliers = Outliers(layers + 1, width, contexts)
+        examples = min(EXAMPLES, contexts)
         self.attention_statistics = AttentionStatistics(layers, model.heads, length, examples)
         self._tokens: Tokens | None = None
         self._first = 0
@@ -61,6 +63,7 @@ class OnePass:
             "means": self.means,
             "residual": self.residual,
             "inputs": self.inputs,
+            "sketches": self.sketches,
             "outliers": self.outliers,
             "attention": self.attention_statistics,
         }
@@ -117,7 +120,8 @@ class OnePass:
             )
         self.means.update(layer, hidden, self._first)
         self.residual.update(layer, hidden[:, 1:].flatten(0, 1))
-        self.outliers.update(layer, hidden)
+        self.sketches.update(layer, hidden[:, 1:], self._first)
+        self.outliers.update(layer, hidden, self._first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""

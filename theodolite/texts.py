@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
 import os
+import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 from theodolite.errors import UsageError
@@ -37,6 +41,10 @@ STDLIB_LEFT_OUT = frozenset(
         "tests",
     ]
 )
+
+
+ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")
+"""A line of WikiText that opens an article, ` = Title = `; ` = = Section = = ` opens a section of one."""
 
 
 class EmptyFileError(UsageError):
@@ -119,9 +127,10 @@ def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]
     """Documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
     `.txt` and `.md` files are one document each; `.jsonl` and `.parquet` files give one a row, from
-    `text_column`. A document's label is its row's `label` or `topic` where there is such a column, otherwise
-    its file's path relative to the folder. In a folder, hidden files, empty files and other suffixes are
-    passed over.
+    `text_column`. A text in WikiText's format (at least two lines of title), and rows that are its lines, give one
+    an article (`joined_articles`). A document's label is its row's `label` or `topic` where there is such a column,
+    or its article's title, otherwise its file's path relative to the folder. In a folder, hidden files, empty files
+    and other suffixes are passed over.
 
     Raises `UsageError` for a path that is missing or of another suffix, for a file that is empty or not UTF-8
     text, and for rows without the text column.
@@ -146,7 +155,8 @@ def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]
     for file in readable:
         label = file.relative_to(path).as_posix() if path.is_dir() else file.name
         try:
-            yield from READERS[file.suffix.lower()](file, label, text_column)
+            for document in joined_articles(READERS[file.suffix.lower()](file, text_column)):
+                yield Document(document.text, document.label or label)
         except EmptyFileError:
             if not path.is_dir():
                 raise
@@ -192,14 +202,56 @@ def _decode(data: bytes, path: Path, offset: int = 0) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_text(path: Path, label: str, text_column: str) -> Iterator[Document]:
+def _read_text(path: Path, text_column: str) -> Iterator[Document]:
     text = _decode(path.read_bytes(), path)
     if not text.strip():
         raise EmptyFileError(path)
-    yield Document(text, label)
+    articles = list(_articles(io.StringIO(text)))
+    titled = sum(article.label is not None for article in articles)
+    yield from articles if titled >= 2 else [Document(text)]
 
 
-def _read_jsonl(path: Path, label: str, text_column: str) -> Iterator[Document]:
+def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
+    """The articles of WikiText when `rows` are its lines, as the hub's data set has them; else the rows as they are.
+
+    Rows are its lines when the first one with any text is a title and has no label. A title opens an article, and is
+    its label; it stands between empty lines, as a formula with two equals signs does not. The n-th article of the
+    same title is labelled `Title (n)`: where rare words are `<unk>`, different articles share titles. What stands
+    before the first title has no label. One article at a time is in memory.
+    """
+    rows = iter(rows)
+    opening: list[Document] = []
+    for row in rows:
+        opening.append(row)
+        if row.text.strip():
+            break
+    every = chain(opening, rows)
+    if opening and opening[-1].label is None and ARTICLE_TITLE.fullmatch(opening[-1].text):
+        return _articles(row.text for row in every)
+    return every
+
+
+def _articles(lines: Iterable[str]) -> Iterator[Document]:
+    title: str | None = None
+    body: list[str] = []
+    seen: Counter[str] = Counter()
+    before = ""
+    for line, after in pairwise(chain(lines, [""])):
+        opens = None if before.strip() or after.strip() else ARTICLE_TITLE.fullmatch(line)
+        if opens:
+            if any(map(str.strip, body)):
+                yield Document("".join(body), title)
+            body = []
+            title = opens[1]
+            seen[title] += 1
+            title = title if seen[title] == 1 else f"{title} ({seen[title]})"
+        body.append(line if line.endswith("\n") else line + "\n")
+        before = line
+    if any(map(str.strip, body)):
+        yield Document("".join(body), title)
+
+
+def _read_jsonl(path: Path, text_column: str) -> Iterator[Document]:
     offset = found = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -217,12 +269,12 @@ def _read_jsonl(path: Path, label: str, text_column: str) -> Iterator[Document]:
                 raise UsageError(f"{place} is not a JSON object; give one object a line.")
             found += 1
             if document := document_of_row(row, text_column, place):
-                yield Document(document.text, document.label or label)
+                yield document
     if not found:
         raise EmptyFileError(path)
 
 
-def _read_parquet(path: Path, label: str, text_column: str) -> Iterator[Document]:
+def _read_parquet(path: Path, text_column: str) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
@@ -239,13 +291,13 @@ def _read_parquet(path: Path, label: str, text_column: str) -> Iterator[Document
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     if document := document_of_row(row, text_column, str(path)):
-                        yield Document(document.text, document.label or label)
+                        yield document
     except pyarrow.ArrowInvalid as error:
         why = str(error).splitlines()[0]
         raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
 
 
-READERS: dict[str, Callable[[Path, str, str], Iterator[Document]]] = {
+READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,

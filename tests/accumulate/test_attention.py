@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens, diagonal_attention, least_queries
+from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
 from theodolite.theory.attention import AttentionInputs, attend
 
 BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
@@ -145,26 +145,6 @@ def test_propagation_of_the_last_query(kind):
     assert torch.equal(state["propagates"][0, :, first:], expected)
     assert state["propagates"][0, :, :first].sum() == 0
     assert torch.equal(state["last_sees"][0, 0], (torch.arange(LENGTH) >= first).double() * BATCH)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_diagonal_attention(kind):
-    inputs = make(kind)
-    weights, _, _ = dense(inputs)
-    half = LENGTH // 2
-    expected = weights[:, :, half:, 1 : half + 1].diagonal(dim1=-2, dim2=-1).mean((0, 2))
-    torch.testing.assert_close(
-        diagonal_attention(inputs, half - 1, range(half, LENGTH)), expected, rtol=1e-10, atol=1e-12
-    )
-
-
-def test_a_range_of_queries_may_end_before_the_last():
-    inputs = make("causal")
-    weights, _, _ = dense(inputs)
-    expected = weights[:, :, torch.arange(70, 90), torch.arange(70, 90) - 66].mean((0, 2))
-    torch.testing.assert_close(
-        diagonal_attention(inputs, 66, range(70, 90)), expected, rtol=1e-10, atol=1e-12
-    )
 
 
 @pytest.mark.parametrize(("length", "least"), [(6, 2), (8, 2), (63, 16), (500, 16)])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from theodolite.accumulate.means import Means, Sample, decomposed_means
 from theodolite.accumulate.outliers import Outliers
-from theodolite.accumulate.second_moments import SecondMoments, covariance
+from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
+from theodolite.accumulate.sums import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
 
@@ -98,9 +99,11 @@ def test_outliers_and_massive_activations_where_they_were_planted():
     h[1, 0, 4] = -400.0  # massive, at the first position
     h[1, 2, 5] = 99.0  # an outlier, not massive
     h[0, 1, 5] = -6.0  # an outlier, just
-    outliers = Outliers(1, 8)
-    outliers.update(0, h)
-    state = {name: value[0] for name, value in outliers.state().items()}
+    outliers = Outliers(1, 8, contexts=2)
+    outliers.update(0, h, 0)
+    by_group = {name: value[0] for name, value in outliers.state().items()}
+    assert by_group["massive"][0, 2] == by_group["massive_first"][4, 4] == 1  # contexts 0 and 1 of 2
+    state = {name: value.sum(0) if value.ndim == 2 else value for name, value in by_group.items()}
     assert state["massive"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
     assert state["massive_first"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
     assert state["outlier"].tolist() == [0, 0, 1, 0, 0, 2, 0, 0]
@@ -110,7 +113,124 @@ def test_outliers_and_massive_activations_where_they_were_planted():
 
 def test_large_values_everywhere_are_not_massive():
     """150 is above 100 but not above 1000 × the median."""
-    outliers = Outliers(1, 4)
-    outliers.update(0, torch.full((1, 3, 4), 150.0))
+    outliers = Outliers(1, 4, contexts=1)
+    outliers.update(0, torch.full((1, 3, 4), 150.0), 0)
     assert outliers.state()["massive"].sum() == 0
     assert outliers.state()["outlier"].sum() == 8
+
+
+@given(contexts=st.integers(1, 100), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_groups_are_ranges_of_equal_size_however_they_are_batched(contexts, data):
+    """Oracle: numpy's equal division of [0, C) into eighths, index by index."""
+    first = data.draw(st.integers(0, contexts - 1))
+    batch = data.draw(st.integers(1, contexts - first))
+    groups = Groups(contexts)
+    expected = np.floor(np.arange(contexts) * GROUPS / contexts)
+    assert groups.of(torch.arange(contexts)).tolist() == expected.tolist()
+    assert np.ptp(np.bincount(expected.astype(int), minlength=GROUPS)) <= 1
+    for parts in (groups.parts(first, batch), groups.cache_sized(first, batch, torch.device("cpu"))):
+        seen = [(first + i, group) for group, part in parts for i in range(part.start, part.stop)]
+        assert seen == [(i, expected[i]) for i in range(first, first + batch)]
+
+
+def test_sums_by_group_are_sums_over_the_groups_contexts():
+    """Oracle: numpy sums over the contexts of each eighth; parts that interleave merge to the same."""
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(1, 21, LENGTH, WIDTH, generator=generator) * 4
+    slot = torch.full((21,), -1)
+    slot[3] = 0
+    kept = Sample(slot, torch.tensor([0]), torch.tensor([1]))
+    one, other = Means(1, LENGTH, WIDTH, kept), Means(1, LENGTH, WIDTH, kept)
+    large, larger = Outliers(1, WIDTH, 21), Outliers(1, WIDTH, 21)
+    for start in range(0, 21, 4):  # batches across groups, every other one elsewhere
+        means, outliers = ((one, large), (other, larger))[start % 8 > 0]
+        means.update(0, h[0, start : start + 4], start)
+        outliers.update(0, h[0, start : start + 4], start)
+    one.merge(other)
+    large.merge(larger)
+    x = h[0].double().numpy()
+    group = np.arange(21) * 8 // 21
+    for g in range(8):
+        mine = x[group == g]
+        np.testing.assert_allclose(one.state()["position_sum"][0, g], mine.sum(0), atol=1e-12)
+        np.testing.assert_allclose(
+            one.state()["norm_sum"][0, g], np.linalg.norm(mine[:, 1:], axis=-1).mean(1).sum()
+        )
+        assert one.state()["contexts"][0, g] == len(mine)
+        np.testing.assert_array_equal(large.state()["outlier"][0, g], (np.abs(mine[:, 1:]) >= 6).sum((0, 1)))
+
+
+def _spiked(contexts: int, width: int = 48) -> torch.Tensor:
+    """Hidden states with a decaying spectrum, a large common offset, and groups that differ."""
+    generator = torch.Generator().manual_seed(2)
+    scale = 3.0 / torch.arange(1, width + 1) ** 0.7
+    h = torch.randn(contexts, 30, width, generator=generator) * scale
+    h[..., :3] += torch.randn(contexts, 1, 3, generator=generator) * 2
+    return h + 500.0
+
+
+def _sketched(h: torch.Tensor, order: list[tuple[int, int]]) -> MomentSketches:
+    sketches = MomentSketches(1, h.shape[-1], 24)
+    for start, stop in order:
+        sketches.update(0, h[start:stop], start)
+    return sketches
+
+
+def _moments(h: torch.Tensor, group: int) -> np.ndarray:
+    rows = h[group * 3 : group * 3 + 3].double().numpy().reshape(-1, h.shape[-1])
+    return np.cov(rows.T, bias=True) * len(rows)
+
+
+def test_sketches_are_each_groups_moment_times_the_directions():
+    """Oracle: numpy's dense covariance of the group's rows, times the directions."""
+    h = _spiked(24)
+    state = _sketched(h, [(0, 5), (5, 16), (16, 24)]).state()
+    directions = state["directions"][0].numpy()
+    np.testing.assert_allclose(directions.T @ directions, np.eye(32), atol=1e-12)
+    for group in range(8):
+        dense = _moments(h, group)
+        np.testing.assert_allclose(
+            state["sketch"][0, group], dense @ directions, atol=2e-5 * np.linalg.norm(dense, 2)
+        )
+        rows = h[group * 3 : group * 3 + 3].double().reshape(-1, 48)
+        np.testing.assert_allclose(state["mean"][0, group], rows.mean(0), rtol=1e-12)
+
+
+def test_a_sketch_gives_the_largest_eigenvalue_and_narrow_ones_the_whole_moment():
+    """Oracle: numpy's eigenvalues of the dense moment; with d ≤ r Nyström's approximation is an identity."""
+    h = _spiked(24)
+    state = _sketched(h, [(0, 24)]).state()
+    factors = low_rank(state["sketch"][0], state["directions"][0])
+    for group, factor in enumerate(factors):
+        dense = _moments(h, group)
+        assert torch.linalg.matrix_norm(factor, 2).item() ** 2 == pytest.approx(
+            np.linalg.norm(dense, 2), rel=0.01
+        )
+    narrow = h[..., :20]
+    state = _sketched(narrow, [(0, 24)]).state()
+    factor = low_rank(state["sketch"][0, 3], state["directions"][0])
+    dense = _moments(narrow, 3)
+    np.testing.assert_allclose(factor @ factor.T, dense, atol=2e-5 * np.linalg.norm(dense, 2))
+
+
+def test_sketches_merge_whatever_their_directions():
+    """Oracle: one accumulator over everything. Parts that began elsewhere have other directions."""
+    h = _spiked(24)
+    whole = _sketched(h, [(0, 24)])
+    first, second, empty = (
+        _sketched(h, [(0, 4), (13, 20)]),
+        _sketched(h, [(4, 13), (20, 24)]),
+        _sketched(h, []),
+    )
+    assert not torch.equal(first.state()["directions"], second.state()["directions"])
+    empty.merge(first)
+    for name, value in first.state().items():
+        torch.testing.assert_close(empty.state()[name], value, rtol=1e-12, atol=1e-9)
+    empty.merge(second)
+    merged, expected = empty.state(), whole.state()
+    torch.testing.assert_close(merged["mean"], expected["mean"], rtol=1e-12, atol=1e-9)
+    assert torch.equal(merged["count"], expected["count"])
+    for state in (merged, expected):
+        state["top"] = torch.linalg.matrix_norm(low_rank(state["sketch"][0], state["directions"][0]), 2) ** 2
+    torch.testing.assert_close(merged["top"], expected["top"], rtol=0.005, atol=0)

@@ -229,17 +229,3 @@ def _softmax(
     share = 1 / total
     learned = None if column is None else column.exp() * share
     return weights, share, total.log() - product * share, learned
-
-
-def diagonal_attention(inputs: AttentionInputs, distance: int, queries: range) -> Float[Tensor, " heads"]:
-    """Mean attention that each i of `queries` pays to key i − `distance`, over the batch."""
-    batch, heads = inputs.query.shape[:2]
-    total = torch.zeros(heads, dtype=torch.float64, device=inputs.query.device)
-    for block in inputs.blocks(BLOCK):
-        rows = torch.arange(block.start, block.stop, device=total.device)
-        rows = rows[(rows >= queries.start) & (rows < queries.stop) & (rows - distance >= block.first)]
-        weights, share, _, _ = _softmax(block.logits, inputs.sink)
-        at = rows - block.start
-        paid = weights[:, :, at, rows - distance - block.first] * share[:, :, at]
-        total += paid.double().sum(dim=(0, 2))
-    return total / (batch * len(queries))

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, cache_sized
+from theodolite.accumulate.sums import GROUPS, Groups, LayerSums
 
 OUTLIER_MAGNITUDE = 6.0
 """|x| from which a value is an outlier (Dettmers et al. 2022, LLM.int8())."""
@@ -20,33 +20,36 @@ MASSIVE_RATIO = 1000.0
 class Outliers(LayerSums):
     """Per residual layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
 
-    State: outlier, massive, massive_first (N, d) counts of tokens; maximum, maximum_first (N, d) of |x|. The
-    median of the massive activations' definition is that of all magnitudes of the same context and layer.
+    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; maximum, maximum_first
+    (N, d) of |x|. The median of the massive activations' definition is that of all magnitudes of the same context
+    and layer. `contexts` is how many the whole corpus has.
     """
 
-    def __init__(self, layers: int, width: int) -> None:
-        names = ("outlier", "massive", "massive_first", "maximum", "maximum_first")
-        super().__init__(layers, dict.fromkeys(names, (width,)), maxima=("maximum", "maximum_first"))
+    def __init__(self, layers: int, width: int, contexts: int) -> None:
+        counts, maxima = ("outlier", "massive", "massive_first"), ("maximum", "maximum_first")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
+        super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
+        self.groups = Groups(contexts)
 
-    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
-        """Take in one layer's hidden states."""
-        for part in cache_sized(hidden.shape[0], hidden.device):
+    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
+        """Take in one layer's hidden states of contexts `first_context …`."""
+        for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
             magnitude = hidden[part].abs()
             maximum = magnitude.amax(dim=(0, 1))
             self.add("maximum_first", layer, magnitude[:, 0].amax(dim=0))
             self.add("maximum", layer, magnitude[:, 1:].amax(dim=(0, 1)))
             largest = float(maximum.max())
             if largest >= OUTLIER_MAGNITUDE:
-                self.add("outlier", layer, (magnitude[:, 1:] >= OUTLIER_MAGNITUDE).sum(dim=(0, 1)))
+                self.add("outlier", layer, (magnitude[:, 1:] >= OUTLIER_MAGNITUDE).sum(dim=(0, 1)), group)
             if largest > MASSIVE_MAGNITUDE:
                 for context in magnitude:
-                    self._count_massive(layer, context)
+                    self._count_massive(layer, group, context)
 
-    def _count_massive(self, layer: int, magnitude: Float[Tensor, "positions width"]) -> None:
+    def _count_massive(self, layer: int, group: int, magnitude: Float[Tensor, "positions width"]) -> None:
         threshold = max(MASSIVE_MAGNITUDE, MASSIVE_RATIO * _median(magnitude))
         massive = magnitude > threshold
-        self.add("massive_first", layer, massive[0])
-        self.add("massive", layer, massive[1:].sum(dim=0))
+        self.add("massive_first", layer, massive[0], group)
+        self.add("massive", layer, massive[1:].sum(dim=0), group)
 
 
 def _median(values: Tensor) -> float:

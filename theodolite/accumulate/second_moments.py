@@ -3,6 +3,9 @@
 Each batch is centred on its own mean before the product is taken in float32, and batches are combined in
 float64 by the formula of Chan, Golub & LeVeque (1979): so a large common offset costs no digits, and it does not
 matter in which order, or on which machine, the batches were seen.
+
+`SecondMoments` keeps d×d. `MomentSketches` keeps, by group of contexts, only what a standard error of the largest
+eigenvalue needs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, State
+from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
+
+SKETCH = 32
+"""Directions on which a sketch sees a moment; with 16 the standard error was off by up to 25 %, with 32 by 10 %."""
+
+SUBSPACE_STEPS = 3
+"""Steps of subspace iteration towards the leading directions of the first context."""
 
 
 class SecondMoments(LayerSums):
@@ -22,14 +31,10 @@ class SecondMoments(LayerSums):
 
     def update(self, layer: int, rows: Float[Tensor, "rows width"]) -> None:
         """Take in rows of one layer."""
-        precise = torch.promote_types(rows.dtype, torch.float32)
-        mean = rows.mean(dim=0, dtype=torch.float64)
-        rounded = mean.to(precise)
-        centred = rows.to(precise) - rounded
+        centred, mean, left = _centred(rows)
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
-        # The rows are centred on the rounded mean: what that leaves is known, and taken off again.
         moment = (centred.T @ centred).double()
-        moment.addr_(rounded - mean, rounded - mean, alpha=-float(len(rows)))
+        moment.addr_(left, left, alpha=-float(len(rows)))
         self._combine(layer, count, mean, moment)
 
     def merge(self, other: LayerSums) -> None:
@@ -50,6 +55,106 @@ class SecondMoments(LayerSums):
         own_moment.addr_(difference, difference, alpha=float(own_count * count / total))
         own_mean += difference * (count / total)
         own_count.copy_(total)
+
+
+class MomentSketches(LayerSums):
+    """By group of contexts: how many rows, their mean, and S Ω in place of their centred second moment S (d×d).
+
+    State: count (N, G), mean (N, G, d), sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω, directions (N, d, r), Ω. Ω is
+    orthonormal and spans about the leading directions of the first context that this accumulator saw, one for each
+    layer: directions drawn at random would have to be several times the stable rank of S. With r = d nothing is
+    lost. `contexts` is how many the whole corpus has.
+    """
+
+    def __init__(self, layers: int, width: int, contexts: int) -> None:
+        r = min(SKETCH, width)
+        shapes = {"count": (GROUPS,), "mean": (GROUPS, width), "sketch": (GROUPS, width, r)}
+        super().__init__(layers, shapes | {"directions": (width, r)})
+        self.groups = Groups(contexts)
+
+    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
+        """Take in one layer's vectors of contexts `first_context …`, without those to be left out."""
+        directions = self.at("directions", layer, hidden.device)
+        if not directions.any():
+            directions.copy_(_leading(hidden[0], directions.shape[1]))
+        for group, part in self.groups.parts(first_context, len(hidden)):
+            centred, mean, left = _centred(hidden[part].flatten(0, 1))
+            count = torch.tensor(float(len(centred)), dtype=torch.float64, device=hidden.device)
+            sketch = (centred.T @ (centred @ directions.to(centred.dtype))).double()
+            sketch.addr_(left, left @ directions, alpha=-float(len(centred)))
+            self._combine(layer, group, count, mean, sketch)
+
+    def merge(self, other: LayerSums) -> None:
+        """Take in what another accumulator has seen.
+
+        One that began with another context has other directions. Its moments are then taken to be what its sketches
+        say they are (`low_rank`), which leaves out only what they do not see.
+        """
+        state = other.state()
+        for layer in range(self.layers):
+            directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
+            if not theirs.any():
+                continue
+            if not directions.any():
+                directions.copy_(theirs)
+            sketches = state["sketch"][layer].to(directions.device)
+            theirs = theirs.to(directions.device)
+            if not torch.equal(directions, theirs):
+                factor = low_rank(sketches, theirs)
+                sketches = factor @ (factor.mT @ directions)
+            for group in range(GROUPS):
+                count, mean = (state[name][layer, group].to(directions.device) for name in ("count", "mean"))
+                self._combine(layer, group, count, mean, sketches[group])
+
+    def _combine(self, layer: int, group: int, count: Tensor, mean: Tensor, sketch: Tensor) -> None:
+        own_count, own_mean, own_sketch = (
+            self.at(name, layer, sketch.device)[group] for name in ("count", "mean", "sketch")
+        )
+        total = own_count + count
+        if total == 0:
+            return
+        difference = mean - own_mean
+        seen = difference @ self.at("directions", layer, sketch.device)
+        own_sketch += sketch
+        own_sketch.addr_(difference, seen, alpha=float(own_count * count / total))
+        own_mean += difference * (count / total)
+        own_count.copy_(total)
+
+
+def low_rank(
+    sketch: Float[Tensor, "*batch width r"], directions: Float[Tensor, "width r"]
+) -> Float[Tensor, "*batch width r"]:
+    """L of Nyström's approximation S ≈ L Lᵀ = (SΩ)(ΩᵀSΩ)⁺(SΩ)ᵀ, exact on what Ω spans when S has rank r."""
+    core = directions.mT @ sketch
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    # Products were taken in float32: below its rounding an eigenvalue of the core is noise.
+    noise = torch.finfo(torch.float32).eps * values[..., -1:].clamp_min(0)
+    inverse = torch.where(values > noise, values.clamp_min(1e-300).rsqrt(), 0.0)
+    return sketch @ (vectors * inverse[..., None, :])
+
+
+def _leading(rows: Float[Tensor, "rows width"], r: int) -> Float[Tensor, "width r"]:
+    """An orthonormal basis of about the r leading directions of the rows, by subspace iteration from a seed."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(rows.shape[1], r, generator=generator, dtype=torch.float64).to(rows.device)
+    centred = rows.double() - rows.double().mean(dim=0)
+    # With fewer rows than r the product has no rank r; a trace of the basis itself keeps the rest well defined.
+    trace = 1e-6 * centred.square().sum().clamp_min(1e-300)
+    basis = torch.linalg.qr(start)[0]
+    for _ in range(SUBSPACE_STEPS):
+        basis = torch.linalg.qr(centred.mT @ (centred @ basis) + trace * basis)[0]
+    return basis
+
+
+def _centred(rows: Float[Tensor, "rows width"]) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows less their rounded mean in float32 (or float64), the mean in float64, and rounded less exact mean.
+
+    Rounding the mean leaves a little of it in the rows; that is known, and taken off the products again.
+    """
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    mean = rows.mean(dim=0, dtype=torch.float64)
+    rounded = mean.to(precise)
+    return rows.to(precise) - rounded, mean, rounded - mean
 
 
 def covariance(state: State, layer: int) -> Float[Tensor, "width width"]:

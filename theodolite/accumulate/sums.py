@@ -3,17 +3,57 @@
 An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
 them together on the CPU. Sums are float64 whatever the model's dtype.
+
+What a standard error is wanted of is summed apart for each of a few groups of contexts (`Groups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
+
+
+GROUPS = 8
+"""Groups of contexts: a power of two, so that Hadamard's matrix of that size gives balanced halves of them."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The corpus's contexts in `GROUPS` ranges of equal size (but for one context), by index in the corpus.
+
+    Ranges rather than every eighth context: neighbours are often of one document and resemble each other, and a
+    standard error from groups that share documents would be too small. The index is that in the whole corpus, so
+    that parts of it, read elsewhere, sum into the same groups. Below 8 contexts some groups are empty.
+    """
+
+    contexts: int
+
+    def of(self, context: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
+        """The group of each context."""
+        return context * GROUPS // self.contexts
+
+    def parts(self, first: int, batch: int) -> Iterator[tuple[int, slice]]:
+        """The contexts `first …` of a batch, cut where a group ends: (group, slice of the batch)."""
+        start = 0
+        while start < batch:
+            group = (first + start) * GROUPS // self.contexts
+            end = -(-(group + 1) * self.contexts // GROUPS)  # the first context of the next group
+            stop = min(batch, end - first)
+            yield group, slice(start, stop)
+            start = stop
+
+    def cache_sized(self, first: int, batch: int, device: torch.device) -> Iterator[tuple[int, slice]]:
+        """Slices to work on at once, as `cache_sized` has them, each within one group."""
+        for group, part in self.parts(first, batch):
+            for inner in cache_sized(part.stop - part.start, device):
+                yield group, slice(part.start + inner.start, part.start + inner.stop)
 
 
 class LayerSums:
@@ -34,9 +74,11 @@ class LayerSums:
             tensors[layer] = tensors[layer].to(device)
         return tensors[layer]
 
-    def add(self, name: str, layer: int, value: Tensor) -> None:
-        """Add `value` (or take the maximum with it, for the maxima)."""
+    def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
+        """Add `value` (or take the maximum with it, for the maxima), to one group where there are groups."""
         tensor = self.at(name, layer, value.device)
+        if group is not None:
+            tensor = tensor[group]
         if name in self.maxima:
             torch.maximum(tensor, value.to(tensor.dtype), out=tensor)
         else:

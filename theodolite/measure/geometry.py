@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.fft import dct
+from scipy.special import betaincc
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import GROUPS, State
+from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot, stable_rank
 from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram
 
@@ -37,7 +41,7 @@ Arrays = dict[str, Tensor]
 def geometry(
     means: State, moments: State, outliers: State, sample: Sample, labels: Int[Tensor, " sampled"]
 ) -> tuple[Columns, Arrays]:
-    """The geometry columns of the layers table and the arrays behind them.
+    """The geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
 
     Args:
         means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `Outliers`.
@@ -45,8 +49,11 @@ def geometry(
         labels: label of each kept context, −1 for none.
     """
     mean, pos, ctx = decomposed_means(means)
-    contexts = float(means["contexts"][0])
+    contexts = float(means["contexts"][0].sum())
     tokens = contexts * (pos.shape[1] - 1)
+    everything = torch.ones(GROUPS, dtype=torch.float64)
+    baseline = random_maximum(pos.shape[-1], (pos.shape[1] - 1) * len(labels))
+    found: list[Tensor] = []
     rows: list[dict[str, float]] = []
     arrays: dict[str, list[Tensor]] = {}
     order = _ordered_by_label(labels)
@@ -55,9 +62,11 @@ def geometry(
         p = pos[layer, 1:]
         gram = normalised_gram(p)
         row = _positional(p, gram, contexts, moments["moment"][layer])
-        row |= _contextual(p, ctx[layer], labels)
-        row |= _stream(means, outliers, layer, contexts, tokens)
-        rows.append(row)
+        row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
+        row |= stream(means, outliers, layer, everything)
+        numbers, cluster = clusters(ctx[layer], labels)
+        rows.append(row | numbers)
+        found.append(cluster)
         cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
         for name, value in _pictures(pos[layer], ctx[layer], gram, cvec, shown, order).items():
             arrays.setdefault(name, []).append(value)
@@ -67,18 +76,22 @@ def geometry(
         "positional_basis": pos.float(),
         "context_basis": ctx.float(),
         "context_label": labels,
+        "context_cluster": torch.stack(found),
         "cvec_position": sample.token_position,
         "gram_position": shown,
         "gram_label": labels[order],
-        "outlier_share": (outliers["outlier"] / tokens).float(),
+        "outlier_share": (outliers["outlier"].sum(dim=1) / tokens).float(),
     }
     return {name: [row[name] for row in rows] for name in rows[0]}, stacked
 
 
 def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, float | int]]:
     """One row for each layer's dimensions that are outliers, or carry a massive activation."""
-    share = outliers["outlier"] / (contexts * (length - 1))
-    notable = (share >= OUTLIER_SHARE) | (outliers["massive"] > 0) | (outliers["massive_first"] > 0)
+    outlier, massive, massive_first = (
+        outliers[name].sum(dim=1) for name in ("outlier", "massive", "massive_first")
+    )
+    share = outlier / (contexts * (length - 1))
+    notable = (share >= OUTLIER_SHARE) | (massive > 0) | (massive_first > 0)
     return [
         {
             "layer": layer,
@@ -86,8 +99,8 @@ def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, 
             "share": float(share[layer, dimension]),
             "maximum": float(outliers["maximum"][layer, dimension]),
             "maximum_first": float(outliers["maximum_first"][layer, dimension]),
-            "massive": int(outliers["massive"][layer, dimension]),
-            "massive_first": int(outliers["massive_first"][layer, dimension]),
+            "massive": int(massive[layer, dimension]),
+            "massive_first": int(massive_first[layer, dimension]),
         }
         for layer, dimension in notable.nonzero().tolist()
     ]
@@ -99,16 +112,34 @@ def _positional(p: Tensor, gram: Tensor, contexts: float, moment: Tensor) -> dic
     whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
     tiled = contexts * float(torch.linalg.matrix_norm(p, 2)) ** 2
     ratios = low_frequency_ratio(gram, CUTOFFS)
-    bound = min(SCREENOT_RANK, (min(p.shape) - 2) // 2)  # ScreeNOT needs 2k + 1 values below it
+    spectrum = screenot(p, k=screenot_bound(p))
     return {
-        "rank": float(screenot(p, k=max(bound, 0)).rank),
+        "rank": float(spectrum.rank),
         "stable_rank": float(stable_rank(p)),
         "relative_norm": math.sqrt(tiled / whole) if whole > 0 else math.nan,
         **{f"low_frequency_{k}": float(r) for k, r in zip(CUTOFFS, ratios, strict=True)},
+        **product_frequencies(p, spectrum.singular_values.square()),
     }
 
 
-def _contextual(p: Tensor, ctx: Tensor, labels: Tensor) -> dict[str, float]:
+def product_frequencies(
+    p: Float[Tensor, "positions width"], squares: Float[Tensor, " values"]
+) -> dict[str, float]:
+    """pp_low_frequency_1, _3, _5, _10: of P Pᵀ, its rows not normalised (Table 3); `squares` are its eigenvalues."""
+    low = torch.from_numpy(dct(p.numpy(), type=2, norm="ortho", axis=0)[: max(CUTOFFS)])
+    energy = (low @ low.T).square().cumsum(0).cumsum(1) / squares.square().sum()
+    lowest = (min(k, len(low)) - 1 for k in CUTOFFS)
+    return {f"pp_low_frequency_{k}": float(energy[i, i]) for k, i in zip(CUTOFFS, lowest, strict=True)}
+
+
+def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
+    """The upper bound k on the rank given to ScreeNOT, which needs 2k + 1 singular values below min(T − 1, d)."""
+    return max(min(SCREENOT_RANK, (min(p.shape) - 2) // 2), 0)
+
+
+def contextual(
+    p: Float[Tensor, "positions width"], ctx: Float[Tensor, "sampled width"], labels: Int[Tensor, " sampled"]
+) -> dict[str, float]:
     """Incoherence of positional and context basis, and similarity of contexts within and between labels."""
     direction = torch.nn.functional.normalize(ctx, dim=-1)
     incoherence = (torch.nn.functional.normalize(p, dim=-1) @ direction.T).abs()
@@ -129,16 +160,40 @@ def random_cosine(width: int) -> float:
     return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
 
 
-def _stream(means: State, outliers: State, layer: int, contexts: float, tokens: float) -> dict[str, float]:
-    massive, first = outliers["massive"][layer], outliers["massive_first"][layer]
+def random_maximum(width: int, pairs: int) -> float:
+    """E max |cos| over so many pairs of random directions of R^d, taken as independent of each other.
+
+    ∫₀¹ 1 − F(x)ⁿ dx with F(x) = P(|cos| ≤ x), the regularised incomplete beta function I_{x²}(½, (d−1)/2). The
+    (T−1)·S pairs of T−1 positions and S contexts share their vectors, and so are independent two by two only;
+    that makes their expected maximum a little smaller (by at most 1 % up to 60 positions and 40 contexts).
+    """
+    if width == 1 or not pairs:
+        return 1.0 if pairs else math.nan
+    edges = np.linspace(0, 1, 20_001)
+    x = (edges[1:] + edges[:-1]) / 2
+    below = np.exp(pairs * np.log1p(-np.minimum(betaincc(0.5, (width - 1) / 2, x**2), 1 - 1e-16)))
+    return float(np.mean(1 - below))
+
+
+def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"]) -> dict[str, float]:
+    """Means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
+    contexts = float(chosen @ means["contexts"][layer])
+    tokens = contexts * (means["position_sum"].shape[2] - 1)
+
+    def mean(name: str) -> float:
+        return float(chosen @ means[name][layer]) / contexts
+
+    massive, first, outlier = (
+        chosen @ outliers[name][layer] for name in ("massive", "massive_first", "outlier")
+    )
     return {
-        "norm": float(means["norm_sum"][layer]) / contexts,
-        "norm_first": float(means["norm_first_sum"][layer]) / contexts,
-        "cosine_previous": float(means["cosine_sum"][layer]) / contexts if layer else math.nan,
-        "rank_collapse": float(means["collapse_sum"][layer]) / contexts,
+        "norm": mean("norm_sum"),
+        "norm_first": mean("norm_first_sum"),
+        "cosine_previous": mean("cosine_sum") if layer else math.nan,
+        "rank_collapse": mean("collapse_sum"),
         "massive_activations": float(massive.sum()),
         "massive_activations_first": float(first.sum()),
-        "outlier_dimensions": float((outliers["outlier"][layer] / tokens >= OUTLIER_SHARE).sum()),
+        "outlier_dimensions": float((outlier / tokens >= OUTLIER_SHARE).sum()),
     }
 
 

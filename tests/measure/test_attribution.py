@@ -1,0 +1,93 @@
+"""Attention recomputed with some constituents only, and without them, against dense softmax matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.accumulate.test_attention import HEADS, KINDS, LENGTH, dense, make
+from tests.measure.test_constituents import _split
+from theodolite.measure.attribution import GROUPS, Pattern, attribute, chosen_heads, pattern_scores
+from theodolite.measure.constituents import dense_attention
+
+HALF = LENGTH // 2
+PATTERNS = [
+    Pattern("induction", HALF - 1, range(HALF, LENGTH)),
+    Pattern("previous", 1, range(1, LENGTH)),
+    Pattern("other", 66, range(70, 90)),
+]
+
+
+def _scores(weights: torch.Tensor) -> torch.Tensor:
+    """Scores of whole attention matrices, by definition."""
+    rows = []
+    for pattern in PATTERNS:
+        i = torch.tensor(list(pattern.queries))
+        rows.append(weights[:, :, i, i - pattern.distance].mean((0, 2)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pattern_scores(kind):
+    """Oracle: diagonals of dense softmax matrices."""
+    inputs = make(kind)
+    weights, _, _ = dense(inputs)
+    torch.testing.assert_close(pattern_scores(inputs, PATTERNS), _scores(weights), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dense_attention(inputs), weights, rtol=1e-10, atol=1e-12)
+
+
+SIDES = {"mean": "constant", "pos": "pos", "ctx": "cvec", "resid": "cvec", "bias": "constant"}
+
+
+def _group_of(query: str, key: str) -> str:
+    sides = (SIDES[query], SIDES[key])
+    return "constant" if "constant" in sides else "-".join(sides)
+
+
+def _dense_of(inputs, logits: torch.Tensor, bias: bool) -> torch.Tensor:
+    """Attention of whole logit matrices under the masks, cap and sink of `inputs`."""
+    if inputs.softcap:
+        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+    if bias and inputs.bias is not None:
+        logits = logits + inputs.bias
+    if inputs.mask is not None:
+        logits = logits.masked_fill(~inputs.mask, -torch.inf)
+    elif inputs.causal:
+        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+    if inputs.sink is None:
+        return logits.softmax(-1)
+    column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "capped", "alibi", "sink"])
+def test_only_and_without_equal_the_dense_computation(kind):
+    """Oracle: all 25 matrices whole, added up by group, softmax by torch."""
+    query, key, inputs = _split(kind)
+    found = attribute(query, key, inputs, PATTERNS)
+    every = torch.einsum("acnid,bcnjd->abcnij", query, key) * inputs.scaling
+    names = ("mean", "pos", "ctx", "resid", "bias")
+    for number, group in enumerate(GROUPS):
+        chosen = torch.zeros_like(every[0, 0])
+        for a, left in enumerate(names):
+            for b, right in enumerate(names):
+                if _group_of(left, right) == group:
+                    chosen = chosen + every[a, b]
+        only = _scores(_dense_of(inputs, chosen, group == "additive"))
+        without = _scores(_dense_of(inputs, every.sum((0, 1)) - chosen, group != "additive"))
+        torch.testing.assert_close(found.only[number], only, rtol=1e-8, atol=1e-11)
+        torch.testing.assert_close(found.without[number], without, rtol=1e-8, atol=1e-11)
+    even = _scores(_dense_of(replace(inputs, sink=None), torch.zeros_like(every[0, 0]), bias=False))
+    torch.testing.assert_close(found.uniform, even)
+    torch.testing.assert_close(found.score, pattern_scores(inputs, PATTERNS))
+    torch.testing.assert_close(found.share.sum(0), torch.ones(HEADS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chosen_heads_attend_as_before(kind):
+    """Oracle: the rows of these heads in the dense matrices of all."""
+    inputs = make(kind)
+    weights, _, _ = dense(inputs)
+    torch.testing.assert_close(dense_attention(chosen_heads(inputs, [3, 1])), weights[:, [3, 1]])

@@ -1,0 +1,149 @@
+"""Shares of logit variance against dense matrices, for every kind of attention; coarser splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.accumulate.test_attention import KINDS, make
+from theodolite.errors import UsageError
+from theodolite.measure.constituents import (
+    Constituents,
+    ShareSums,
+    head_shares,
+    paired_groups,
+    share_sums,
+)
+from theodolite.theory.decomposition import PARTS
+
+BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
+
+
+def _split(kind: str, dtype: torch.dtype = torch.float64):
+    """Attention inputs of a kind, and five random parts that sum to its queries and keys."""
+    inputs = make(kind, dtype)
+    generator = torch.Generator().manual_seed(9)
+
+    def parts(whole):
+        drawn = torch.randn(4, *whole.shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.cat([drawn, (whole - drawn.sum(0))[None]])
+
+    return parts(inputs.query), parts(inputs.key), inputs
+
+
+def _dense_shares(query, key, inputs, head: int) -> tuple[np.ndarray, float]:
+    """Shares of one head by definition: every matrix whole, row by row, in numpy."""
+    query = query[:, :, head].double().numpy()
+    key = key[:, :, head // (HEADS // key.shape[2])].double().numpy()
+    products, additive, total = np.zeros((5, 5)), 0.0, 0.0
+    for context in range(BATCH):
+        logits = np.einsum("aid,bjd->abij", query[:, context], key[:, context]) * inputs.scaling
+        bias = np.zeros((LENGTH, LENGTH))
+        if inputs.bias is not None:
+            bias = bias + inputs.bias.double().numpy()[0, head]
+        whole = logits.sum((0, 1)) + bias
+        for i in range(1, LENGTH):
+            if inputs.mask is not None:
+                seen = inputs.mask.expand(BATCH, HEADS, LENGTH, LENGTH)[context, head, i].numpy().copy()
+            else:
+                seen = np.arange(LENGTH) <= i if inputs.causal else np.ones(LENGTH, dtype=bool)
+            seen[0] = False
+            if not seen.any():
+                continue
+            row = whole[i, seen] - whole[i, seen].mean()
+            part = logits[:, :, i, seen]
+            products += ((part - part.mean(-1, keepdims=True)) * row).sum(-1)
+            additive += float(((bias[i, seen] - bias[i, seen].mean()) * row).sum())
+            total += float((row**2).sum())
+    return products / total, additive / total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_equal_the_dense_computation(kind):
+    """Oracle: numpy on whole matrices."""
+    query, key, inputs = _split(kind)
+    shares, additive = share_sums(query, key, inputs).shares()
+    for head in range(HEADS):
+        expected, expected_additive = _dense_shares(query, key, inputs, head)
+        np.testing.assert_allclose(shares[head], expected, rtol=1e-9, atol=1e-12)
+        assert float(additive[head]) == pytest.approx(expected_additive, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(shares.sum((1, 2)) + additive, torch.ones(HEADS, dtype=torch.float64))
+
+
+def test_float32_is_enough():
+    """Oracle: the same in float64."""
+    query, key, inputs = _split("causal")
+    exact, _ = share_sums(query, key, inputs).shares()
+    low = make("causal", torch.float32)
+    got, _ = share_sums(query.float(), key.float(), low).shares()
+    torch.testing.assert_close(got, exact, rtol=0, atol=1e-5)
+
+
+def test_what_is_common_to_a_row_carries_nothing():
+    """Closed form: a key part that is the same at all positions adds a constant to each row."""
+    query, key, inputs = _split("causal")
+    key = key[:, :, :, :1].expand_as(key).clone()
+    key[1] = inputs.key - key[0] - key[2:].sum(0)
+    shares, _ = share_sums(query, key, inputs).shares()
+    torch.testing.assert_close(shares[:, :, 1].sum(-1), torch.ones(HEADS, dtype=torch.float64))
+    torch.testing.assert_close(shares[:, :, [0, 2, 3, 4]], torch.zeros(HEADS, 5, 4, dtype=torch.float64))
+
+
+def test_standard_errors_are_the_jackknifes():
+    """Oracle: the delete-one jackknife written out in numpy; for equal denominators, the error of a mean."""
+    generator = torch.Generator().manual_seed(0)
+    products = torch.randn(6, 2, 5, 5, generator=generator, dtype=torch.float64)
+    total = torch.rand(6, 2, generator=generator, dtype=torch.float64) + 1
+    additive = torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    got, got_additive = ShareSums(products, additive, total).standard_errors()
+    p, t = products.numpy(), total.numpy()
+    left = np.stack([np.delete(p, i, 0).sum(0) / np.delete(t, i, 0).sum(0)[:, None, None] for i in range(6)])
+    np.testing.assert_allclose(got, np.sqrt(5 / 6 * ((left - left.mean(0)) ** 2).sum(0)), rtol=1e-12)
+    even = ShareSums(products, additive, torch.ones_like(total)).standard_errors()[1]
+    np.testing.assert_allclose(even, additive.numpy().std(0, ddof=1) / np.sqrt(6), rtol=1e-12)
+    assert got_additive.shape == (2,)
+
+
+def test_one_context_has_no_standard_error_and_even_logits_no_shares():
+    sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
+    assert all(error.isnan().all() for error in sums.standard_errors())
+    assert all(share.isnan().all() for share in sums.shares())
+
+
+def test_head_shares_sum_to_one():
+    """Every pair of parts is in one group; the five columns sum to what all pairs and the bias sum to."""
+    pairs = [pair for members in paired_groups().values() for pair in members]
+    assert sorted(pairs) == [(a, b) for a in range(5) for b in range(5)]
+    shares = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    columns = head_shares(shares, 1 - shares.sum((1, 2)))
+    torch.testing.assert_close(sum(columns.values()), torch.ones(3, dtype=torch.float64))
+    assert float(columns["share_position"][1]) == float(shares[1, 1, 1])
+
+
+@given(assignment=st.lists(st.integers(0, 2), min_size=5, max_size=5), seed=st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_a_coarser_split_is_the_sum_of_the_finer(assignment, seed):
+    """Algebra: logits of groups are sums of logits of their members; the whole stays."""
+    query, key = torch.randn(2, 5, 1, 2, 4, 3, generator=torch.Generator().manual_seed(seed)).double()
+    inputs = make("causal")
+    fine = Constituents(PARTS, query, key, inputs, 0.0)
+    groups = {
+        f"group{g}": [p for p, a in zip(PARTS, assignment, strict=True) if a == g] for g in set(assignment)
+    }
+    coarse = fine.coarse(groups)
+    assert coarse.names == tuple(groups)
+    for a, left in enumerate(groups.values()):
+        for b, right in enumerate(groups.values()):
+            members = [fine.logits[:, PARTS.index(p), PARTS.index(q)] for p in left for q in right]
+            torch.testing.assert_close(coarse.logits[:, a, b], sum(members))
+    torch.testing.assert_close(coarse.logits.sum((1, 2)), fine.logits.sum((1, 2)))
+
+
+@pytest.mark.parametrize("groups", [{"a": PARTS[:4]}, {"a": PARTS, "b": ["pos"]}, {"a": [*PARTS, "x"]}])
+def test_groups_must_take_each_part_once(groups):
+    query = torch.zeros(5, 1, 2, 4, 3, dtype=torch.float64)
+    with pytest.raises(UsageError, match="must be in one group"):
+        Constituents(PARTS, query, query, make("causal"), 0.0).coarse(groups)

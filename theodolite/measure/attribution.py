@@ -1,0 +1,135 @@
+"""Which constituents a head owes its attention pattern to: the pattern recomputed with each alone, and without it.
+
+A causal check on attention itself: the logits of some constituents are kept or taken away, masks, caps and
+learned sinks stay, and the attention that follows is scored as the head's own is. Nothing here sees a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite.measure.constituents import BLOCK, COARSE, paired_groups, share_sums, softmax
+from theodolite.theory.attention import AttentionInputs
+from theodolite.theory.decomposition import PARTS
+
+GROUPS = (*paired_groups(), "additive")
+"""The coarse constituents, and the bias that a family may add to logits."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Attention from each query i of `queries` to key i − `distance`; its mean is a head's score."""
+
+    name: str
+    distance: int
+    queries: range
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Of some heads: their scores, and of each of `GROUPS` the share of logit variance, and the scores with it
+    only and without it. `uniform` are the scores of even attention over the keys that a query sees.
+    """
+
+    score: Float[Tensor, "patterns heads"]
+    uniform: Float[Tensor, "patterns heads"]
+    share: Float[Tensor, "groups heads"]
+    only: Float[Tensor, "groups patterns heads"]
+    without: Float[Tensor, "groups patterns heads"]
+
+
+def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
+    """Mean attention along each pattern, over contexts and the pattern's queries."""
+    batch, heads = inputs.query.shape[:2]
+    scores = torch.zeros(len(patterns), heads, dtype=torch.float64, device=inputs.query.device)
+    for block in inputs.blocks(BLOCK):
+        weights = softmax(block.logits, inputs.sink)
+        every = torch.arange(block.start, block.stop, device=scores.device)
+        for number, pattern in enumerate(patterns):
+            key = every - pattern.distance
+            inside = (every >= pattern.queries.start) & (every < pattern.queries.stop)
+            inside &= (key >= block.first) & (key < block.last)
+            paid = weights[:, :, every[inside] - block.start, key[inside] - block.first]
+            scores[number] += paid.sum(dim=(0, 2), dtype=torch.float64)
+    counts = torch.tensor([batch * len(p.queries) for p in patterns], device=scores.device)
+    return (scores / counts[:, None]).cpu()
+
+
+def attribute(
+    query: Float[Tensor, "parts contexts heads positions head_width"],
+    key: Float[Tensor, "parts contexts heads positions head_width"],
+    inputs: AttentionInputs,
+    patterns: list[Pattern],
+) -> Attribution:
+    """Attribute patterns of heads, given the parts of their queries and keys and what attention was given.
+
+    `inputs` holds the same heads, one key head for each (see `chosen_heads`). The group "constant" has all pairs
+    with a mean or a bias on either side.
+    """
+    shares, additive = share_sums(query, key, inputs).shares()
+    share = [sum(shares[:, a, b] for a, b in pairs) for pairs in paired_groups().values()]
+    both = [_only_and_without(query, key, inputs, group) for group in GROUPS]
+    even = replace(inputs, query=torch.zeros_like(inputs.query), bias=None, sink=None)
+    return Attribution(
+        score=pattern_scores(inputs, patterns),
+        uniform=pattern_scores(even, patterns),
+        share=torch.stack([torch.as_tensor(value) for value in (*share, additive)]),
+        only=torch.stack([pattern_scores(only, patterns) for only, _ in both]),
+        without=torch.stack([pattern_scores(without, patterns) for _, without in both]),
+    )
+
+
+def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
+    """The attention inputs of some heads, each with a key head of its own. Values are not for use."""
+    grouped = inputs.query.shape[1] // inputs.key.shape[1]
+    key = inputs.key[:, [head // grouped for head in heads]]
+
+    def of_heads(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
+
+    return replace(
+        inputs,
+        query=inputs.query[:, heads],
+        key=key,
+        value=key,
+        mask=of_heads(inputs.mask),
+        bias=of_heads(inputs.bias),
+        sink=None if inputs.sink is None else inputs.sink[heads],
+    )
+
+
+def _only_and_without(
+    query: Tensor, key: Tensor, inputs: AttentionInputs, group: str
+) -> tuple[AttentionInputs, AttentionInputs]:
+    """Attention inputs whose logits are those of one group, and all but those of it.
+
+    A sum of products q·k is one product of vectors side by side, so both are attention inputs like any other.
+    """
+    own_query, own_key = inputs.query, inputs.key
+    if group == "additive":
+        return replace(inputs, query=torch.zeros_like(own_query)), replace(inputs, bias=None)
+    sides = [{name: parts[_members(name)].sum(dim=0) for name in COARSE} for parts in (query, key)]
+    if group == "constant":
+        rest_query, rest_key = (side["pos"] + side["cvec"] for side in sides)
+        only_query = [sides[0]["constant"], rest_query]
+        only_key = [rest_key + sides[1]["constant"], sides[1]["constant"]]
+        without_query, without_key = [rest_query], [rest_key]
+    else:
+        of_query, of_key = group.split("-")
+        only_query, only_key = [sides[0][of_query]], [sides[1][of_key]]
+        without_query, without_key = [own_query, -only_query[0]], [own_key, only_key[0]]
+    only = replace(inputs, query=_beside(only_query), key=_beside(only_key), bias=None)
+    return only, replace(inputs, query=_beside(without_query), key=_beside(without_key))
+
+
+def _members(group: str) -> list[int]:
+    return [PARTS.index(part) for part in COARSE[group]]
+
+
+def _beside(vectors: list[Tensor]) -> Tensor:
+    dtype = max((v.dtype for v in vectors), key=lambda dtype: torch.finfo(dtype).bits)
+    return torch.cat([v.to(dtype) for v in vectors], dim=-1)

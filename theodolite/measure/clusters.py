@@ -1,0 +1,74 @@
+"""Do the context vectors of one layer fall into the corpus's own groups (documents, topics)?
+
+The clustering of Song & Zhong 2024, Figure 2, as two numbers. Only directions count: the paper's Gram matrices and
+similarities are of normalised vectors. This module knows neither positions nor groups of contexts.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import adjusted_rand_score, silhouette_score
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+STARTS = 10
+"""Seeded starts of k-means, of which the tightest clustering is taken."""
+
+
+def clusters(
+    ctx: Float[Tensor, "sampled width"],
+    labels: Int[Tensor, " sampled"],
+    start: Int[Tensor, " sampled"] | None = None,
+) -> tuple[dict[str, float], Int[Tensor, " sampled"]]:
+    """Silhouette of the labels, and agreement of k-means with them.
+
+    Over contexts whose label at least one other kept context has; `silhouette` is the mean silhouette of the labels
+    themselves by cosine distance, in [−1, 1]; `cluster_ari` the adjusted Rand index between the labels and k-means
+    of the directions with as many clusters as labels (1: the same grouping, 0: as by chance).
+
+    Args:
+        ctx: context vectors, (S, d).
+        labels: one for each, −1 for none.
+        start: a clustering to start from, as returned for more contexts than these; None: `STARTS` seeded starts.
+
+    Returns:
+        The two numbers, NaN with fewer than two such labels; and each context's cluster, −1 for those left out.
+    """
+    _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    taken = (labels >= 0) & (counts[inverse] >= 2)
+    found = torch.full_like(labels, -1)
+    if len(labels[taken].unique()) < 2:
+        return {"silhouette": math.nan, "cluster_ari": math.nan}, found
+    truth = inverse[taken].numpy()
+    direction = torch.nn.functional.normalize(ctx[taken].double(), dim=-1).numpy()
+    # Sums over threads would depend on how many there are.
+    with threadpool_limits(limits=1):
+        silhouette = silhouette_score(direction, truth, metric="cosine")
+        assigned = _k_means(direction, len(np.unique(truth)), None if start is None else start[taken].numpy())
+    found[taken] = torch.from_numpy(assigned).to(found.dtype)
+    numbers = {
+        "silhouette": float(silhouette),
+        "cluster_ari": float(adjusted_rand_score(truth, assigned)),
+    }
+    return numbers, found
+
+
+def _k_means(direction: np.ndarray, k: int, start: np.ndarray | None) -> np.ndarray:
+    if start is None:
+        model = KMeans(k, n_init=STARTS, random_state=0)
+    else:
+        # Contexts that were in no cluster before do not say where one begins.
+        known = np.unique(start[start >= 0])
+        centres = np.stack([direction[start == cluster].mean(axis=0) for cluster in known])
+        model = KMeans(len(known), init=centres, n_init=1)
+    with warnings.catch_warnings():
+        # Equal contexts can be fewer points than clusters; then each point is its own cluster, as it should be.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return model.fit(direction).labels_

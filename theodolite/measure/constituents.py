@@ -1,0 +1,256 @@
+"""From the parts of queries and keys to the parts of logits, and how much of the logits' variance each carries.
+
+The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the
+constituents of Song & Zhong 2024, section 5.2 (there called QK constituents). Nothing here sees a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory.attention import MASKED, AttentionInputs, weigh
+from theodolite.theory.decomposition import PARTS
+
+COARSE: dict[str, tuple[str, ...]] = {
+    "constant": ("mean", "bias"),
+    "pos": ("pos",),
+    "cvec": ("ctx", "resid"),
+}
+"""The coarser split of the paper (position and context), with what belongs to neither."""
+
+BLOCK = 64
+"""Queries whose logits are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Constituents:
+    """One layer's logits, split by the parts of the query's and of the key's hidden state.
+
+    With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`,
+    and over all a and b, with `additive` (ALiBi or another bias on logits; zeros without), they sum to `total`,
+    the model's own logits before its softmax. Where the family caps its logits, they are those before the cap;
+    learned sink columns belong to no key and are left out. Logits of pairs that `visible` hides are given too.
+
+    `logits`, `additive`, `total`, `attention` and `visible` of a single context lead with heads; of several
+    contexts, with contexts, then heads. All are computed when asked for, in float64; `logits` takes parts² · T²
+    numbers a head, so ask `logits_of(head)` where that is much.
+
+    Attributes:
+        names: of the parts; "mean", "pos", "ctx", "resid" and "bias" unless made coarser.
+        query, key: parts of queries and keys after rotation, grouped keys repeated for their query heads.
+        inputs: what the model's attention was given.
+        rounding: relative difference of the parts, each computed by itself, from the model's own queries and
+            keys; it is of the size of the dtype's rounding, and has been put into "resid".
+    """
+
+    names: tuple[str, ...]
+    query: Float64[Tensor, "parts contexts heads positions head_width"]
+    key: Float64[Tensor, "parts contexts heads positions head_width"]
+    inputs: AttentionInputs
+    rounding: float
+
+    @property
+    def logits(self) -> Float64[Tensor, "*contexts heads query_parts key_parts queries keys"]:
+        """([contexts,] heads, parts, parts, positions, positions): query part, key part, query, key."""
+        every = [self._logits_of(head) for head in range(self.query.shape[2])]
+        return self._squeezed(torch.stack(every, dim=1))
+
+    def logits_of(self, head: int) -> Float64[Tensor, "*contexts query_parts key_parts queries keys"]:
+        """Constituents of one head: ([contexts,] parts, parts, positions, positions)."""
+        if not 0 <= head < self.query.shape[2]:
+            raise UsageError(
+                f"head {head} does not exist: this layer has heads 0 to {self.query.shape[2] - 1}"
+            )
+        return self._squeezed(self._logits_of(head))
+
+    def _logits_of(self, head: int) -> Tensor:
+        query, key = self.query[:, :, head], self.key[:, :, head]
+        return torch.einsum("acid,bcjd->cabij", query, key) * self.inputs.scaling
+
+    @property
+    def additive(self) -> Float64[Tensor, "*contexts heads queries keys"]:
+        """What is added to a logit whatever query and key are: ([contexts,] heads, positions, positions)."""
+        return self._squeezed(self._additive())
+
+    def _additive(self) -> Tensor:
+        _, contexts, heads, length, _ = self.query.shape
+        bias = self.inputs.bias
+        if bias is None:
+            return self.query.new_zeros(1).expand(contexts, heads, length, length)
+        return bias.to(self.query).expand(contexts, heads, length, length)
+
+    @property
+    def total(self) -> Float64[Tensor, "*contexts heads queries keys"]:
+        """The model's own logits, before a cap: ([contexts,] heads, positions, positions)."""
+        query, key = self.inputs.query.to(self.query), self.inputs.key.to(self.query)
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return self._squeezed(query @ key.transpose(-1, -2) * self.inputs.scaling + self._additive())
+
+    @property
+    def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:
+        """Which keys a query sees: ([contexts,] heads, positions, positions)."""
+        _, contexts, heads, length, _ = self.query.shape
+        seen = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
+        if self.inputs.mask is not None:
+            seen = self.inputs.mask
+        elif self.inputs.causal:
+            seen = seen.tril()
+        return self._squeezed(seen.expand(contexts, heads, length, length))
+
+    @property
+    def attention(self) -> Float64[Tensor, "*contexts heads queries keys"]:
+        """The attention weights, with cap, mask and sink: ([contexts,] heads, positions, positions)."""
+        inputs = replace(self.inputs, query=self.inputs.query.double(), key=self.inputs.key.double())
+        return self._squeezed(dense_attention(inputs))
+
+    def coarse(self, groups: Mapping[str, Iterable[str]] = COARSE) -> Constituents:
+        """The split into fewer parts, each the sum of some of these; every part is in one group.
+
+        Raises:
+            UsageError: a part is in no group or in two, or there is no such part.
+        """
+        members = {name: tuple(parts) for name, parts in groups.items()}
+        if sorted(part for parts in members.values() for part in parts) != sorted(self.names):
+            raise UsageError(f"each of the parts {', '.join(self.names)} must be in one group")
+
+        def summed(parts: Tensor) -> Tensor:
+            index = [[self.names.index(part) for part in group] for group in members.values()]
+            return torch.stack([parts[i].sum(dim=0) for i in index])
+
+        return replace(self, names=tuple(members), query=summed(self.query), key=summed(self.key))
+
+    def _squeezed(self, values: Tensor) -> Tensor:
+        return values[0] if self.query.shape[1] == 1 else values
+
+
+@dataclass(frozen=True)
+class ShareSums:
+    """Sums whose ratios are shares of logit variance; one row a context, so that contexts can be resampled.
+
+    share = Σ products / Σ total: over all contexts, or over some of them.
+    """
+
+    products: Float64[Tensor, "contexts heads query_parts key_parts"]
+    additive: Float64[Tensor, "contexts heads"]
+    total: Float64[Tensor, "contexts heads"]
+
+    @staticmethod
+    def joined(parts: list[ShareSums]) -> ShareSums:
+        """All contexts of several sums."""
+        fields = ((s.products, s.additive, s.total) for s in parts)
+        return ShareSums(*(torch.cat(tensors) for tensors in zip(*fields, strict=True)))
+
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Shares (H, parts, parts), and of the additive bias (H); they sum to 1. NaN where logits do not vary."""
+        total = self.total.sum(dim=0)
+        total = torch.where(total > 0, total, torch.nan)
+        return self.products.sum(dim=0) / total[:, None, None], self.additive.sum(dim=0) / total
+
+    def standard_errors(self) -> tuple[Tensor, Tensor]:
+        """Of the shares, from leaving out one context after the other (jackknife); NaN for one context."""
+        count = len(self.total)
+        if count < 2:
+            shares, additive = self.shares()
+            return torch.full_like(shares, torch.nan), torch.full_like(additive, torch.nan)
+        keep = [[i for i in range(count) if i != left] for left in range(count)]
+        each = [ShareSums(self.products[k], self.additive[k], self.total[k]).shares() for k in keep]
+        shares, additive = (torch.stack(values) for values in zip(*each, strict=True))
+        factor = (
+            count - 1
+        ) ** 2 / count  # var() divides by count − 1, the jackknife multiplies by it over count
+        return (shares.var(dim=0) * factor).sqrt(), (additive.var(dim=0) * factor).sqrt()
+
+
+def share_sums(
+    query: Float[Tensor, "parts contexts heads positions head_width"],
+    key: Float[Tensor, "parts contexts key_heads positions head_width"],
+    inputs: AttentionInputs,
+) -> ShareSums:
+    """What each constituent adds to the variance of the logits, by context; softmax-invariant.
+
+    Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is
+    common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
+    over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
+    token is an outlier in most models, is left out as a query and as a key. No T×T matrix is kept.
+    """
+    parts, contexts, heads, _, width = query.shape
+    at_least = torch.promote_types(query.dtype, torch.float32)
+    # The parts of a key side by side, so that one product with the centred logits serves them all.
+    beside = key.to(at_least).permute(1, 2, 3, 0, 4).flatten(-2)
+    products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
+    additive = torch.zeros(contexts, heads, dtype=torch.float64, device=query.device)
+    total = torch.zeros_like(additive)
+    for block in replace(inputs, softcap=None).blocks(BLOCK):
+        visible = block.logits > MASKED / 2
+        if block.first == 0:
+            visible[..., 0] = False
+        if block.start == 0:
+            visible[:, :, 0] = False
+        logits = block.logits.masked_fill_(~visible, 0)
+        mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
+        centred = logits.sub_(mean).masked_fill_(~visible, 0)
+        summed = weigh(centred, beside[:, :, block.first : block.last]).unflatten(-1, (parts, width))
+        rows = query[:, :, :, block.start : block.stop].to(at_least) * inputs.scaling
+        products += torch.einsum("achid,chibd->chab", rows, summed).double()
+        total += torch.linalg.vector_norm(centred, dim=(-2, -1), dtype=torch.float64).square()
+        if inputs.bias is not None:
+            bias = inputs.bias[:, :, block.start : block.stop] if inputs.bias.shape[2] > 1 else inputs.bias
+            bias = bias[..., block.first : block.last].to(at_least)
+            additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
+    return ShareSums(products.cpu(), additive.cpu(), total.cpu())
+
+
+def head_shares(shares: Float64[Tensor, "heads parts parts"], additive: Float64[Tensor, " heads"]) -> Columns:
+    """Columns of the heads table: shares of position, context, both, what is in neither, and of a bias."""
+    pairs = paired_groups()
+    grouped = {name: sum(shares[:, a, b] for a, b in members) for name, members in pairs.items()}
+    return {
+        "share_position": grouped["pos-pos"],
+        "share_context": grouped["cvec-cvec"],
+        "share_cross": grouped["pos-cvec"] + grouped["cvec-pos"],
+        "share_constant": grouped["constant"],
+        "share_additive": additive,
+    }
+
+
+Columns = dict[str, Any]
+
+
+def paired_groups() -> dict[str, list[tuple[int, int]]]:
+    """The pairs (query part, key part), indices into `PARTS`, of each coarse constituent; all pairs, each once.
+
+    "constant" has every pair with a mean or a bias on either side.
+    """
+    group_of = {part: group for group, members in COARSE.items() for part in members}
+    pairs: dict[str, list[tuple[int, int]]] = {
+        name: [] for name in ("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant")
+    }
+    for a, query in enumerate(PARTS):
+        for b, key in enumerate(PARTS):
+            sides = (group_of[query], group_of[key])
+            pairs["constant" if "constant" in sides else "-".join(sides)].append((a, b))
+    return pairs
+
+
+def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
+    """The whole attention matrix; for a prompt."""
+    batch, heads, queries, _ = inputs.query.shape
+    weights = inputs.query.new_zeros(batch, heads, queries, inputs.key.shape[2])
+    for block in inputs.blocks(BLOCK):
+        weights[:, :, block.start : block.stop, block.first : block.last] = softmax(block.logits, inputs.sink)
+    return weights
+
+
+def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
+    """Attention weights of logits, with a learned sink column where there is one; its weight is left out."""
+    if sink is None:
+        return logits.softmax(dim=-1)
+    column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]

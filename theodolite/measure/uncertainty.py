@@ -1,0 +1,172 @@
+"""Standard errors of the layers table by resampling contexts, from sums kept by group of contexts.
+
+Nothing is run again: the accumulators hold eight groups' sums apart (`accumulate.sums.Groups`), and every number is
+taken anew from balanced halves of the groups, with the definitions of `geometry.py`. This module adds no number of
+its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from scipy.fft import dct
+from scipy.linalg import hadamard
+from torch import Tensor
+
+from theodolite.accumulate.means import Sample
+from theodolite.accumulate.second_moments import low_rank
+from theodolite.accumulate.sums import GROUPS, Groups, State
+from theodolite.measure.clusters import clusters
+from theodolite.measure.geometry import (
+    CUTOFFS,
+    Columns,
+    contextual,
+    product_frequencies,
+    screenot_bound,
+    stream,
+)
+from theodolite.theory.singular import screenot_threshold
+
+
+def balanced_halves() -> Float[Tensor, "halves groups"]:
+    """14 halves of the 8 groups as weights 0 and 1: rows of Hadamard's matrix of order 8, and their complements.
+
+    Any two groups are together in as many halves as they are apart: so for a mean over equal groups the spread of
+    the halves is exactly what independent groups would give (McCarthy 1969).
+    """
+    rows = torch.from_numpy(hadamard(GROUPS)[1:])
+    return (torch.cat([rows, -rows]) > 0).double()
+
+
+def half_sample_error(values: Float[Tensor, "halves ..."]) -> Tensor:
+    """Root mean square of the halves about their own mean; NaN where any half is NaN.
+
+    A half has as much noise again as the whole, so the spread of halves is the standard error of the whole. For a
+    mean over G = 8 equal groups it is s/√8, s² the sample variance of the group means. It has 7 degrees of freedom:
+    the standard error is itself known to about 27 %.
+    """
+    return (values - values.mean(dim=0)).square().mean(dim=0).sqrt()
+
+
+def standard_errors(
+    means: State,
+    sketches: State,
+    outliers: State,
+    sample: Sample,
+    labels: Int[Tensor, " sampled"],
+    found: Int[Tensor, "layers sampled"],
+) -> Columns:
+    """`<column>_se` for every column of `geometry.geometry`: contexts are what is drawn anew.
+
+    Contexts are resampled in eight groups of neighbours, so documents that fill a few contexts, and not single
+    contexts, may be what is independent. Statistics that do not move smoothly with the data (rank, counts of
+    dimensions, maxima) have a standard error too, but a coarse one; it can be 0 where all halves agree. k-means
+    goes on from the whole sample's clusters in each half: another start would add its own luck. Constants have 0.
+
+    Args:
+        means, sketches, outliers: states of `Means`, `MomentSketches` and `Outliers`.
+        sample, labels: as for `geometry`.
+        found: the clusters that k-means found on the whole sample, −1 for contexts in none.
+
+    Returns:
+        NaN in every row with fewer than eight contexts, and where a half has no such number.
+    """
+    grouped = Grouped(means, sketches, outliers, sample, labels, found)
+    halves = balanced_halves()
+    # Below eight contexts some groups are empty: the names are still those of a row, the numbers none.
+    drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
+    columns: Columns = {}
+    for layer in range(len(means["contexts"])):
+        rows = [grouped.statistics(layer, groups) for groups in drawn]
+        table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
+        errors = half_sample_error(table) if len(drawn) > 1 else torch.full_like(table[0], math.nan)
+        for name, error in zip(rows[0], errors.tolist(), strict=True):
+            columns.setdefault(f"{name}_se", []).append(error)
+    return columns
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """What the accumulators hold by group, and the numbers of any selection of groups.
+
+    The definitions are those of `geometry`; singular values come from the smaller Gram matrix, which is several
+    times faster and loses only those below 1e-8 of the largest, and cosines are taken in float32.
+    """
+
+    means: State
+    sketches: State
+    outliers: State
+    sample: Sample
+    labels: Int[Tensor, " sampled"]
+    found: Int[Tensor, "layers sampled"]
+
+    def statistics(self, layer: int, chosen: Float[Tensor, " groups"]) -> dict[str, float]:
+        """Every column of one layer, of the groups whose weight is 1 in `chosen` (the others' is 0)."""
+        contexts = chosen @ self.means["contexts"][layer]
+        total = torch.tensordot(chosen, self.means["position_sum"][layer, :, 1:], dims=1) / contexts
+        mean = total.mean(dim=0)
+        p = total - mean
+        row = positional(p, float(contexts), self._largest(layer, chosen))
+        groups = Groups(len(self.sample.slot)).of(self.sample.kept)
+        kept = chosen[groups] > 0
+        ctx, labels = self.means["context_mean"][layer, kept] - mean, self.labels[kept]
+        row |= contextual(p.float(), ctx.float(), labels)
+        row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
+        row |= stream(self.means, self.outliers, layer, chosen)
+        for name in ("massive_activations", "massive_activations_first"):  # counts, of the whole corpus
+            row[name] *= float(self.means["contexts"][layer].sum() / contexts)
+        return row | clusters(ctx, labels, self.found[layer, kept])[0]
+
+    def _largest(self, layer: int, chosen: Float[Tensor, " groups"]) -> float:
+        """The largest eigenvalue of the chosen groups' centred second moment, as their sketches see it."""
+        count, mean, sketch = (self.sketches[name][layer] for name in ("count", "mean", "sketch"))
+        directions = self.sketches["directions"][layer]
+        weight = chosen * count
+        difference = mean - weight @ mean / weight.sum()
+        between = difference.T @ (weight[:, None] * (difference @ directions))
+        factor = low_rank(torch.tensordot(chosen, sketch, dims=1) + between, directions)
+        return float(torch.linalg.eigvalsh(factor.T @ factor)[-1])
+
+
+def positional(p: Float[Tensor, "positions width"], contexts: float, largest: float) -> dict[str, float]:
+    """The columns of the positional basis P from one eigendecomposition, without its singular vectors.
+
+    Args:
+        p: the positional basis, (T−1, d).
+        contexts: how many contexts it is the mean of.
+        largest: ‖M‖₂² of the centred hidden states M of those contexts.
+    """
+    norms = torch.linalg.vector_norm(p, dim=1, keepdim=True)
+    unit = torch.where(norms > 0, p / torch.where(norms > 0, norms, 1.0), 0.0)
+    if p.shape[0] <= p.shape[1]:
+        gram = p @ p.T
+        products = norms * norms.T
+        cosines = torch.where(products > 0, gram / torch.where(products > 0, products, 1.0), 0.0)
+    else:
+        gram = p.T @ p
+        cosines = unit.T @ unit  # another matrix than that of cosines, with the same sum of squares
+    squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
+    low = torch.from_numpy(dct(unit.numpy(), type=2, norm="ortho", axis=0)[: max(CUTOFFS)])
+    energy = (low @ low.T).square().cumsum(0).cumsum(1)
+    whole = cosines.square().sum()
+    return {
+        "rank": float(_screenot_rank(squares.sqrt(), p)),
+        "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
+        "relative_norm": math.sqrt(contexts * float(squares[0]) / largest) if largest > 0 else math.nan,
+        **{
+            f"low_frequency_{k}": float(energy[min(k, len(low)) - 1, min(k, len(low)) - 1] / whole)
+            for k in CUTOFFS
+        },
+        **product_frequencies(p, squares),
+    }
+
+
+def _screenot_rank(values: Float[Tensor, " values"], p: Tensor) -> int:
+    """ScreeNOT's rank from singular values that are exact to √ε of the largest."""
+    rounding = math.sqrt(torch.finfo(torch.float64).eps * max(p.shape)) * values[0]
+    rows, columns = p.shape
+    threshold = torch.maximum(screenot_threshold(values, (rows, columns), screenot_bound(p)), rounding)
+    return int((values > threshold).sum())
