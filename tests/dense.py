@@ -73,6 +73,7 @@ def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
         unit_pos = pos / np.linalg.norm(pos, axis=1, keepdims=True)
         unit_ctx = ctx / np.linalg.norm(ctx, axis=1, keepdims=True)
         energy = dctn(unit_pos @ unit_pos.T, type=2, norm="ortho") ** 2
+        raw = dctn(pos @ pos.T, type=2, norm="ortho") ** 2
         k = min(20, (min(pos.shape) - 2) // 2)
         _, _, rank = adaptiveHardThresholding(pos, k, strategy="i")
         cross = np.abs(unit_pos @ unit_ctx.T)
@@ -87,6 +88,7 @@ def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
             "stable_rank": np.linalg.norm(pos) ** 2 / np.linalg.norm(pos, 2) ** 2,
             "relative_norm": np.linalg.norm(tiled, 2) / np.linalg.norm(everything, 2),
             **{f"low_frequency_{c}": energy[:c, :c].sum() / energy.sum() for c in (1, 3, 5, 10)},
+            **{f"pp_low_frequency_{c}": raw[:c, :c].sum() / raw.sum() for c in (1, 3, 5, 10)},
             "incoherence_mean": cross.mean(),
             "incoherence_max": cross.max(),
             "similarity_within": np.mean(same) if same else math.nan,

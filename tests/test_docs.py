@@ -38,8 +38,10 @@ def test_every_column_and_array_is_explained():
     run = survey(model, Corpus.python_docs(model.tokenizer, 32, 4))
     text = (ROOT / "docs" / "run-folder.md").read_text()
     named = set(re.findall(r"`([a-z_]+[a-zK0-9_]*)`", text))
-    named |= {f"low_frequency_{k}" for k in (1, 3, 5, 10)}
-    for column in [*run.layers.columns, *run.heads.columns, *run.arrays]:
+    named |= {name[:-1] + str(k) for name in named if name.endswith("_K") for k in (1, 3, 5, 10)}
+    tables = (run.layers, run.heads, run.constituents, run.attribution)
+    for column in [*(column for table in tables for column in table.columns), *run.arrays]:
+        column = column.removesuffix("_se") if "`…_se`" in text else column
         known = column.removesuffix("_data") in named or column in named | {"layer", "head"}
         parts = column.rsplit("_", 1)
         assert known or (f"_{parts[-1]}" in named and any(n.startswith(parts[0]) for n in named)), column

@@ -14,14 +14,18 @@ PACKAGE = Path(theodolite.__file__).parent
 # From the ground up; a module may import from its own line and from those before it.
 LAYERS = [
     {"errors"},
-    {"texts", "theory"},
+    {"texts", "arithmetic", "theory"},
     {"corpus", "models", "accumulate"},
-    {"measure"},
+    {"measure", "corpora"},
     {"run"},
+    {"splitting"},
+    {"attribution"},
     {"onepass"},
     {"result"},
     {"surveyor"},
     {"report", "train"},
+    {"experiments"},
+    {"screen"},
     {"cli"},
     {"__main__"},
 ]

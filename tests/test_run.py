@@ -18,7 +18,7 @@ from theodolite.run import TABLES, Run, Workspace
 
 def small_run() -> Run:
     tables = {name: pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]}) for name in TABLES}
-    provenance = {"schema_version": 1, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
+    provenance = {"schema_version": 2, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
     return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
 
 
@@ -54,11 +54,26 @@ def test_missing_damaged_and_newer_runs(tmp_path):
     with pytest.raises(UsageError, match="incomplete or damaged"):
         Run.load(folder)
     (folder / "run.json").write_text(json.dumps({"schema_version": 99}))
-    with pytest.raises(UsageError, match="schema 99, this theodolite reads up to 1: upgrade"):
+    with pytest.raises(UsageError, match="schema 99, this theodolite reads up to 2: upgrade"):
         Run.load(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(UsageError, match="damaged"):
         Run.load(folder)
+
+
+def test_a_run_of_schema_1_has_no_constituents(tmp_path):
+    """Runs of version 0.1 stay readable: the tables that they lack are empty."""
+    folder = small_run().save(tmp_path / "run").folder
+    for name in ("constituents", "attribution"):
+        (folder / f"{name}.parquet").unlink()
+    with pytest.raises(UsageError, match="incomplete or damaged"):
+        Run.load(folder)
+    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
+    (folder / "run.json").write_text(json.dumps(provenance))
+    loaded = Run.load(folder)
+    assert loaded.constituents.empty
+    assert loaded.attribution.empty
+    assert loaded.heads.equals(small_run().heads)
 
 
 def test_saving_over_something_is_refused(tmp_path):

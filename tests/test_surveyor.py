@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.fft import dctn
 
 from tests import checkpoints, dense
 from theodolite.corpus import Corpus
@@ -87,6 +88,45 @@ def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
             ours = torch.view_as_complex(run.arrays["spectrum" + suffix])[row.layer, row.head].numpy()
             theirs = sorted(np.linalg.eigvals(w), key=abs)[-8:]
             np.testing.assert_allclose(sorted(np.abs(ours)), np.sort(np.abs(theirs)), rtol=1e-4)
+
+
+def _frequencies(matrix: np.ndarray) -> list[float]:
+    energy = dctn(matrix, type=2, norm="ortho") ** 2
+    return [energy[:k, :k].sum() / energy.sum() for k in (1, 3, 5, 10)]
+
+
+def test_positional_columns_of_heads_equal_dense_matrices(checkpoint, opened, corpus):
+    """Oracle: P̃WP̃ᵀ, PWPᵀ and QKᵀ written out in numpy from weights by parameter name; scipy's transform."""
+    few = Corpus("few", corpus.contexts[:8], corpus.labels[:8], corpus.label_names, 0)
+    run = survey(opened("gpt2"), few)
+    reference = open_model(checkpoint("gpt2"))
+    kept = _kept(reference, few)
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        w = w_q @ w_k.T
+        x = kept.hidden[row.layer][:, 1:]
+        mean = x.mean((0, 1))
+        tilde = x.mean(0)
+        pos = tilde - mean
+        norm = (
+            state[f"transformer.h.{row.layer}.ln_1.{name}"].double().numpy() for name in ("weight", "bias")
+        )
+        gain, shift = norm
+        centred = tilde - tilde.mean(1, keepdims=True)
+        normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * gain + shift
+        for name, rows in (("argmax_property", tilde), ("argmax_property_normed", normed)):
+            matrix = rows @ w @ rows.T
+            local = [np.argmax(matrix[t, : t + 1]) == t for t in range(len(rows))]
+            assert getattr(row, name) == pytest.approx(np.mean(local)), name
+        bias = state[f"transformer.h.{row.layer}.attn.c_attn.bias"].double().numpy().reshape(3, -1, 8)
+        read = kept.inputs[row.layer][:, 1:]
+        logits = (read @ w_q + bias[0, row.head]) @ (read @ w_k + bias[1, row.head]).transpose(0, 2, 1)
+        expected = np.mean([_frequencies(context) for context in logits], axis=0)
+        for index, k in enumerate((1, 3, 5, 10)):
+            pwp = getattr(row, f"pwp_low_frequency_{k}")
+            assert pwp == pytest.approx(_frequencies(pos @ w @ pos.T)[index], rel=1e-4, abs=1e-7)
+            assert getattr(row, f"qk_low_frequency_{k}") == pytest.approx(expected[index], rel=1e-4)
 
 
 def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, corpus):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from theodolite.models import open_model as open_model
     from theodolite.report.page import write_report as write_report
     from theodolite.run import Run as Run
+    from theodolite.splitting import constituents as constituents
     from theodolite.surveyor import spectra as spectra
     from theodolite.surveyor import survey as survey
     from theodolite.theory.decomposition import decompose as decompose
@@ -27,6 +28,7 @@ _HOMES = {
     "OpenModel": "theodolite.models",
     "Run": "theodolite.run",
     "TheodoliteError": "theodolite.errors",
+    "constituents": "theodolite.splitting",
     "decompose": "theodolite.theory.decomposition",
     "open_model": "theodolite.models",
     "spectra": "theodolite.surveyor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -10,27 +11,25 @@ from typing import Any
 import pandas as pd
 import torch
 import transformers
-from jaxtyping import Float
-from torch import Tensor
 
 import theodolite
-from theodolite.accumulate.attention import SINK_THRESHOLD, diagonal_attention
+from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
-from theodolite.corpus import Corpus, repeated_random_tokens
+from theodolite.attribution import PATTERNS, attribution_table, pattern_scores_of
+from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
 from theodolite.measure.localization import LayerWeights, Localization, entropy_bound
+from theodolite.measure.positional import COLUMNS as POSITIONAL
+from theodolite.measure.positional import positional_heads
+from theodolite.measure.uncertainty import standard_errors
 from theodolite.models import OpenModel
-from theodolite.models.structure import backbone
-from theodolite.models.tap import tapped
+from theodolite.models.probe import HeadWeights
 from theodolite.onepass import OnePass, ShowProgress
 from theodolite.run import SCHEMA_VERSION, Run
-from theodolite.theory.attention import AttentionInputs, attend
-
-INDUCTION_CONTEXTS = 8
-"""Repeated random sequences on which induction is scored."""
+from theodolite.splitting import SPLIT_CONTEXTS, sampled_shares
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
 
@@ -45,8 +44,23 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     attention, outliers = done.attention_statistics.state(), done.outliers.state()
     kept = (done.sample.slot >= 0).nonzero().flatten()
     labels = corpus.labels[kept]
-    layers, arrays = geometry(done.means.state(), residual, outliers, done.sample, labels)
-    localization, projections = localize(model, inputs, length)
+    means = done.means.state()
+    layers, arrays = geometry(means, residual, outliers, done.sample, labels)
+    layers |= standard_errors(
+        means, done.sketches.state(), outliers, done.sample, labels, arrays["context_cluster"]
+    )
+    mean, pos = arrays["mean"], arrays["positional_basis"]
+    shares = sampled_shares(model, corpus.contexts, mean, pos, done.seed)
+    positional: dict[str, list[float]] = {name: [] for name in POSITIONAL}
+
+    def add_positional(layer: int, weights: HeadWeights | None) -> None:
+        empty = dict.fromkeys(POSITIONAL, [math.nan] * model.heads)
+        normed = shares.normed[layer]
+        found = weights and positional_heads(pos[layer], mean[layer], weights.w_q, weights.w_k, normed)
+        for name, values in (found or empty).items():
+            positional[name] += values
+
+    localization, projections = localize(model, inputs, length, tell=add_positional)
     arrays |= localization.stacked() | head_arrays(attention)
     layerwise = zip(
         attention["gram_norm"], localization.spectral_norm, attention["visible_keys"], strict=True
@@ -54,10 +68,33 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     bounds = [entropy_bound(float(gram_norm), norm, keys) for gram_norm, norm, keys in layerwise]
     measured: dict[str, list[float]] = head_columns(attention)
     measured["entropy_bound"] = torch.cat(bounds).tolist()
-    measured["induction"] = induction(model, length, done.seed).flatten().tolist()
+    scores = pattern_scores_of(model, length, done.seed)
+    measured["induction"] = scores[:, PATTERNS.index("induction")].flatten().tolist()
+    measured |= positional | shares.columns
+    attributed, not_attributed = attribution_table(model, scores, mean, pos, done.seed)
+    refused = not_attributed | shares.refused
     text = token_text(model)
     examples = corpus.contexts[: done.attention_statistics.examples]
-    described = {
+    return Run(
+        layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
+        heads=_heads_table(model, localization, projections, measured),
+        sinks=sinks_table(attention, text),
+        outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
+        examples=examples_table(attention, examples, SINK_THRESHOLD, text),
+        arrays=arrays,
+        provenance=_provenance(model)
+        | _described(done, fingerprint, seconds)
+        | {"constituents_refused": {str(layer): why for layer, why in sorted(refused.items())}},
+        constituents=shares.table,
+        attribution=attributed,
+    )
+
+
+def _described(done: OnePass, fingerprint: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The part of the provenance that is of this corpus and this pass."""
+    corpus = done.corpus
+    contexts, length = corpus.contexts.shape
+    return {
         "corpus": {
             "name": corpus.name,
             "sha256": corpus.sha256,
@@ -69,22 +106,14 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
         "counts": {
             "contexts": contexts,
             "tokens": contexts * length,
-            "unknown_tokens": _unknown_tokens(model, corpus),
+            "unknown_tokens": _unknown_tokens(done.model, corpus),
             "sampled_contexts": done.sample.size,
+            "split_contexts": min(contexts, SPLIT_CONTEXTS),
         },
         "seed": done.seed,
         "fingerprint": fingerprint,
         "wall_seconds": seconds,
     }
-    return Run(
-        layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
-        heads=_heads_table(model, localization, projections, measured),
-        sinks=sinks_table(attention, text),
-        outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
-        examples=examples_table(attention, examples, SINK_THRESHOLD, text),
-        arrays=arrays,
-        provenance=_provenance(model) | described,
-    )
 
 
 def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress: ShowProgress) -> Run:
@@ -107,9 +136,11 @@ def localize(
     inputs: State | None,
     length: int | None,
     show_progress: ShowProgress = lambda done, total: None,
+    tell: Callable[[int, HeadWeights | None], None] = lambda layer, weights: None,
 ) -> tuple[Localization, list[str]]:
     """Spectra of every head, with the covariance of the attention inputs where `inputs` gives it.
 
+    `tell` gets each layer's weights, None where they cannot be read: they are read once, and not kept.
     Also says of each layer what the spectra are of: "projection", "projection before norm" or "none".
     """
     localization = Localization()
@@ -121,7 +152,9 @@ def localize(
         except WorkError:
             weights = None
             projections.append("none")
+            tell(layer, None)
         else:
+            tell(layer, head)
             weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
             projections.append(head.projection)
         localization.add_layer(
@@ -133,29 +166,6 @@ def localize(
         )
     show_progress(model.layers, model.layers)
     return localization, projections
-
-
-def induction(model: OpenModel, length: int, seed: int) -> Float[Tensor, "layers heads"]:
-    """Mean attention from the second copy of a random sequence to the token after the first copy.
-
-    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
-    one less. NaN where there is no room for two copies of two tokens.
-    """
-    scores = torch.full((model.layers, model.heads), torch.nan, dtype=torch.float64)
-    vocabulary: Any = model.tokenizer or model.vocabulary
-    ids, start, half = repeated_random_tokens(vocabulary, length, INDUCTION_CONTEXTS, seed)
-    if half < 2:
-        return scores
-    layers = iter(range(model.layers))
-    second = range(start + half, start + 2 * half)
-
-    def listener(_: torch.nn.Module, inputs: AttentionInputs) -> Tensor:
-        scores[next(layers)] = diagonal_attention(inputs, half - 1, second).cpu()
-        return attend(inputs)
-
-    with tapped(model.hf, listener), torch.inference_mode():
-        backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
-    return scores
 
 
 def token_text(model: OpenModel) -> Callable[[int], str]:

@@ -1,7 +1,7 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    arrays.safetensors  report/
+    constituents.parquet  attribution.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
 here is ever pickled. This module measures nothing and draws nothing.
@@ -26,9 +26,20 @@ from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-TABLES = ("layers", "heads", "sinks", "outliers", "examples")
+TABLES_SINCE = {
+    "layers": 1,
+    "heads": 1,
+    "sinks": 1,
+    "outliers": 1,
+    "examples": 1,
+    "constituents": 2,
+    "attribution": 2,
+}
+"""The schema with which each table came; in a run of an older one it is empty."""
+
+TABLES = tuple(TABLES_SINCE)
 
 Progress = dict[str, Tensor]
 """Everything that an unfinished survey must keep to go on."""
@@ -44,6 +55,8 @@ class Run:
         sinks: which tokens became sinks of which head, and how often.
         outliers: outlier dimensions of each layer, with their shares.
         examples: the tokens of a few contexts with the attention that they receive.
+        constituents: the share of each head's logit variance that each pair of parts of query and key carries.
+        attribution: which constituents the heads that follow a pattern owe it to.
         arrays: name → tensor; `docs/run-folder.md` lists names and shapes.
         provenance: versions, model, corpus, seed, counts, wall time.
         folder: where it was loaded from or written to, if it was.
@@ -56,6 +69,8 @@ class Run:
     examples: pd.DataFrame
     arrays: dict[str, Tensor]
     provenance: dict[str, Any]
+    constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
+    attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
     folder: Path | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -83,7 +98,11 @@ class Run:
                 f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
             )
         try:
-            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            tables = {
+                name: pd.read_parquet(folder / f"{name}.parquet")
+                for name, since in TABLES_SINCE.items()
+                if since <= version
+            }
             arrays = load_file(folder / "arrays.safetensors")
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error

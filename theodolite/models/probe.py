@@ -80,8 +80,8 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
     Raises:
         WorkError: the layer's queries or keys are no affine function of its input, even before their norm.
     """
-    with tapped(model, _raise_captured), torch.inference_mode():
-        module = _double(structure.attention[layer])
+    with tapped(model, raise_captured), torch.inference_mode():
+        module = copied(structure.attention[layer], torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in ("projection", "projection before norm"):
             weights = _probe(module, call, width, projection)
@@ -101,7 +101,7 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
     device, dtype = parameter.device, parameter.dtype
 
     def send(rows: Tensor) -> AttentionInputs:
-        return _run(module, call, rows.to(device, dtype))
+        return run_until_tap(module, call, rows.to(device, dtype).unsqueeze(1))
 
     at_zero = send(torch.zeros(1, width, dtype=torch.float64))
     bias = _rows(at_zero)
@@ -142,15 +142,11 @@ def _norms_of_queries_and_keys(module: nn.Module, call: Call, width: int) -> lis
 
         return hook
 
-    hooks = [
-        child.register_forward_hook(keep(name))
-        for name, child in module.named_modules()
-        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
-    ]
+    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
     parameter = next(module.parameters())
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     try:
-        inputs = _run(module, call, row.to(parameter.device, parameter.dtype))
+        inputs = run_until_tap(module, call, row.to(parameter.device, parameter.dtype).unsqueeze(1))
     finally:
         for handle in hooks:
             handle.remove()
@@ -172,16 +168,40 @@ def _sorted_values(tensor: Tensor) -> Tensor:
     return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
 
 
-def _run(module: nn.Module, call: Call, rows: Tensor) -> AttentionInputs:
-    """Send `rows` (rows, width) through the attention module, each as a sequence of one token."""
+def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms inside an attention module, by name."""
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
+    ]
+
+
+def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
+    """Call the attention module as in `call` but with `hidden` (batch, positions, d); what arrives at the tap.
+
+    The tap must be listening with `raise_captured`. Floating-point arguments take the device and dtype of `hidden`.
+
+    Raises:
+        WorkError: as `call_until_tap` does.
+    """
     args, kwargs = call
-    floats = lambda value: _to_dtype(value, rows)  # noqa: E731
+    floats = lambda value: _to_dtype(value, hidden)  # noqa: E731
     args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
-    hidden = rows.unsqueeze(1)
     if "hidden_states" in kwargs:
         kwargs["hidden_states"] = hidden
     else:
         args = (hidden, *args[1:])
+    return call_until_tap(module, (args, kwargs))
+
+
+def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
+    """Call the attention module and stop where it reaches the tap, which listens with `raise_captured`.
+
+    Raises:
+        WorkError: the module did not call its attention function.
+    """
+    args, kwargs = call
     try:
         module(*args, **kwargs)
     except _Captured as captured:
@@ -189,18 +209,23 @@ def _run(module: nn.Module, call: Call, rows: Tensor) -> AttentionInputs:
     raise WorkError(f"{type(module).__name__} did not reach its attention function")
 
 
-def _raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+def raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """A listener that stops the attention module there; `call_until_tap` catches it."""
     raise _Captured(inputs)
 
 
-def _double(module: nn.Module) -> nn.Module:
-    """A float64 copy, or the module itself where its weights are not here to be copied (offloaded)."""
+def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in `dtype`, or the module itself where its weights are not here to be copied (offloaded)."""
     if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
         return module
-    return copy.deepcopy(module).double()
+    return copy.deepcopy(module).to(dtype)
 
 
 def _to_dtype(value: Any, like: Tensor) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(like.device, like.dtype)
+        if value.dtype == like.dtype:
+            return value.to(like.device)
+        # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
+        lowest = value <= torch.finfo(value.dtype).min / 2
+        return value.to(like.device, like.dtype).masked_fill(lowest.to(like.device), torch.finfo(like.dtype).min)
     return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value
