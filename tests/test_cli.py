@@ -101,10 +101,45 @@ def test_report_renders_a_run_again(checkpoint, text, tmp_path):
 
 def test_version_and_help():
     assert call("--version")[1].strip() == __version__
-    for command in ("survey", "spectra", "report", "train"):
+    for command in ("survey", "spectra", "report", "reproduce", "train"):
         status, stdout, _ = call(command, "--help")
         assert status == 0
         assert f"Example: theodolite {command}" in stdout
+
+
+def test_reproduce_lists_what_there_is():
+    status, stdout, _ = call("reproduce")
+    assert status == 0
+    assert "geometry/table1" in stdout
+    assert "geometry/figure13" in stdout
+    listed = json.loads(call("reproduce", "--json")[1])
+    assert {"geometry/table1", "geometry/figure24", "geometry/claims"} <= {row["name"] for row in listed}
+
+
+def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    options = ("--corpus", text, "--length", 40, "--contexts", 8, "--out", out)
+    names = "geometry/table1,geometry/table2,geometry/figure2"
+    status, stdout, _ = call("reproduce", names, checkpoint("gpt2"), *options)
+    assert status == 0
+    assert "paper" in stdout
+    assert "here" in stdout
+    assert "criterion: at most" in " ".join(stdout.split())
+    left_out = "geometry/figure2 is left out: geometry/figure2 needs contexts with at least two labels"
+    assert left_out in " ".join(stdout.split())
+    assert stdout.rstrip().endswith(f"Page: {out}/reproduce/index.html")
+    assert (out / "report" / "index.html").is_file()
+    before = (out / "arrays.safetensors").stat().st_mtime_ns
+    status, stdout, _ = call("reproduce", "geometry/table4", checkpoint("gpt2"), *options, "--json")
+    assert status == 0
+    result = json.loads(stdout)
+    assert result == json.loads((out / "reproduce" / "geometry-table4" / "result.json").read_text())
+    assert len(result["tables"]["this_run"]) == len(Run.load(out).layers)
+    assert (out / "arrays.safetensors").stat().st_mtime_ns == before
+    others = [
+        path.name for path in (out / "reproduce").iterdir() if path.name.startswith("on-random_tokens-")
+    ]
+    assert len([name for name in others if "." not in name]) == 1
 
 
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
@@ -138,6 +173,15 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         "missing model": (["survey", tmp_path / "nowhere"], "no checkpoint at"),
         "model without config": (["survey", tmp_path], "config.json"),
         "not a run": (["report", tmp_path], "no run at"),
+        "unknown experiment": (["reproduce", "geometry/tabel1", model], "did you mean geometry/table1"),
+        "experiment on no model": (
+            ["reproduce", "geometry/table1", tmp_path / "nowhere"],
+            "no checkpoint at",
+        ),
+        "experiment into a file": (
+            ["reproduce", "geometry/table1", model, "--corpus", text, "--length", 32, "--out", text],
+            "is no run: choose another --out",
+        ),
         "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
         "unwritable": (

@@ -1,4 +1,4 @@
-"""The command line: parsing, progress bars and short tables. Nothing is measured here.
+"""The command line: parsing, and which function does the work. Nothing is measured here.
 
 Heavy imports happen inside the commands, so that `theodolite --help` answers at once.
 """
@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from theodolite import __version__
-from theodolite.errors import TheodoliteError, UsageError
+from theodolite.errors import UsageError
+from theodolite.screen import interruptible, one_line_errors, progress, screen, show_tracebacks
 
 if TYPE_CHECKING:
+    from theodolite.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.run import Run
 
@@ -38,8 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
 )
-_screen = Console(stderr=True)
-_debug = False
 
 Model = Annotated[
     str | None,
@@ -47,6 +41,16 @@ Model = Annotated[
         help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False
     ),
 ]
+CorpusSpec = Annotated[
+    str | None,
+    typer.Option(
+        help="A file or folder of .txt .md .jsonl .parquet; docs, code or random; or hf:NAME[:CONFIG[:SPLIT]] "
+        "[default: docs, the text inside every Python]."
+    ),
+]
+Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
+RunFolder = Annotated[Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")]
+TextColumnName = Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")]
 Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the tables as JSON and nothing else.")]
@@ -73,8 +77,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    global _debug
-    _debug = debug
+    show_tracebacks(debug)
     # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -85,24 +88,14 @@ def _options(
 @app.command("survey")
 def survey_command(
     model: Model = None,
-    corpus: Annotated[
-        str | None,
-        typer.Option(
-            help="A file or folder of .txt .md .jsonl .parquet; docs, code or random; or hf:NAME[:CONFIG[:SPLIT]] "
-            "[default: docs, the text inside every Python]."
-        ),
-    ] = None,
+    corpus: CorpusSpec = None,
     length: Length = None,
-    contexts: Annotated[int, typer.Option(help="Contexts to read at most.")] = DEFAULT_CONTEXTS,
+    contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")
-    ] = None,
+    out: RunFolder = None,
     as_json: AsJson = False,
     batch: Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")] = None,
-    text_column: Annotated[
-        str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")
-    ] = "text",
+    text_column: TextColumnName = "text",
     dtype: Dtype = "auto",
     device: Device = None,
     device_map: DeviceMap = None,
@@ -112,14 +105,14 @@ def survey_command(
 
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
-    with _one_line_errors(), _interruptible() as stopped:
+    with one_line_errors(), interruptible() as stopped:
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
         opened = _open(model, dtype, device, device_map, revision)
         read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
-        folder = out or Path("runs") / f"{_short(opened.id)}-{_short(read.name)}"
-        with _progress("surveying", "contexts", stopped) as show:
+        folder = out or _default_folder(opened, read)
+        with progress("surveying", "contexts", stopped) as show:
             run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
         page = write_report(run, folder / "report")
         _finish(run, page, as_json)
@@ -139,12 +132,12 @@ def spectra_command(
 
     Example: theodolite spectra gpt2 --json
     """
-    with _one_line_errors(), _interruptible() as stopped:
+    with one_line_errors(), interruptible() as stopped:
         from theodolite.report.page import write_report
         from theodolite.surveyor import spectra
 
         opened = _open(model, dtype, device, device_map, revision)
-        with _progress("reading weights", "layers", stopped) as show:
+        with progress("reading weights", "layers", stopped) as show:
             run = spectra(opened, out, show_progress=show)
         page = None if out is None else write_report(run, out / "report")
         _finish(run, page, as_json)
@@ -158,7 +151,7 @@ def report_command(
 
     Example: theodolite report runs/gpt2
     """
-    with _one_line_errors():
+    with one_line_errors():
         from theodolite.report.page import write_report
         from theodolite.run import Run
 
@@ -166,31 +159,104 @@ def report_command(
         _finish(loaded, write_report(loaded, run / "report"), False)
 
 
+@app.command("reproduce")
+def reproduce_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="geometry, geometry/table1, …; several with commas. Without a name: the list."),
+    ] = None,
+    model: Model = None,
+    corpus: CorpusSpec = None,
+    other: Annotated[
+        str | None, typer.Option(help="Second text, for geometry/table2 [default: random tokens].")
+    ] = None,
+    length: Length = None,
+    contexts: Contexts = DEFAULT_CONTEXTS,
+    seed: Seed = 0,
+    out: RunFolder = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON and nothing else.")
+    ] = False,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Make published tables and figures again for a model, with a verdict on each claim.
+
+    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/.
+
+    Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
+    """
+    with one_line_errors(), interruptible() as stopped:
+        from theodolite.experiments import Study, find
+        from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
+
+        if name is None:
+            print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
+            return
+        from theodolite.report.page import write_report
+        from theodolite.surveyor import survey
+
+        experiments = find(name)
+        opened = _open(model, dtype, device, device_map, revision)
+        read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
+        second = other and _read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
+
+        def surveyed(a_model: OpenModel, text: Any, place: Path | None) -> Run:
+            with progress(f"surveying {_short(text.name)}", "contexts", stopped) as show:
+                return survey(a_model, text, place, seed=seed, show_progress=show)
+
+        folder = out or _default_folder(opened, read)
+        pages = folder / "reproduce"
+        run = surveyed(opened, read, folder)
+        if not (folder / "report" / "index.html").is_file():
+            write_report(run, folder / "report")
+        study = Study(run, opened, read, second or None, folder=pages, survey=surveyed)
+        page = run_experiments(experiments, study, pages, Console(), as_json=as_json)
+        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+
+
 @app.command("train")
 def train_command(
     out: Annotated[Path, typer.Option(help="Folder for the model and its tokenizer.")],
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps [default: those of the embedded model].")
+    kind: Annotated[
+        str, typer.Argument(help="embedded (the model inside this package), characters or addition.")
+    ] = "embedded",
+    text: Annotated[
+        Path | None, typer.Option(help="Text that characters reads, such as Shakespeare's plays.")
     ] = None,
+    positions: Annotated[str | None, typer.Option(help="learned or rotary [default: learned].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")] = None,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")] = None,
+    series: Annotated[
+        bool, typer.Option("--series", help="Keep weights along the way, as OUT/series.")
+    ] = False,
     seed: Seed = 0,
     threads: Annotated[int, typer.Option(help="Processor cores to use.")] = 2,
 ) -> None:
-    """Train the small embedded model again, on the text inside every Python.
+    """Train a small model: the embedded one again, one of characters, or one that adds.
 
-    Example: theodolite train --out my-model --seed 0
+    Example: theodolite train addition --positions rotary --out adder --seed 0
     """
-    with _one_line_errors():
-        from dataclasses import replace
+    with one_line_errors():
+        import transformers
 
-        from theodolite.train.tiny import TinyConfig, train_tiny
+        from theodolite.train.command import train
 
-        config = TinyConfig(seed=seed)
-        config = config if steps is None else replace(config, steps=steps)
-        result = train_tiny(out, config=config, threads=threads, console=_screen)
-        for source, loss in result.validation_loss.items():
-            bigram = result.bigram_loss[source]
-            print(f"{source}: validation loss {loss:.3f} nats a token (bigram model {bigram:.3f})")
-        print(result.folder)
+        transformers.utils.logging.disable_progress_bar()
+        options = {
+            "positions": positions,
+            "steps": steps,
+            "batch": batch,
+            "learning_rate": rate,
+            "series": series or None,
+        }
+        for line in train(kind, out, text=text, options=options, seed=seed, threads=threads, console=screen):
+            print(line)
+        print(out)
 
 
 def _open(
@@ -201,14 +267,14 @@ def _open(
     from theodolite.models import open_model
 
     transformers.utils.logging.disable_progress_bar()
-    with _screen.status(f"opening {model or 'the embedded model'}"):
+    with screen.status(f"opening {model or 'the embedded model'}"):
         return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
 
 
 def _read_corpus(
     model: OpenModel, spec: str | None, length: int | None, contexts: int, seed: int, text_column: str
 ) -> Any:
-    from theodolite.corpus import make_corpus
+    from theodolite.corpora import make_corpus
 
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
@@ -216,7 +282,7 @@ def _read_corpus(
     if seed < 0:
         raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
     chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
-    with _screen.status("reading the text"):
+    with screen.status("reading the text"):
         return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
 
 
@@ -228,84 +294,11 @@ def _finish(run: Run, page: Path | None, as_json: bool) -> None:
     else:
         show_run(run, Console())
     if page is not None:
-        (_screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
+        (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except TheodoliteError as error:
-        if _debug:
-            raise
-        _say_error(str(error))
-        raise typer.Exit(error.exit_status) from None
-    except KeyboardInterrupt:
-        _say_error("interrupted; run the same command again to go on")
-        raise typer.Exit(130) from None
-    except MemoryError:
-        _say_error("out of memory: use a smaller --batch or --length")
-        raise typer.Exit(1) from None
-    except Exception as error:
-        if _debug:
-            raise
-        first = (str(error).strip().splitlines() or [""])[0]
-        _say_error(f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)")
-        raise typer.Exit(1) from None
-
-
-def _say_error(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C finish the batch and save progress; a second one stops at once."""
-    pressed = False
-
-    def note(*_: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        _screen.print("stopping after this batch; press Ctrl-C again to stop at once")
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Callable[[int, int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=_screen)
-    task = bar.add_task(title, rate="", total=None)
-    begun: list[tuple[float, int]] = []  # when the work began, and how much was done before
-
-    def show(done: int, total: int) -> None:
-        if stopped():
-            raise KeyboardInterrupt
-        if not begun:
-            bar.start()  # not before: what is wrong with the call is said without a bar
-            begun.append((time.monotonic(), done))
-        started, before = begun[0]
-        seconds = time.monotonic() - started
-        rate = f"{(done - before) / seconds:.1f} {unit}/s" if done > before and seconds > 0 else unit
-        bar.update(task, completed=done, total=total, rate=rate)
-
-    try:
-        yield show
-    finally:
-        if begun:
-            bar.stop()
+def _default_folder(model: OpenModel, corpus: Corpus) -> Path:
+    return Path("runs") / f"{_short(model.id)}-{_short(corpus.name)}"
 
 
 def _short(name: str) -> str:

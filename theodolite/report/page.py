@@ -55,8 +55,8 @@ def write_report(run: Run, folder: str | Path) -> Path:
     with writing(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _replace(folder / PLOTLY, get_plotlyjs())
-            _replace(folder / "index.html", page)
+            replace_file(folder / PLOTLY, get_plotlyjs())
+            replace_file(folder / "index.html", page)
         except BaseException:
             if not existed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -66,8 +66,8 @@ def write_report(run: Run, folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page as one string of HTML."""
-    environment = _environment()
-    blocks = {section: [_block(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
+    jinja = environment()
+    blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
     templates = resources.files("theodolite.report") / "templates"
     static = {name: (templates / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
     values: dict[str, Any] = {
@@ -85,12 +85,12 @@ def render(run: Run) -> str:
         "heads": content.heads_table(run),
         "first_head": content.first_head(run),
         "cards": script_json(content.head_cards(run)),
-        "themes": script_json(_themes()),
+        "themes": script_json(themes()),
         "provenance": content.provenance_rows(run),
         "plotly": PLOTLY,
         **{name.replace(".", "_"): text for name, text in static.items()},
     }
-    template = environment.get_template("page.html.j2")
+    template = jinja.get_template("page.html.j2")
     # The nonce is the digest of the page without it: fixed for a run, and nothing that a text could know.
     nonce = hashlib.sha256(template.render(values, nonce="").encode("utf-8", "surrogatepass")).hexdigest()[
         :32
@@ -98,7 +98,8 @@ def render(run: Run) -> str:
     return template.render(values, nonce=nonce)
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """Of all pages: whatever a template shows is escaped, and what it lacks is an error."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("theodolite.report"),
         autoescape=True,
@@ -108,7 +109,8 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def _block(run: Run, exhibit: Exhibit) -> Block:
+def block_of(run: Run, exhibit: Exhibit) -> Block:
+    """What a template needs of an exhibit: its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.draw(run), exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
     if choice is None:
@@ -133,7 +135,8 @@ def _topics(findings: list[Finding]) -> list[tuple[str, list[Finding]]]:
     return list(topics.items())
 
 
-def _themes() -> dict[str, Any]:
+def themes() -> dict[str, Any]:
+    """The figures' light and dark templates, and which colours change between them."""
     return {
         "light": style.template().to_plotly_json(),
         "dark": style.template(dark=True).to_plotly_json(),
@@ -141,7 +144,7 @@ def _themes() -> dict[str, Any]:
     }
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` under a temporary name and rename it."""
     temporary = path.with_name(path.name + ".writing")
     try:

@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
@@ -88,7 +89,7 @@ RELATIVE_NORM: Rows = {
 
 @dataclass(frozen=True)
 class Average:
-    """One row of Table 1: mean over layers and, in brackets there, the standard deviation over layers."""
+    """Numbers of Table 1: mean over layers and, in brackets there, the standard deviation over layers."""
 
     rank: tuple[float, float]
     relative_norm: tuple[float, float]
@@ -97,19 +98,71 @@ class Average:
     incoherence: tuple[float, float]
 
 
-# Table 1, OpenWebText (the one text that all four models were measured on).
-AVERAGES: dict[str, Average] = {
-    "GPT-2": Average((11.38, 1.86), (0.84, 0.18), (0.10, 0.01), (0.44, 0.04), (0.051, 0.05)),
-    "BERT": Average((12.54, 2.73), (0.78, 0.18), (0.13, 0.04), (0.26, 0.04), (0.046, 0.05)),
-    "BLOOM": Average((10.23, 1.31), (0.30, 0.16), (0.15, 0.14), (0.32, 0.09), (0.158, 0.23)),
-    "Llama 2": Average((9.38, 1.15), (0.14, 0.03), (0.17, 0.19), (0.43, 0.12), (0.190, 0.24)),
-}
+@dataclass(frozen=True)
+class AverageRow(Average):
+    """A row of Table 1 with its model and text; NaN where the paper prints a dash."""
+
+    model: str
+    text: str
+
+
+TEXTS = ("GitHub", "OpenWebText", "WikiText")
+"""The texts of the three rows that Tables 4 to 6 give each model."""
+
+_NONE = (math.nan, math.nan)
+
+# Table 1.
+TABLE_1 = (
+    AverageRow((7.86, 1.96), (0.66, 0.28), _NONE, _NONE, _NONE, "NanoGPT", "Shakespeare"),
+    AverageRow(
+        (11.38, 1.86), (0.84, 0.18), (0.10, 0.01), (0.44, 0.04), (0.051, 0.05), "GPT-2", "OpenWebText"
+    ),
+    AverageRow((11.69, 1.64), (0.76, 0.18), (0.11, 0.01), (0.41, 0.03), (0.039, 0.04), "GPT-2", "WikiText"),
+    AverageRow((12.54, 2.73), (0.78, 0.18), (0.13, 0.04), (0.26, 0.04), (0.046, 0.05), "BERT", "OpenWebText"),
+    AverageRow((12.62, 2.70), (0.76, 0.18), (0.17, 0.03), (0.31, 0.04), (0.043, 0.04), "BERT", "WikiText"),
+    AverageRow(
+        (10.23, 1.31), (0.30, 0.16), (0.15, 0.14), (0.32, 0.09), (0.158, 0.23), "BLOOM", "OpenWebText"
+    ),
+    AverageRow((10.00, 1.47), (0.31, 0.13), (0.14, 0.13), (0.31, 0.09), (0.148, 0.23), "BLOOM", "WikiText"),
+    AverageRow(
+        (9.38, 1.15), (0.14, 0.03), (0.17, 0.19), (0.43, 0.12), (0.190, 0.24), "Llama 2", "OpenWebText"
+    ),
+    AverageRow((8.69, 0.91), (0.07, 0.04), (0.47, 0.35), (0.60, 0.25), (0.316, 0.27), "Llama 2", "WikiText"),
+    AverageRow((8.69, 1.67), (0.21, 0.05), (0.17, 0.10), (0.40, 0.07), (0.189, 0.20), "Llama 2", "GitHub"),
+)
+# The same on OpenWebText, the one text that all four models were measured on.
+AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
 # Section 5: "random baseline is about 0.1" (of the maximum).
 
-# Table 3, first row: share of the Gram matrix's energy in the K × K lowest frequencies, GPT-2.
+# Table 3: share of energy in the K × K lowest frequencies, GPT-2, of the Gram matrix, of PWPᵀ and of the QK matrix.
 LOW_FREQUENCY: dict[int, float] = {1: 0.394, 3: 0.954, 5: 0.982, 10: 0.997}
-# Table 2: the same at K = 10, on texts unlike the training text.
-LOW_FREQUENCY_OTHER_TEXT: dict[str, float] = {"BERT": 0.702, "BLOOM": 0.956}
+LOW_FREQUENCY_PWP: dict[int, float] = {1: 0.459, 3: 0.965, 5: 0.988, 10: 0.999}
+LOW_FREQUENCY_QK: dict[int, float] = {1: 0.840, 3: 0.900, 5: 0.904, 10: 0.912}
+
+
+@dataclass(frozen=True)
+class OtherText:
+    """A row of Table 2: texts unlike the training text, and the rank that Table 1 has for the training text."""
+
+    model: str
+    text: str
+    rank: tuple[float, float]
+    low_frequency: float
+    trained_rank: float
+
+
+TABLE_2 = (
+    OtherText("NanoGPT", "WikiText", (5.43, 1.84), 0.840, 7.86),
+    OtherText("GPT-2", "GitHub", (11.54, 1.55), 0.995, 11.38),
+    OtherText("BERT", "GitHub", (12.46, 2.47), 0.702, 12.54),
+    OtherText("BLOOM", "random tokens", (10.44, 2.25), 0.956, 10.23),
+)
+# Table 2 again: K = 10, on texts unlike the training text.
+LOW_FREQUENCY_OTHER_TEXT: dict[str, float] = {
+    row.model: row.low_frequency for row in TABLE_2 if row.model in ("BERT", "BLOOM")
+}
+# Appendix B.2, on a random sequence: norm of layer 1 and of the last layer over that of layer 0, GPT-2.
+NORM_RATIO_FIRST, NORM_RATIO_LAST = 10.92, 109.8
 # Section 4.3 and D.3: a model of additions, whose positional basis is not smooth.
 LOW_FREQUENCY_ADDITION = 0.5
 

@@ -1,0 +1,196 @@
+"""What an experiment is, what it gives, and how a number is judged against a criterion.
+
+A verdict always carries its number, the number's standard error where the run has one, and the criterion with
+where it comes from. Nothing here reads a run, draws or writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pandas as pd
+
+from theodolite.report.data import Floats
+from theodolite.report.exhibit import Exhibit
+from theodolite.report.text import number, visible
+
+if TYPE_CHECKING:
+    from theodolite.experiments.study import Study
+
+Answer = Literal["holds", "fails", "not testable here"]
+HOLDS: Answer = "holds"
+FAILS: Answer = "fails"
+UNTESTABLE: Answer = "not testable here"
+
+ERRORS = 2.0
+"""A number nearer to its criterion than so many standard errors decides nothing."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim of the paper, in its words where they are short; what became of it; the numbers that say so."""
+
+    claim: str
+    verdict: Answer
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity: what the paper prints (“…”: its words; empty: nothing), and what was measured here, as shown."""
+
+    quantity: str
+    paper: str
+    here: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment gives.
+
+    Attributes:
+        comparisons: the few numbers that stand side by side, paper and here.
+        verdicts: on each claim that the experiment decides.
+        tables: name → table, with every number behind the figures.
+        exhibits: the figures with their captions.
+        runs: what was surveyed besides the run itself: name → provenance.
+    """
+
+    comparisons: list[Comparison]
+    verdicts: list[Verdict]
+    tables: dict[str, pd.DataFrame]
+    exhibits: list[Exhibit] = field(default_factory=list)
+    runs: dict[str, dict[str, object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A published table or figure.
+
+    Attributes:
+        name: `geometry/table1`.
+        title: what it shows.
+        paper: the paper's own finding in a sentence, with its place.
+        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`.
+        make: the work.
+    """
+
+    name: str
+    title: str
+    paper: str
+    needs: tuple[str, ...]
+    make: Callable[[Study], Outcome]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A limit, the side of it on which the claim holds, and where the limit comes from."""
+
+    side: Literal["at most", "at least"]
+    limit: float
+    source: str
+
+    def met(self, values: Floats | float) -> Floats:
+        """Whether each value is on the right side."""
+        signed = np.asarray(values, dtype=np.float64) - self.limit
+        return np.asarray(signed <= 0 if self.side == "at most" else signed >= 0)
+
+    def __str__(self) -> str:
+        return f"criterion: {self.side} {number(self.limit)}, {self.source}"
+
+
+def harmless(text: str, limit: int | None = None) -> str:
+    """A sentence that may quote names from files, its control and direction characters made visible."""
+    return visible(text.replace("\u00a0", " "), limit)  # our own spaces between a number and its unit
+
+
+def plus_minus(value: float, error: float) -> str:
+    """`0.43 ± 0.02`, or `0.43` where there is no standard error; as many decimals as the error deserves."""
+    if not (math.isfinite(value) and math.isfinite(error)):
+        return number(value)
+    if error == 0:  # all half-samples agree, as they do on many a rank
+        return f"{number(value)} ± 0"
+    decimals = min(max(0, 1 - math.floor(math.log10(error))), 6)
+    if abs(value) >= 1e5 or decimals == 6:
+        return f"{number(value)} ± {number(error, 2)}"
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}".replace("-", "−")
+
+
+def place_of(name: str) -> tuple[str, bool, str, int]:
+    """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
+    group, _, own = name.rpartition("/")
+    kind = own.rstrip("0123456789")
+    numbered = kind in ("table", "figure")
+    return group, not numbered, {"table": "", "figure": " "}.get(kind, own), int(own[len(kind) :] or 0)
+
+
+def judge(claim: str, what: str, value: float, criterion: Criterion, error: float = math.nan) -> Verdict:
+    """Compare one number with its criterion; within `ERRORS` standard errors of it, nothing is decided.
+
+    Args:
+        claim: the paper's.
+        what: name of the number, with what it is taken over ("mean rank of 13 layers").
+        value, error: the number and its standard error (NaN: the run has none).
+        criterion: the limit.
+    """
+    if not math.isfinite(value):
+        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
+    known = math.isfinite(error)
+    evidence = f"{what}: {plus_minus(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
+    if known and abs(value - criterion.limit) < ERRORS * error:
+        near = f"{evidence}; within {ERRORS:g} standard errors of it"
+        return Verdict(claim, UNTESTABLE, near)
+    return Verdict(claim, HOLDS if criterion.met(value) else FAILS, evidence)
+
+
+def judge_layers(
+    claim: str, what: str, values: Floats, criterion: Criterion, errors: Floats | None = None
+) -> Verdict:
+    """Compare one number a layer with a criterion that more than half of the layers must meet.
+
+    A layer within `ERRORS` standard errors of the limit counts for neither side.
+    """
+    errors = np.full(len(values), np.nan) if errors is None else errors
+    finite = np.isfinite(values)
+    if not finite.any():
+        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
+    near = finite & (np.abs(values - criterion.limit) < ERRORS * np.nan_to_num(errors))
+    met, total = finite & criterion.met(values) & ~near, int(finite.sum())
+    yes, no = int(met.sum()), int((finite & ~near & ~met).sum())
+    spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
+    known = np.isfinite(errors).any()
+    error = f", standard errors up to {number(np.nanmax(errors), 2)}" if known else ", no standard errors"
+    evidence = (
+        f"{what}: in {yes} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
+    )
+    if near.any():
+        evidence += f"; {int(near.sum())} within {ERRORS:g} standard errors of it"
+    if 2 * yes > total:
+        return Verdict(claim, HOLDS, evidence)
+    return Verdict(claim, FAILS if 2 * no >= total else UNTESTABLE, evidence)
+
+
+def layer_mean(values: Sequence[float] | Floats, errors: Floats | None = None) -> tuple[float, float, float]:
+    """Mean over layers, standard deviation over layers (over N, as Table 1 prints it), standard error of the mean.
+
+    The layers share their contexts, so their errors add up rather than average out: the mean of the standard
+    errors is the most that the error of the mean can be, and is what is given.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(array).any():
+        return math.nan, math.nan, math.nan
+    known = errors is not None and np.isfinite(errors).any()
+    return (
+        float(np.nanmean(array)),
+        float(np.nanstd(array)),
+        float(np.nanmean(errors)) if known and errors is not None else math.nan,
+    )
+
+
+def bracketed(mean: float, deviation: float, digits: int = 3) -> str:
+    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
+    return f"{number(mean, digits)} ({number(deviation, digits)})" if math.isfinite(mean) else number(mean)

@@ -1,0 +1,45 @@
+"""Every claim that the other experiments judge, on one page. Nothing is measured here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Comparison, Experiment, Outcome, Verdict
+
+if TYPE_CHECKING:
+    from theodolite.experiments.study import Study
+
+
+def claims(experiments: list[Experiment]) -> Experiment:
+    """The experiment that collects the verdicts of `experiments`."""
+
+    def make(study: Study) -> Outcome:
+        verdicts: list[Verdict] = []
+        rows: list[dict[str, str]] = []
+        runs: dict[str, dict[str, object]] = {}
+        for experiment in experiments:
+            try:
+                outcome = study.outcome(experiment)
+                judged = outcome.verdicts
+                runs |= outcome.runs
+            except UsageError as error:
+                judged = [Verdict(experiment.title, UNTESTABLE, str(error))]
+            for verdict in judged:
+                verdicts.append(verdict)
+                rows.append({"experiment": experiment.name, **vars(verdict)})
+        counted = [
+            Comparison(f"claims: {answer}", "", str(sum(verdict.verdict == answer for verdict in verdicts)))
+            for answer in (HOLDS, FAILS, UNTESTABLE)
+        ]
+        return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)
+
+    return Experiment(
+        "geometry/claims",
+        "Every claim that the other experiments judge, on one page",
+        "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent (section 2)",
+        (),
+        make,
+    )

@@ -1,0 +1,188 @@
+"""Outcomes as files: a page that opens from disk, `result.json` and tables, and an index of all of a run's.
+
+The page keeps the report's rules: every string escaped, a content policy that lets only our two scripts run, the
+same outcome gives the same bytes. A folder is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from plotly.offline import get_plotlyjs
+
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNTESTABLE,
+    Experiment,
+    Outcome,
+    Verdict,
+    harmless,
+    place_of,
+)
+from theodolite.report import content
+from theodolite.report.page import PLOTLY, block_of, environment, replace_file, themes
+from theodolite.report.payload import script_json
+from theodolite.report.text import visible
+from theodolite.run import Run, writing
+
+RESULT = "result.json"
+MARKS = {HOLDS: "✓", FAILS: "✗", UNTESTABLE: "–"}
+SCHEMA_VERSION = 1
+
+
+def folder_of(name: str, place: Path) -> Path:
+    """Where the outcome of an experiment lies below `place`."""
+    return place / name.replace("/", "-")
+
+
+def result(experiment: Experiment, outcome: Outcome, run: Run) -> dict[str, Any]:
+    """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "verdicts": [vars(verdict) for verdict in outcome.verdicts],
+        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "tables": {name: _records(table) for name, table in outcome.tables.items()},
+        "provenance": run.provenance,
+        "other_runs": outcome.runs,
+    }
+
+
+def write_outcome(experiment: Experiment, outcome: Outcome, run: Run, place: str | Path) -> Path:
+    """Write `place`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
+
+    What was there by that name is replaced, at once or not at all; Plotly's script lies in `place`, shared.
+
+    Raises:
+        WorkError: the folder cannot be written.
+    """
+    place = Path(place)
+    folder = folder_of(experiment.name, place)
+    temporary, old = (folder.with_name(f"{folder.name}.{state}") for state in ("writing", "old"))
+    page = render(experiment, outcome, run)
+    text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
+    with writing(folder):
+        for stale in (temporary, old):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            if not (place / PLOTLY).is_file():
+                replace_file(place / PLOTLY, get_plotlyjs())
+            (temporary / "index.html").write_text(page, encoding="utf-8")
+            (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
+            for name, table in outcome.tables.items():
+                table.to_parquet(temporary / f"table-{name}.parquet", index=False)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    return folder / "index.html"
+
+
+def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
+    """The page of one outcome as one string of HTML."""
+    tables = {name: content.frame_table(table) for name, table in outcome.tables.items()}
+    return _rendered(
+        "experiment.html.j2",
+        {
+            "name": experiment.name,
+            "title": experiment.title,
+            "paper": experiment.paper,
+            "model": visible(run.provenance["model"]["id"], 80),
+            "subtitle": content.subtitle(run),
+            "text_line": content.text_line(run),
+            "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
+            "comparisons": [
+                {key: harmless(value) for key, value in vars(comparison).items()}
+                for comparison in outcome.comparisons
+            ],
+            "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
+            "tables": {name: table for name, table in tables.items() if table is not None},
+            "provenance": content.provenance_rows(run),
+            "themes": script_json(themes()),
+            "plotly": f"../{PLOTLY}",
+        },
+    )
+
+
+def write_index(place: str | Path) -> Path | None:
+    """Write `place`/index.html, which links every outcome below it with its verdicts; None where there is none.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    place = Path(place)
+    found = [entry for path in sorted(place.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
+    if not found:
+        return None
+    found.sort(key=lambda entry: place_of(entry["name"]))
+    report = "../report/index.html"
+    values = {
+        "entries": found,
+        "model": found[0]["model"],
+        "report": report if (place / report).is_file() else "",
+    }
+    page = _rendered("experiments.html.j2", values)
+    with writing(place):
+        replace_file(place / "index.html", page)
+    return place / "index.html"
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "name": str(loaded["name"]),
+            "title": harmless(loaded["title"]),
+            "model": visible(loaded["provenance"]["model"]["id"], 80),
+            "link": f"{path.parent.name}/index.html",
+            "verdicts": [_shown(Verdict(**verdict)) for verdict in loaded["verdicts"]],
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _shown(verdict: Verdict) -> dict[str, str]:
+    return {
+        "claim": harmless(verdict.claim),
+        "verdict": verdict.verdict,
+        "evidence": harmless(verdict.evidence),
+        "mark": MARKS[verdict.verdict],
+        "kind": {HOLDS: "holds", FAILS: "fails", UNTESTABLE: "open"}[verdict.verdict],
+    }
+
+
+def _rendered(template: str, values: dict[str, Any]) -> str:
+    """A template with the page's style and script; its nonce is the digest of the page without it."""
+    templates = resources.files("theodolite.report") / "templates"
+    static = {
+        name.replace(".", "_"): (templates / name).read_text(encoding="utf-8")
+        for name in ("page.css", "experiment.css", "page.js")
+    }
+    loaded = environment().get_template(template)
+    bare = loaded.render(values | static, nonce="")
+    nonce = hashlib.sha256(bare.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return loaded.render(values | static, nonce=nonce)
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    def plain(value: Any) -> Any:
+        value = value.item() if hasattr(value, "item") else value
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]

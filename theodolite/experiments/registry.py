@@ -1,0 +1,114 @@
+"""All experiments by name, the published figures that are one of them on another model or text, and the look-up."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from theodolite.errors import UsageError
+from theodolite.experiments.base import Experiment, place_of
+from theodolite.experiments.claims import claims
+from theodolite.experiments.contexts import CONTEXTS
+from theodolite.experiments.depth import DEPTH
+from theodolite.experiments.heads import HEADS
+from theodolite.experiments.positional import POSITIONAL
+from theodolite.experiments.separation import SEPARATION
+from theodolite.experiments.smoothness import SMOOTHNESS
+from theodolite.experiments.tables import TABLES
+from theodolite.experiments.theorems import THEOREMS
+from theodolite.experiments.training import TRAINING
+from theodolite.experiments.weights import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A published figure that is another one drawn for another model or text."""
+
+    name: str
+    of: str
+    shown_there: str
+
+
+_MEASURED = sorted(
+    [
+        *TABLES,
+        *POSITIONAL,
+        *CONTEXTS,
+        *SMOOTHNESS,
+        *DEPTH,
+        *WEIGHTS,
+        *HEADS,
+        *THEOREMS,
+        *TRAINING,
+        *SEPARATION,
+    ],
+    key=lambda experiment: place_of(experiment.name),
+)
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment for experiment in [*_MEASURED, claims(_MEASURED)]
+}
+"""All by name, tables and figures in the order of their numbers, and the claims of all of them last."""
+
+_OF_FIGURE_1 = {
+    9: "GPT-2 on GitHub",
+    10: "GPT-2 on WikiText",
+    11: "BLOOM on OpenWebText",
+    12: "BERT on OpenWebText",
+    13: "Llama 2 on OpenWebText",
+    14: "Llama 2 on GitHub",
+}
+_OF_FIGURE_2 = {15: "BLOOM on OpenWebText", 16: "Llama 2 on OpenWebText", 17: "Llama 2 on GitHub"}
+_OF_FIGURE_4 = {
+    26: "GPT-2, layer 6",
+    27: "GPT-2, layer 10",
+    28: "BERT, layer 6",
+    29: "BERT, layer 10",
+}
+_OF_FIGURE_5 = {
+    18: "addition with absolute positions, Gram matrices",
+    20: "addition with absolute positions, frequencies",
+    21: "addition with rotary positions, Gram matrices",
+    23: "addition with rotary positions, frequencies",
+}
+
+ALIASES: dict[str, Alias] = {
+    f"geometry/figure{number}": Alias(f"geometry/figure{number}", f"geometry/figure{of}", shown)
+    for of, figures in ((1, _OF_FIGURE_1), (2, _OF_FIGURE_2), (4, _OF_FIGURE_4), (5, _OF_FIGURE_5))
+    for number, shown in figures.items()
+}
+
+
+def find(name: str) -> list[Experiment]:
+    """The experiments of a name (one, or several joined by commas), or of a group such as `geometry`.
+
+    A published figure that is another one on another model or text is that experiment, under its own name.
+
+    Raises:
+        UsageError: no such name; the nearest ones are said.
+    """
+    found: dict[str, Experiment] = {}
+    for part in name.split(","):
+        wanted = part.strip().rstrip("/")
+        if wanted in EXPERIMENTS:
+            chosen = [EXPERIMENTS[wanted]]
+        elif wanted in ALIASES:
+            alias = ALIASES[wanted]
+            original = EXPERIMENTS[alias.of]
+            chosen = [replace(original, name=wanted, title=f"{original.title} (there: {alias.shown_there})")]
+        else:
+            chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{wanted}/")]
+        if not chosen:
+            raise UsageError(f"there is no experiment {wanted!r}: {_nearest(wanted)}")
+        found |= {experiment.name: experiment for experiment in chosen}
+    return list(found.values())
+
+
+def _nearest(wanted: str) -> str:
+    names = [*EXPERIMENTS, *ALIASES]
+    # A name without its group is compared with names without theirs.
+    short = {key.rsplit("/", 1)[-1]: key for key in names}
+    near = difflib.get_close_matches(wanted, names, 3, 0.75) or [
+        short[key] for key in difflib.get_close_matches(wanted.rsplit("/", 1)[-1], short, 3, 0.6)
+    ]
+    return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"

@@ -1,0 +1,150 @@
+"""What an experiment works on: the run, and on demand the model, its text, and surveys of other texts.
+
+An experiment that needs only the run leaves the model alone. Every outcome and every further survey is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.experiments.base import Experiment, Outcome
+from theodolite.models import OpenModel
+from theodolite.report.data import array, column
+from theodolite.run import Run
+from theodolite.surveyor import survey
+
+Survey = Callable[[OpenModel, Corpus, Path | None], Run]
+
+
+@dataclass
+class Study:
+    """A run with what it came from.
+
+    Attributes:
+        run: the survey that the experiments are about.
+        model: the model of the run, where it is at hand.
+        corpus: the text of the run, where it is at hand.
+        other: a second text, for robustness; None: random tokens.
+        folder: where surveys of other texts are kept and looked for; None: in memory.
+        survey: how a further text is surveyed.
+    """
+
+    run: Run
+    model: OpenModel | None = None
+    corpus: Corpus | None = None
+    other: Corpus | None = None
+    folder: Path | None = None
+    survey: Survey = survey
+    _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
+    _runs: dict[str, Run] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
+            raise UsageError(
+                f"{self.model.id} is not the model of this run: give the model that was surveyed"
+            )
+
+    def outcome(self, experiment: Experiment) -> Outcome:
+        """What the experiment gives; made once.
+
+        Raises:
+            UsageError: something that it needs is not there.
+        """
+        if experiment.name not in self._outcomes:
+            for need in experiment.needs:
+                self._require(need, experiment.name)
+            self._outcomes[experiment.name] = experiment.make(self)
+        return self._outcomes[experiment.name]
+
+    def opened(self) -> OpenModel:
+        """The model.
+
+        Raises:
+            UsageError: it was not given.
+        """
+        if self.model is None:
+            raise UsageError("this experiment needs the model beside the run: give it")
+        return self.model
+
+    def other_run(self) -> Run:
+        """The survey of the second text."""
+        return self.random_run() if self.other is None else self._survey_of(self.other)
+
+    def random_run(self) -> Run:
+        """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+        described = self.run.provenance["corpus"]
+        if described["name"] == "random_tokens":
+            return self.run
+        model = self.opened()
+        length, contexts = described["length"], described["contexts"]
+        return self._survey_of(
+            Corpus.random_tokens(vocabulary_of(model), length, contexts, self.run.provenance["seed"])
+        )
+
+    def _survey_of(self, corpus: Corpus) -> Run:
+        if corpus.sha256 not in self._runs:
+            name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
+            place = None if self.folder is None else self.folder / name
+            self._runs[corpus.sha256] = self.survey(self.opened(), corpus, place)
+        return self._runs[corpus.sha256]
+
+    def _require(self, need: str, name: str) -> None:
+        kind, _, what = need.partition(".")
+        if kind == "model":
+            if self.model is None:
+                raise UsageError(f"{name} needs the model beside the run: give it")
+        elif kind == "labels":
+            labels = array(self.run, "context_label")
+            if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
+                raise UsageError(
+                    f"{name} needs contexts with at least two labels: give a text with labels "
+                    "(a folder of files, or rows with a column label or topic)"
+                )
+        else:
+            found = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
+            if found is None:
+                raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def vocabulary_of(model: OpenModel) -> Any:
+    """What random tokens are drawn from: the tokenizer, or the number of token ids.
+
+    Raises:
+        UsageError: the model reads no tokens.
+    """
+    vocabulary = model.tokenizer or model.vocabulary
+    if vocabulary is None:
+        raise UsageError(f"{model.id} reads no tokens: random ones cannot be drawn")
+    return vocabulary
+
+
+def reproduce(
+    name: str,
+    run: Run,
+    model: OpenModel | None = None,
+    corpus: Corpus | None = None,
+    other: Corpus | None = None,
+) -> Outcome:
+    """Make one published table or figure again from a run.
+
+    Args:
+        name: such as `geometry/table1`; `theodolite.experiments.EXPERIMENTS` has them all.
+        run: from `survey` or `Run.load`.
+        model: the model of the run; only some experiments need it.
+        corpus: the text of the run; only some experiments need it.
+        other: a second text for those that compare two; None: random tokens.
+
+    Raises:
+        UsageError: no such experiment, or the run, the model or the text lacks what it needs.
+    """
+    from theodolite.experiments.registry import find
+
+    chosen = find(name)
+    if len(chosen) != 1:
+        raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
+    return Study(run, model, corpus, other).outcome(chosen[0])
