@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from theodolite import __version__
@@ -222,7 +223,7 @@ def _start(checkpoint_folder: Path, text: Path, out: Path) -> subprocess.Popen[s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # they change last bits
     )
 
 

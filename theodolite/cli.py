@@ -170,6 +170,14 @@ def reproduce_command(
     other: Annotated[
         str | None, typer.Option(help="Second text, for geometry/table2 [default: random tokens].")
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Text for geometry/figure6 and figure30 [default: random tokens, twice]."),
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Block of the head shown there, from 0 [default: the heads found].")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
     length: Length = None,
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
@@ -192,6 +200,7 @@ def reproduce_command(
     with one_line_errors(), interruptible() as stopped:
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
+        from theodolite.experiments.study import Focus
 
         if name is None:
             print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
@@ -199,7 +208,7 @@ def reproduce_command(
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
-        experiments = find(name)
+        experiments, focus = find(name), Focus(prompt, layer, head)
         opened = _open(model, dtype, device, device_map, revision)
         read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
         second = other and _read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
@@ -213,7 +222,7 @@ def reproduce_command(
         run = surveyed(opened, read, folder)
         if not (folder / "report" / "index.html").is_file():
             write_report(run, folder / "report")
-        study = Study(run, opened, read, second or None, folder=pages, survey=surveyed)
+        study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
         page = run_experiments(experiments, study, pages, Console(), as_json=as_json)
         (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
 

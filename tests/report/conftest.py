@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.synthetic import make_run
+from tests.report.synthetic import make_survey
 from theodolite.report import write_report
 from theodolite.run import Run
 
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    return make_run()
+    return make_survey()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ HOSTILE = [
     "%{x}<b>bold</b>",
 ]
 WORDS = [" the", ".", " of", "\n", " theodolite", " measures", ",", " angles", " a", " and"]
+LATER = ("share_", "argmax_", "pwp_", "qk_")  # head columns that came with schema 2
+CUTOFFS = (1, 3, 5, 10)
+PARTS = ("mean", "pos", "ctx", "resid", "bias")
+GROUPS = ("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant", "additive")
 REGIMES = ["uniform", "late-site", "early-site", "middle-site", "vanishing", "undefined"]
 
 
@@ -53,13 +58,27 @@ def make_run(
     )
 
 
+def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int) -> Run:
+    """`make_run` with what schema 2 added: standard errors, clusters, constituents and attribution."""
+    run = make_run(blocks=blocks, heads=heads, seed=seed, **sizes)
+    parts = _constituents(np.random.default_rng(seed + 1), blocks * heads, heads)
+    return replace(
+        run,
+        layers=_with_errors(_with_clusters(run.layers)),
+        heads=_with_positional(run.heads.assign(**_coarse_shares(parts)), seed),
+        constituents=parts,
+        attribution=_attribution(blocks, heads),
+        provenance={**run.provenance, "schema_version": 2},
+    )
+
+
 def weights_only(run: Run) -> Run:
     """What `theodolite spectra` would have kept of it: no text, no column or array that needs one."""
     textual = {"entropy", "entropy_bound", "propagation", "previous_token", "same_token", "induction"}
     kept = [
         name
         for name in run.heads.columns
-        if name not in textual and not name.startswith("sink_") and not name.endswith("_data")
+        if name not in textual and not name.startswith(("sink_", *LATER)) and not name.endswith("_data")
     ]
     empty = pd.DataFrame()
     provenance = {
@@ -94,6 +113,83 @@ def _layers(layers: int) -> pd.DataFrame:
             "outlier_dimensions": np.round(4 * depth).astype(int),
         }
     )
+
+
+def _with_clusters(layers: pd.DataFrame) -> pd.DataFrame:
+    depth = np.linspace(0, 1, len(layers))
+    smooth = {f"pp_low_frequency_{cutoff}": 0.9 + 0.01 * cutoff - 0.05 * depth for cutoff in CUTOFFS}
+    return layers.assign(
+        silhouette=0.1 + 0.3 * depth, cluster_ari=0.2 + 0.6 * depth, incoherence_max_random=0.15, **smooth
+    )
+
+
+def _with_errors(layers: pd.DataFrame) -> pd.DataFrame:
+    """A twentieth of each value as its standard error, half a dimension for the rank, 0 for random baselines."""
+    errors = {}
+    for name in layers.columns.drop("layer"):
+        if not name.startswith("pp_"):
+            errors[f"{name}_se"] = 0.0 * layers[name] if "random" in name else 0.05 * layers[name].abs()
+    return layers.assign(**{**errors, "rank_se": 0.5})
+
+
+def _constituents(generator: np.random.Generator, count: int, heads: int) -> pd.DataFrame:
+    """25 shares a head and one of a bias that is not there; they sum to 1, some are negative."""
+    rows = []
+    for number in range(count):
+        shares = generator.normal(0.02, 0.04, 25)
+        shares[generator.choice([6, 8, 16, 18])] += 0.6  # among position and what is left
+        shares += (1 - shares.sum()) / 25
+        pairs = [(query, key) for query in PARTS for key in PARTS]
+        place = (number // heads, number % heads)
+        rows += [(*place, *pair, share, 0.01) for pair, share in zip(pairs, shares, strict=True)]
+        rows.append((*place, "additive", "", 0.0, 0.0))
+    return pd.DataFrame(rows, columns=["layer", "head", "query", "key", "share", "standard_error"])
+
+
+def _coarse_shares(parts: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
+    """The five sums of a head's shares, by the definitions of docs/run-folder.md."""
+    cvec = ("ctx", "resid")
+    names = []
+    for query, key in zip(parts["query"], parts["key"], strict=True):
+        if query == "additive":
+            names.append("share_additive")
+        elif {query, key} & {"mean", "bias"}:
+            names.append("share_constant")
+        elif query in cvec and key in cvec:
+            names.append("share_context")
+        else:
+            names.append("share_position" if query == key else "share_cross")
+    sums = parts.assign(name=names).pivot_table("share", ["layer", "head"], "name", "sum")
+    return {name: sums[name].to_numpy() for name in sums.columns}
+
+
+def _with_positional(heads: pd.DataFrame, seed: int) -> pd.DataFrame:
+    generator = np.random.default_rng(seed + 2)
+    added = {name: generator.random(len(heads)) for name in ("argmax_property", "argmax_property_normed")}
+    for name in ("pwp", "qk"):
+        for cutoff in CUTOFFS:
+            added[f"{name}_low_frequency_{cutoff}"] = 0.5 + 0.04 * cutoff + 0.1 * generator.random(len(heads))
+    return heads.assign(**added)
+
+
+def _attribution(blocks: int, heads: int) -> pd.DataFrame:
+    """The last block's heads: previous by pos-pos alone, induction by nothing alone, same by two groups alike."""
+    given = {
+        "previous": (0.62, {"pos-pos": (0.60, 0.05)}),
+        "induction": (0.41, {"cvec-cvec": (0.12, 0.15)}),
+        "same": (0.33, {"cvec-cvec": (0.31, 0.30), "constant": (0.25, 0.32)}),
+    }
+    rows = []
+    for pattern, (score, groups) in given.items():
+        for head in range(min(heads, 3)):
+            for group in GROUPS:
+                only, without = groups.get(group, (0.03, score))
+                worse = 1 - 0.3 * head
+                share = 0.0 if group == "additive" else 0.2
+                numbers = [worse * score, group, share, worse * only, worse * without, 0.02]
+                rows.append((blocks - 1, head, pattern, *numbers))
+    names = ["layer", "head", "pattern", "score", "group", "share", "only", "without", "uniform"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def _heads(generator: np.random.Generator, blocks: int, heads: int, length: int) -> pd.DataFrame:

@@ -9,16 +9,16 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from tests.report.synthetic import make_run, weights_only
+from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.errors import UsageError
 from theodolite.report import figures, published, style
 from theodolite.report.data import evenly
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.figures_heads import head_measures
-from theodolite.report.measures import HEAD_MEASURES
+from theodolite.report.measures import HEAD_MEASURES, OTHER_TITLES
 from theodolite.run import Run
 
-SIMPLE = sorted(set(figures.__all__) - {"head_map"})
+SIMPLE = sorted(set(figures.__all__) - {"head_map", "attribution"})
 
 
 def drawn_values(figure: go.Figure) -> int:
@@ -62,18 +62,47 @@ def test_the_map_of_every_measure_shows_the_column(run: Run) -> None:
 
 
 def test_every_head_column_of_a_survey_has_its_meaning(run: Run) -> None:
-    assert set(run.heads.columns) - {"layer", "head", "spectrum_of"} <= set(HEAD_MEASURES)
+    told = {"layer", "head", "spectrum_of", *HEAD_MEASURES, *OTHER_TITLES}
+    assert set(run.heads.columns) <= told
+
+
+def test_shares_are_coloured_around_zero_on_one_scale(run: Run) -> None:
+    for name in ("share_position", "share_constant"):
+        heat = figures.head_map(run, name).data[0]
+        assert (heat.zmin, heat.zmax) == (-1, 1)
+        assert heat.colorscale[len(heat.colorscale) // 2][1] == style.NEUTRAL
 
 
 def test_an_empty_learned_sink_column_is_not_offered(run: Run) -> None:
-    empty = replace(run, heads=run.heads.assign(sink_learned=0.0))
-    assert "sink_learned" not in {measure.column for measure in head_measures(empty)}
+    empty = replace(run, heads=run.heads.assign(sink_learned=0.0, share_additive=0.0))
+    assert not {"sink_learned", "share_additive"} & {measure.column for measure in head_measures(empty)}
+    biased = replace(run, heads=run.heads.assign(share_additive=[-0.1] + [0.0] * 11))
+    assert "share_additive" in {measure.column for measure in head_measures(biased)}
 
 
 def test_curves_are_the_layer_table(run: Run) -> None:
     curve = next(trace for trace in figures.rank(run).data if trace.name == "this model")
     assert list(curve.y) == run.layers["rank"].tolist()
     assert list(curve.x) == run.layers["layer"].tolist()
+    assert list(curve.error_y.array) == run.layers["rank_se"].tolist()
+    assert curve.customdata[0] == "14 ± 0.5"
+
+
+def test_without_standard_errors_there_are_no_whiskers(run: Run) -> None:
+    old = make_run()
+    for name in ("rank", "incoherence", "massive_activations"):
+        assert all(
+            trace.error_y.array is None for trace in getattr(figures, name)(old).data if "error_y" in trace
+        )
+    random = next(trace for trace in figures.incoherence(run).data if trace.name == "mean, random")
+    assert random.error_y.array is None
+
+
+def test_exhibits_of_schema_2_are_left_out_of_older_runs(run: Run) -> None:
+    new = {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+    old = {exhibit.key for exhibit in EXHIBITS if exhibit.available(make_run())}
+    later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
+    assert new - old == later | {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
 
 
 def test_published_bands_are_stretched_over_depth_and_only_the_closest_shows(run: Run) -> None:
@@ -125,7 +154,7 @@ def test_gram_rows_are_named_and_labels_are_escaped(run: Run) -> None:
 
 
 def test_sinks_keep_the_first_position_and_the_largest_of_each_bin() -> None:
-    run = make_run(length=300)
+    run = make_survey(length=300)
     shares = run.arrays["sink_by_position"].zero_()
     shares[1, 2, 0], shares[2, 3, 207] = 0.5, 0.75
     heat = figures.sinks_by_position(run).data[0]

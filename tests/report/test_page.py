@@ -17,10 +17,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from tests.report.synthetic import HOSTILE, make_run, weights_only
+from tests.report.synthetic import HOSTILE, make_run, make_survey, weights_only
 from theodolite.errors import WorkError
 from theodolite.report import write_report
-from theodolite.report.content import flowing
+from theodolite.report.content import flowing, layers_table, tiles
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.page import PLOTLY
 from theodolite.report.payload import figure_json, script_json
@@ -164,9 +164,9 @@ def test_each_example_token_is_there_in_order_with_its_attention(run: Run, reade
 
 
 def test_same_run_same_bytes(run: Run, page: Path, tmp_path: Path) -> None:
-    again = write_report(make_run(), tmp_path / "again")
+    again = write_report(make_survey(), tmp_path / "again")
     assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(page.read_bytes()).digest()
-    other = write_report(make_run(seed=1), tmp_path / "other")
+    other = write_report(make_survey(seed=1), tmp_path / "other")
     assert other.read_bytes() != page.read_bytes()
 
 
@@ -215,14 +215,46 @@ def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_a_run_of_schema_1_makes_a_page(run: Run, tmp_path: Path) -> None:
+    reader = read(write_report(make_run(), tmp_path))
+    assert reader.open == []
+    assert not any(name.startswith("data-attribution") for name in reader.data())
+    assert "standard error from resampling" not in reader.texts["p"][0]
+    assert not any("±" in text for text in reader.texts["strong"] + reader.texts.get("i", []))
+
+
+def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run) -> None:
+    table = layers_table(run)
+    assert table is not None
+    names = [name for name, _ in table.headings]
+    assert len(names) == len([name for name in run.layers if not name.endswith("_se")])
+    cell = table.rows[1][names.index("relative norm")]
+    expected = run.layers["relative_norm"][1]
+    assert cell.value == pytest.approx(expected, rel=1e-5)
+    assert cell.shown == f"{expected:.2f} ± {0.05 * expected:.2f}"
+    random = table.rows[1][names.index("incoherence, random")]
+    assert random.shown == "0.0300"
+    missing = table.rows[0][names.index("cosine to layer before")]
+    assert (missing.shown, missing.value) == ("–", None)
+
+
+def test_key_numbers_carry_the_mean_of_the_layers_errors(run: Run) -> None:
+    found = {tile.label: tile for tile in tiles(run)}
+    assert found["dimensions of position"].error == "0.5"
+    mean = run.layers["incoherence_mean"].mean()
+    assert found["position · context"].value == f"{mean:.3f}"
+    assert found["position · context"].error == f"{0.05 * mean:.3f}"
+    assert {tile.error for tile in tiles(make_run())} == {""}
+
+
 def test_one_layer_and_one_head_make_a_page(tmp_path: Path) -> None:
-    reader = read(write_report(make_run(blocks=1, heads=1, length=8, contexts=4), tmp_path))
+    reader = read(write_report(make_survey(blocks=1, heads=1, length=8, contexts=4), tmp_path))
     assert reader.open == []
     assert "data-spectrum" in reader.data()
 
 
 def test_a_page_of_gpt_2_s_size_stays_small(tmp_path: Path) -> None:
-    run = make_run(blocks=12, heads=12, length=128, width=64, head_width=64, contexts=128)
+    run = make_survey(blocks=12, heads=12, length=128, width=64, head_width=64, contexts=128)
     assert write_report(run, tmp_path).stat().st_size < 10e6
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from tests.report.synthetic import make_run, weights_only
+from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.report import Finding, summarise
 from theodolite.run import Run
 
@@ -29,7 +29,7 @@ def with_layers(run: Run, **columns: object) -> Run:
 
 def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> None:
     run = with_layers(
-        run,
+        make_run(),
         relative_norm=[0.9, 0.8, 0.6, 0.1],
         rank=[12, 10, 9, 9],
         low_frequency_10=[0.96, 0.95, 0.95, 0.94],
@@ -43,6 +43,34 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
     )
 
 
+def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
+    """The mean of the layers' errors, by hand: 0.02, 0.5, 0.004 and 0.1."""
+    run = with_layers(
+        run,
+        relative_norm=[0.9, 0.8, 0.6, 0.1],
+        relative_norm_se=[0.01, 0.01, 0.02, 0.04],
+        rank=[12, 10, 9, 9],
+        rank_se=[0.0, 0.5, 0.5, 1.0],
+        low_frequency_10=[0.96, 0.95, 0.95, 0.944],
+        low_frequency_10_se=0.004,
+        similarity_within=0.4,
+        similarity_within_se=0.1,
+        cluster_ari=[0.5, 0.7, 0.7, 0.5],
+        cluster_ari_se=0.04,
+    )
+    position, context = told(run, "Position"), told(run, "Context")
+    assert "Position takes 60 ± 2 % of the largest direction" in position
+    assert "about 10 ± 0.5 dimensions" in position
+    assert "hold 95.1 ± 0.4 % of the energy" in position
+    assert "two of one label are 0.40 ± 0.10 alike" in context
+    assert "finds the labels again with an adjusted Rand index of 0.60 ± 0.04" in context
+
+
+def test_a_layer_without_an_error_does_not_hide_the_others(run: Run) -> None:
+    some = with_layers(run, relative_norm=0.5, relative_norm_se=[math.nan, 0.01, 0.02, 0.03])
+    assert "Position takes 50 ± 2 %" in told(some, "Position")
+
+
 def test_the_published_model_follows_the_family(run: Run) -> None:
     model = {**run.provenance["model"], "family": "qwen3", "positions": "rotary"}
     other = replace(run, provenance={**run.provenance, "model": model})
@@ -50,6 +78,7 @@ def test_the_published_model_follows_the_family(run: Run) -> None:
 
 
 def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
+    run = make_run()
     clear = with_layers(run, similarity_within=0.4, similarity_between=0.1)
     hardly = with_layers(run, similarity_within=0.4, similarity_between=0.39)
     assert "group clearly by label: two of one label are 0.40 alike" in told(clear, "Context")
@@ -115,7 +144,7 @@ def health(run: Run) -> list[Finding]:
 
 
 def test_a_healthy_run_passes_every_check() -> None:
-    assert [finding.status for finding in health(make_run())] == ["well"] * 5
+    assert [finding.status for finding in health(make_survey())] == ["well"] * 6
 
 
 def test_each_trouble_is_found_by_its_check(run: Run) -> None:
@@ -126,17 +155,23 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     size = [10.0] * 12
     size[0] = 0.0
     sick = with_heads(
-        run, entropy=entropy, propagation=propagation, frobenius_squared=size, sink_first=[0.0] * 12
+        run,
+        entropy=entropy,
+        propagation=propagation,
+        frobenius_squared=size,
+        sink_first=[0.0] * 12,
+        share_constant=[0.96] + [0.4] * 11,
     )
     sick = with_layers(sick, rank_collapse=[0.9, 0.5, 0.2, 0.05], massive_activations=[0, 0, 4, 0])
     findings = health(sick)
-    assert [finding.status for finding in findings] == ["look"] * 5
+    assert [finding.status for finding in findings] == ["look"] * 6
     texts = " ".join(finding.text for finding in findings)
     assert "Rank collapse: in layer 3 all tokens" in texts
     assert "Entropy collapse: 1 head" in texts
     assert "L0H2" in texts
     assert "Vanishing signal: fewer than 5\u00a0% of the keys get through in 1 head: L2H3." in texts
     assert "W_QK is as good as zero in L0H0" in texts
+    assert "Constant logits: in 1 head a mean or a bias on one side carries" in texts
     assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
 
 
@@ -165,3 +200,61 @@ def test_a_text_of_unknown_tokens_is_reported(run: Run) -> None:
     other = replace(run, provenance={**run.provenance, "counts": counts})
     assert "40 % of the tokens are unknown to the tokenizer" in told(other, "Health")
     assert "unknown to the tokenizer" not in told(run, "Health")
+
+
+def test_constant_logits_of_a_resting_head_are_common(run: Run) -> None:
+    resting = with_heads(run, share_constant=[0.99] + [0.4] * 11, sink_first=[0.95] + [0.0] * 11)
+    found = next(finding for finding in health(resting) if finding.text.startswith("Constant logits"))
+    assert found.status == "well"
+    assert "All rest on the first token" in found.text
+
+
+def test_layers_whose_logits_are_not_taken_apart_are_named_with_the_reason(run: Run) -> None:
+    refused = {"0": "queries are no affine function of h", "2": "queries are no affine function of h"}
+    other = replace(run, provenance={**run.provenance, "constituents_refused": refused})
+    found = [finding for finding in health(other) if finding.status == "look"]
+    assert [finding.text for finding in found] == [
+        "Logits are not taken apart in layer 0 and layer 2: queries are no affine function of h."
+    ]
+
+
+def test_shares_are_means_over_heads_and_their_leaders_are_counted(run: Run) -> None:
+    shared = with_heads(
+        run,
+        share_position=[0.7] * 4 + [0.1] * 8,
+        share_context=[0.2] * 4 + [-0.1] * 8,
+        share_cross=[0.0] * 12,
+        share_constant=[0.1] * 4 + [1.0] * 8,
+        share_additive=[0.0] * 12,
+    )
+    assert told(shared, "Constituents").startswith(
+        "On average over 12 heads the logits' variance is 70 % constant, 30 % position and 0 % context (constant: a "
+        "mean or a bias on either side); the largest share is constant in 8 heads and position in 4 heads. "
+    )
+
+
+def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: Run) -> None:
+    """The three cases that the synthetic table was made for, and a pattern that nobody follows."""
+    text = told(run, "Constituents")
+    assert (
+        "On random tokens L2H0 attends most to the previous token (0.62; even attention pays 0.020): pos-pos alone "
+        "keeps 0.60, and without it 0.050 is left." in text
+    )
+    assert (
+        "L2H0 attends most to what followed the same token before (0.41; even attention pays 0.020): no group of "
+        "constituents keeps half of that alone; most does cvec-cvec (0.12), and without it 0.15 is left."
+        in text
+    )
+    assert (
+        "L2H0 attends most to the earlier copy of the same token (0.33; even attention pays 0.020): cvec-cvec alone "
+        "keeps 0.31, but without it 0.30 is left, so that others carry it too." in text
+    )
+    faint = run.attribution.assign(score=0.05)
+    assert (
+        "On random tokens no head attends much to the previous token; L2H0 does most (0.050; even attention pays "
+        "0.020)." in told(replace(run, attribution=faint), "Constituents")
+    )
+
+
+def test_an_older_run_says_nothing_of_constituents(run: Run) -> None:
+    assert told(make_run(), "Constituents") == ""

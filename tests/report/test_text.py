@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from theodolite.report.text import counted, for_plotly, listed, number, percent, token_text, visible
+from theodolite.report.text import (
+    counted,
+    for_plotly,
+    listed,
+    number,
+    percent,
+    percent_with_error,
+    token_text,
+    visible,
+    with_error,
+)
 
 
 @given(st.text(alphabet=st.characters()))
@@ -87,3 +97,29 @@ def test_lists_are_read_aloud() -> None:
     assert listed(list("abcdefg"), 5) == "a, b, c, d, e and 2 more"
     assert counted(1, "head") == "1 head"
     assert counted(2, "head") == "2 heads"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.45237, 0.0058, "0.452 ± 0.006"),
+        (14.1261, 0.0533, "14.13 ± 0.05"),
+        (0.2234, 0.0989, "0.22 ± 0.10"),
+        (-0.0498, 0.0637, "−0.05 ± 0.06"),
+        (4.14, 0.604, "4.1 ± 0.6"),
+        (4.0, 0.5345, "4 ± 0.5"),
+        (1234.5, 27.0, "1230 ± 30"),
+        (0.9951, 0.00098, "0.9951 ± 0.0010"),
+        (0.5, 0.0, "0.500"),
+        (0.5, math.nan, "0.500"),
+        (math.nan, 0.1, "–"),
+        (3.2e-9, 4e-10, "3.20·10⁻⁹ ± 4·10⁻¹⁰"),
+    ],
+)
+def test_a_value_is_rounded_to_its_error(value: float, error: float, shown: str) -> None:
+    assert with_error(value, error) == shown
+
+
+def test_a_share_and_its_error_have_one_per_cent_sign() -> None:
+    assert percent_with_error(0.4524, 0.0058) == "45.2 ± 0.6\u00a0%"
+    assert percent_with_error(0.4524) == "45\u00a0%"

@@ -6,12 +6,15 @@ import difflib
 from dataclasses import dataclass, replace
 
 from theodolite.errors import UsageError
+from theodolite.experiments.attribution import ATTRIBUTION
 from theodolite.experiments.base import Experiment, place_of
 from theodolite.experiments.claims import claims
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.depth import DEPTH
 from theodolite.experiments.heads import HEADS
 from theodolite.experiments.positional import POSITIONAL
+from theodolite.experiments.positional_logits import POSITIONAL_LOGITS
+from theodolite.experiments.qk import QK
 from theodolite.experiments.separation import SEPARATION
 from theodolite.experiments.smoothness import SMOOTHNESS
 from theodolite.experiments.tables import TABLES
@@ -41,6 +44,9 @@ _MEASURED = sorted(
         *THEOREMS,
         *TRAINING,
         *SEPARATION,
+        *QK,
+        *POSITIONAL_LOGITS,
+        *ATTRIBUTION,
     ],
     key=lambda experiment: place_of(experiment.name),
 )
@@ -71,10 +77,21 @@ _OF_FIGURE_5 = {
     21: "addition with rotary positions, Gram matrices",
     23: "addition with rotary positions, frequencies",
 }
+_OF_FIGURE_6 = {32: "BLOOM, layer 10, head 1", 33: "BLOOM, layer 7, head 6", 34: "GPT-2, layer 4, head 11"}
+_OF_FIGURE_19 = {22: "addition with rotary positions"}
+_OF_FIGURE_30 = {31: "the half without the global mean"}
 
 ALIASES: dict[str, Alias] = {
     f"geometry/figure{number}": Alias(f"geometry/figure{number}", f"geometry/figure{of}", shown)
-    for of, figures in ((1, _OF_FIGURE_1), (2, _OF_FIGURE_2), (4, _OF_FIGURE_4), (5, _OF_FIGURE_5))
+    for of, figures in (
+        (1, _OF_FIGURE_1),
+        (2, _OF_FIGURE_2),
+        (4, _OF_FIGURE_4),
+        (5, _OF_FIGURE_5),
+        (6, _OF_FIGURE_6),
+        (19, _OF_FIGURE_19),
+        (30, _OF_FIGURE_30),
+    )
     for number, shown in figures.items()
 }
 

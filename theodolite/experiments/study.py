@@ -21,6 +21,27 @@ from theodolite.surveyor import survey
 Survey = Callable[[OpenModel, Corpus, Path | None], Run]
 
 
+@dataclass(frozen=True)
+class Focus:
+    """What experiments on a prompt look at.
+
+    Attributes:
+        prompt: the text; None: random tokens, twice.
+        layer, head: the one head, both or neither; neither: the heads that follow each pattern of attention most.
+
+    Raises:
+        UsageError: a layer without a head, or a head without a layer.
+    """
+
+    prompt: str | None = None
+    layer: int | None = None
+    head: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.layer is None) != (self.head is None):
+            raise UsageError("one head is a layer and a head in it: give both --layer and --head, or neither")
+
+
 @dataclass
 class Study:
     """A run with what it came from.
@@ -32,6 +53,7 @@ class Study:
         other: a second text, for robustness; None: random tokens.
         folder: where surveys of other texts are kept and looked for; None: in memory.
         survey: how a further text is surveyed.
+        focus: the prompt and the head of the experiments that have one.
     """
 
     run: Run
@@ -40,6 +62,7 @@ class Study:
     other: Corpus | None = None
     folder: Path | None = None
     survey: Survey = survey
+    focus: Focus = field(default_factory=Focus)
     _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
     _runs: dict[str, Run] = field(default_factory=dict, repr=False)
 
@@ -129,6 +152,7 @@ def reproduce(
     model: OpenModel | None = None,
     corpus: Corpus | None = None,
     other: Corpus | None = None,
+    focus: Focus | None = None,
 ) -> Outcome:
     """Make one published table or figure again from a run.
 
@@ -138,6 +162,7 @@ def reproduce(
         model: the model of the run; only some experiments need it.
         corpus: the text of the run; only some experiments need it.
         other: a second text for those that compare two; None: random tokens.
+        focus: the prompt and the head for those that have one; None: random tokens, and heads found by the survey.
 
     Raises:
         UsageError: no such experiment, or the run, the model or the text lacks what it needs.
@@ -147,4 +172,4 @@ def reproduce(
     chosen = find(name)
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
-    return Study(run, model, corpus, other).outcome(chosen[0])
+    return Study(run, model, corpus, other, focus=focus or Focus()).outcome(chosen[0])

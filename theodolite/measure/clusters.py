@@ -6,6 +6,7 @@ similarities are of normalised vectors. This module knows neither positions nor 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -15,7 +16,7 @@ from jaxtyping import Float, Int
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import adjusted_rand_score, silhouette_score
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 STARTS = 10
@@ -49,7 +50,7 @@ def clusters(
     truth = inverse[taken].numpy()
     direction = torch.nn.functional.normalize(ctx[taken].double(), dim=-1).numpy()
     # Sums over threads would depend on how many there are.
-    with threadpool_limits(limits=1):
+    with _thread_pools().limit(limits=1):
         silhouette = silhouette_score(direction, truth, metric="cosine")
         assigned = _k_means(direction, len(np.unique(truth)), None if start is None else start[taken].numpy())
     found[taken] = torch.from_numpy(assigned).to(found.dtype)
@@ -58,6 +59,12 @@ def clusters(
         "cluster_ari": float(adjusted_rand_score(truth, assigned)),
     }
     return numbers, found
+
+
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    """Those of all loaded libraries; looking for them takes longer than a small clustering."""
+    return ThreadpoolController()
 
 
 def _k_means(direction: np.ndarray, k: int, start: np.ndarray | None) -> np.ndarray:

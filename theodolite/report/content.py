@@ -14,17 +14,29 @@ import numpy as np
 import pandas as pd
 
 from theodolite.report import published, summary
-from theodolite.report.data import column, entropy_share, head_labels, provenance
+from theodolite.report.data import column, entropy_share, head_labels, layer_mean, provenance
 from theodolite.report.measures import (
+    ABSENT_AT_ZERO,
     ATTENTION,
+    CONSTITUENTS,
     HEAD_MEASURES,
+    POSITIONAL,
     ROLES,
     SINKS,
     SPECTRUM,
     SPECTRUM_DATA,
     heading,
 )
-from theodolite.report.text import MISSING, head_name, number, percent, token_text, visible
+from theodolite.report.text import (
+    MISSING,
+    head_name,
+    number,
+    percent,
+    rounded_with_error,
+    token_text,
+    visible,
+    with_error,
+)
 
 if TYPE_CHECKING:
     from theodolite.run import Run
@@ -36,7 +48,9 @@ SINK_TOKENS = 20
 OUTLIER_ROWS = 30
 LONG_VALUE = 200
 TEXT = "Measured on the text"
-CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂", ATTENTION: TEXT, ROLES: TEXT, SINKS: TEXT}
+TILE_DIGITS = 2
+CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
+CARDS |= dict.fromkeys((ATTENTION, ROLES, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class Tile:
     label: str
     value: str
     note: str
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,21 +101,25 @@ def tiles(run: Run) -> list[Tile]:
     reference = published.AVERAGES[model]
     found: list[Tile] = []
 
-    def layer_mean(name: str, label: str, note: str, digits: int = 2, *, share: bool = False) -> None:
-        values = column(run.layers, name)
-        if values is not None:
-            mean = float(np.nanmean(values))
-            found.append(Tile(label, percent(mean) if share else number(mean, digits), note))
+    def tell(name: str, label: str, note: str, *, share: bool = False) -> None:
+        found_mean = layer_mean(run, name)
+        if found_mean is None:
+            return
+        mean, error = found_mean
+        value, spread = (
+            rounded_with_error(100 * mean, 100 * error) if share else rounded_with_error(mean, error)
+        )
+        if not spread:
+            value = percent(mean) if share else number(mean, TILE_DIGITS)
+        elif share:
+            spread += "\u00a0%"
+        found.append(Tile(label, value, note, spread))
 
-    layer_mean("rank", "dimensions of position", f"{model} {reference.rank[0]:g}")
-    layer_mean(
-        "relative_norm", "share of position", f"{model} {percent(reference.relative_norm[0])}", share=True
-    )
-    layer_mean("low_frequency_10", "smoothness", f"GPT-2 {percent(published.LOW_FREQUENCY[10])}", share=True)
-    layer_mean(
-        "incoherence_mean", "position · context", f"mean |cosine|, {model} {reference.incoherence[0]:g}"
-    )
-    layer_mean("similarity_within", "alike within a label", f"{model} {reference.within[0]:g}")
+    tell("rank", "dimensions of position", f"{model} {reference.rank[0]:g}")
+    tell("relative_norm", "share of position", f"{model} {percent(reference.relative_norm[0])}", share=True)
+    tell("low_frequency_10", "smoothness", f"GPT-2 {percent(published.LOW_FREQUENCY[10])}", share=True)
+    tell("incoherence_mean", "position · context", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
+    tell("similarity_within", "alike within a label", f"{model} {reference.within[0]:g}")
     share = entropy_share(run)
     if share is not None:
         found.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the highest possible"))
@@ -218,13 +237,45 @@ def frame_table(frame: pd.DataFrame | None) -> Table | None:
     return Table(headings, rows)
 
 
-def heads_table(run: Run) -> Table | None:
-    """The head table with the head's name in place of its layer and number; sorting goes by both."""
-    table = frame_table(run.heads.drop(columns=["layer", "head"])) if len(run.heads) else None
+def layers_table(run: Run) -> Table | None:
+    """The layer table, each value with its standard error in one cell; sorting goes by the value."""
+    frame = run.layers
+    measured = [name for name in frame.columns if not _is_error(frame, name)]
+    table = frame_table(frame[measured])
     if table is None:
         return None
-    places = zip(run.heads["layer"], run.heads["head"], head_labels(run), strict=True)
-    names = [Cell(label, float(int(layer) * 10_000 + int(head))) for layer, head, label in places]
+    for place, name in enumerate(measured):
+        if f"{name}_se" not in frame.columns:
+            continue
+        for row, error in zip(table.rows, frame[f"{name}_se"], strict=True):
+            cell = row[place]
+            if cell.value is not None:
+                row[place] = Cell(with_error(cell.value, float(error)), cell.value)
+    return table
+
+
+def _is_error(frame: pd.DataFrame, name: str) -> bool:
+    return name.endswith("_se") and name.removesuffix("_se") in frame.columns
+
+
+def attribution_table(run: Run) -> Table | None:
+    """The attribution table with the head's name in place of its layer and number."""
+    if run.attribution is None or not len(run.attribution):
+        return None
+    return _with_head_names(run.attribution)
+
+
+def heads_table(run: Run) -> Table | None:
+    """The head table with the head's name in place of its layer and number; sorting goes by both."""
+    return _with_head_names(run.heads) if len(run.heads) else None
+
+
+def _with_head_names(frame: pd.DataFrame) -> Table | None:
+    table = frame_table(frame.drop(columns=["layer", "head"]))
+    if table is None:
+        return None
+    places = [(int(layer), int(head)) for layer, head in zip(frame["layer"], frame["head"], strict=True)]
+    names = [Cell(head_name(layer, head), float(layer * 10_000 + head)) for layer, head in places]
     rows = [[name, *row] for name, row in zip(names, table.rows, strict=True)]
     return Table([("head", "block and head, both counted from 0"), *table.headings], rows)
 
@@ -241,7 +292,11 @@ def _cell(value: Any) -> Cell:
 def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
     """`"layer,head"` → groups of (title, value) pairs of every head measure, for the card of one head."""
     cards = {}
-    measures = [measure for name, measure in HEAD_MEASURES.items() if name in run.heads.columns]
+    measures = [
+        measure
+        for name, measure in HEAD_MEASURES.items()
+        if name in run.heads.columns and not (name in ABSENT_AT_ZERO and not run.heads[name].any())
+    ]
     for row in run.heads.to_dict("records"):
         groups: dict[str, list[tuple[str, str]]] = {}
         for measure in measures:

@@ -54,6 +54,26 @@ def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
     return values
 
 
+def error_of(run: Run, name: str) -> Floats:
+    """The standard errors of a column of the layers table, NaN where the run has none."""
+    errors = column(run.layers, f"{name}_se")
+    return np.full(len(run.layers), np.nan) if errors is None else errors
+
+
+def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
+    """A layer measure's mean over layers and its standard error (NaN without); None where `column` gives none.
+
+    The layers share their contexts, so their errors add up rather than average out: the mean of the standard
+    errors is the most that the error of the mean can be, and is what is given.
+    """
+    values = column(run.layers, name)
+    if values is None:
+        return None
+    errors = error_of(run, name)
+    known = np.isfinite(values) & np.isfinite(errors)
+    return float(np.nanmean(values)), float(errors[known].mean()) if known.any() else np.nan
+
+
 def layer_numbers(run: Run) -> Floats:
     """The residual layers 0…L in the frame's order."""
     return need_column(run.layers, "layer")

@@ -46,7 +46,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One figure of the page with its caption. `needs`: names such as `layers.rank` or `arrays.gram`."""
+    """One figure of the page with its caption.
+
+    `needs`: names such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
+    """
 
     key: str
     section: str
@@ -59,10 +62,11 @@ class Exhibit:
     unhealthy: str = ""
     choice: Choice | None = None
     wide: bool = False
+    when: Callable[[Run], bool] | None = None
 
     def available(self, run: Run) -> bool:
         """True when the run has every number that the figure needs."""
-        return all(_has(run, need) for need in self.needs)
+        return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
 
 
 def _has(run: Run, need: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from theodolite.report.exhibit import Exhibit
+from theodolite.report.exhibits_constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.exhibits_heads import HEAD_EXHIBITS
 from theodolite.report.exhibits_layers import LAYER_EXHIBITS
 from theodolite.report.figures_heads import head_measures
@@ -12,7 +13,7 @@ from theodolite.report.figures_heads import head_measures
 if TYPE_CHECKING:
     from theodolite.run import Run
 
-EXHIBITS = [*LAYER_EXHIBITS, *HEAD_EXHIBITS]
+EXHIBITS = [*LAYER_EXHIBITS, *HEAD_EXHIBITS, *CONSTITUENT_EXHIBITS]
 
 
 def exhibits(run: Run, section: str) -> list[Exhibit]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from theodolite.report import figures
+from theodolite.report import figures_constituents as drawing
 from theodolite.report import figures_heads as maps
 from theodolite.report import figures_spectra as spectra
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.exhibit import Choice, Exhibit, Option
-from theodolite.report.measures import BAO, XIAO, ZHAI, ZHANG
+from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.report.style import Patch
 
 if TYPE_CHECKING:
@@ -99,6 +100,20 @@ _HEADS = [
 ]
 
 _ONE_HEAD = [
+    Exhibit(
+        "constituents",
+        "head",
+        "What carries its logits",
+        ("constituents.share",),
+        figures.constituents,
+        "Share of the logits' variance along the keys, in per cent, by part of the query (rows) and of the key "
+        "(columns): overall mean, position, context, what is left, and bias; shares under 0.5 % are left blank. "
+        "Hover for the standard error over contexts. All shares add up to 100 %; negative ones cancel others.",
+        "one strong cell: pos · pos is a positional head, resid · resid one that matches tokens, a row of mean or "
+        "bias one whose keys are preferred by every query.",
+        f"{SONG}, section 5.2, with constituents that add up",
+        choice=_by_head(drawing.constituents_traces),
+    ),
     Exhibit(
         "spectrum",
         "head",

@@ -6,9 +6,11 @@ for it. This module only gathers: the drawing is in its siblings.
 
 from __future__ import annotations
 
-from theodolite.report.figures_geometry import dct, gram, singular_values, spiral, waves
+from theodolite.report.figures_constituents import attribution, constituents, head_shares
+from theodolite.report.figures_geometry import dct, gram, inherited_smoothness, singular_values, spiral, waves
 from theodolite.report.figures_heads import head_map, regime_plane
 from theodolite.report.figures_layers import (
+    clusters,
     cosine_previous,
     incoherence,
     low_frequency,
@@ -25,13 +27,18 @@ from theodolite.report.figures_sinks import outlier_shares, sinks_by_position
 from theodolite.report.figures_spectra import entropy_by_position, head_entropy, propagation, spectrum
 
 __all__ = [
+    "attribution",
+    "clusters",
+    "constituents",
     "cosine_previous",
     "dct",
     "entropy_by_position",
     "gram",
     "head_entropy",
     "head_map",
+    "head_shares",
     "incoherence",
+    "inherited_smoothness",
     "low_frequency",
     "massive_activations",
     "norm",

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.report import style
-from theodolite.report.data import Floats, array, column, evenly, need, provenance
+from theodolite.report import published, style
+from theodolite.report.data import Floats, array, blocks, column, evenly, need, need_column, provenance
 from theodolite.report.style import Patch, order_colour
-from theodolite.report.text import for_plotly
+from theodolite.report.text import for_plotly, number
 
 if TYPE_CHECKING:
     from theodolite.run import Run
@@ -25,6 +26,13 @@ SPIRAL_CONTEXTS = 250
 GRAM_CELLS = 900_000
 CURVES = 13
 DCT_DECADES = 4.0
+CUTOFFS = (10, 5, 3, 1)
+INHERITED = {
+    "PPᵀ": ("layers", "pp_low_frequency_", style.BLUE, published.LOW_FREQUENCY),
+    "PWPᵀ": ("heads", "pwp_low_frequency_", style.VERMILLION, published.LOW_FREQUENCY_PWP),
+    "QK matrix": ("heads", "qk_low_frequency_", style.GREEN, published.LOW_FREQUENCY_QK),
+}
+"""Rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2."""
 
 
 def _float32(values: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -267,4 +275,74 @@ def singular_values(run: Run) -> go.Figure:
         "singular value over the largest",
         height=360,
         layout={"yaxis": {"type": "log", "dtick": 1, "exponentformat": "power"}},
+    )
+
+
+def _smoothness_rows(run: Run) -> list[str]:
+    return [
+        name
+        for name, (table, prefix, _, _) in INHERITED.items()
+        if column(getattr(run, table), f"{prefix}{CUTOFFS[0]}") is not None
+    ]
+
+
+def inherited_smoothness_traces(run: Run, cutoff: int) -> list[Patch]:
+    """The data of `inherited_smoothness` at another cutoff: each curve, then its published level."""
+    patches: list[Patch] = []
+    for name in _smoothness_rows(run):
+        table, prefix, _, paper = INHERITED[name]
+        frame = getattr(run, table)
+        values = pd.Series(need_column(frame, f"{prefix}{cutoff}"))
+        by_layer = values.groupby(frame["layer"].to_numpy(dtype=int))
+        middle = by_layer.median()
+        spans = zip(by_layer.min(), by_layer.max(), strict=True)
+        patches += [
+            {
+                "x": middle.index.to_numpy(dtype=np.int32),
+                "y": middle.to_numpy(dtype=np.float32),
+                "customdata": [f"{number(low)} to {number(high)}" for low, high in spans],
+            },
+            {"y": np.full(2, paper[cutoff], dtype=np.float32)},
+        ]
+    return patches
+
+
+def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
+    """Share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and the QK logits over a layer's heads.
+
+    Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
+    """
+    need_column(run.heads, f"pwp_low_frequency_{cutoff}")
+    layers, patches = blocks(run), inherited_smoothness_traces(run, cutoff)
+    traces: list[go.Scatter] = []
+    for curve, level, name in zip(patches[::2], patches[1::2], _smoothness_rows(run), strict=True):
+        table, _, colour, _ = INHERITED[name]
+        spread = "<br>%{customdata} by head" if table == "heads" else ""
+        traces += [
+            go.Scatter(
+                **curve,
+                name=name,
+                mode="lines+markers",
+                line={"color": colour, "width": 2.2},
+                marker={"size": 5},
+                hovertemplate=f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>",
+            ),
+            go.Scatter(
+                **level,
+                x=[0, layers],
+                name="GPT-2",
+                legendgroup="GPT-2",
+                showlegend=not traces,
+                legendrank=2000,
+                mode="lines",
+                line={"color": colour, "width": 1.2, "dash": "dot"},
+                hovertemplate=f"GPT-2: %{{y:.3f}} ({name}, Table 3)<extra></extra>",
+            ),
+        ]
+    axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
+    return style.figure(
+        traces,
+        "layer",
+        "share of energy",
+        layout={"xaxis": axis | ({"dtick": 1} if layers <= 13 else {}), "yaxis": {"range": [0, 1.05]}},
     )

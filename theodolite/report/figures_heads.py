@@ -22,7 +22,7 @@ from theodolite.report.data import (
     head_grid,
     heads_per_block,
 )
-from theodolite.report.measures import HEAD_MEASURES, Measure
+from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
 from theodolite.report.style import Patch
 from theodolite.report.text import for_plotly, head_name, number
 
@@ -61,7 +61,7 @@ def head_measures(run: Run) -> list[Measure]:
             if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
                 known.append(measure)
         elif (values := column(run.heads, name)) is not None and not (
-            name == "sink_learned" and not values.any()
+            name in ABSENT_AT_ZERO and not np.nan_to_num(values).any()
         ):
             known.append(measure)
     return known
@@ -122,6 +122,8 @@ def _amount_patch(run: Run, measure: Measure) -> Patch:
     finite = np.abs(grid[np.isfinite(grid)])
     if measure.scale == "share":
         low, high = 0.0, 1.0
+    elif measure.scale == "balance":
+        low, high, scale = -1.0, 1.0, style.SIGNED
     elif measure.scale == "signed":
         high = float(np.percentile(finite, ROBUST))
         low, high, scale = -(high or 1.0), high or 1.0, style.SIGNED

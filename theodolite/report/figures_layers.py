@@ -1,7 +1,7 @@
 """Curves over depth: one small figure a layer measure, beside the ranges that were published.
 
 Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
-every curve except those that name it. Every figure needs only the run's layer table.
+every curve except those that name it. Every figure needs only the run's layer table. Whiskers are one standard error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.errors import UsageError
 from theodolite.report import published, style
-from theodolite.report.data import Floats, column, layer_numbers, need_column, provenance
+from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column, provenance
 from theodolite.report.health import RANK_COLLAPSE
+from theodolite.report.text import with_error
 
 if TYPE_CHECKING:
     from theodolite.run import Run
@@ -31,19 +33,33 @@ def _curve_if_any(run: Run, name: str, label: str, colour: str, **more: Any) -> 
 
 
 def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
-    values = need_column(run.layers, name)
     return [
         go.Scatter(
-            x=layer_numbers(run),
-            y=values.astype(np.float32),
-            name=label,
+            **_measured(run, name, label),
             mode="lines+markers",
             line={"color": colour, "width": 2.2} | more.pop("line", {}),
             marker={"size": 5},
-            hovertemplate=f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>",
             **more,
         )
     ]
+
+
+def _measured(run: Run, name: str, label: str) -> dict[str, Any]:
+    """What every trace of a layer measure has: its values by layer, their whiskers, and what hovering tells."""
+    values, errors = need_column(run.layers, name), error_of(run, name)
+    trace: dict[str, Any] = {
+        "x": layer_numbers(run),
+        "y": values.astype(np.float32),
+        "name": label,
+        "hovertemplate": f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>",
+    }
+    if np.nansum(errors) == 0:
+        return trace
+    return trace | {
+        "error_y": {"array": errors.astype(np.float32), "width": 0, "thickness": 1.4},
+        "customdata": [with_error(*pair) for pair in zip(values, errors, strict=True)],
+        "hovertemplate": f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>",
+    }
 
 
 def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[go.Scatter]:
@@ -169,9 +185,21 @@ def incoherence(run: Run) -> go.Figure:
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
     traces += _curve_if_any(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
     traces += _curve(run, "incoherence_mean", "mean", style.VERMILLION)
-    random = "mean of random directions"
+    random = "mean, random"
     traces += _curve_if_any(run, "incoherence_random", random, style.GREY, line={"dash": "dash"})
+    largest = "largest, random"
+    traces += _curve_if_any(run, "incoherence_max_random", largest, style.GREY, line={"dash": "dot"})
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
+
+
+def clusters(run: Run) -> go.Figure:
+    """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
+    traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.BLUE)
+    agreement = "labels found by k-means (ARI)"
+    traces += _curve_if_any(run, "cluster_ari", agreement, style.VERMILLION)
+    if not traces:
+        raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
+    return _chart(run, traces, "agreement", yaxis={"zeroline": True})
 
 
 def norm(run: Run) -> go.Figure:
@@ -210,11 +238,8 @@ def massive_activations(run: Run) -> go.Figure:
         counted.append(("massive_activations_first", "first token", style.BLUE))
     traces = [
         go.Bar(
-            x=layer_numbers(run),
-            y=need_column(run.layers, name).astype(np.float32),
-            name=label,
+            **_measured(run, name, label),
             marker={"color": colour, "line": {"width": 0}},
-            hovertemplate=f"layer %{{x}}<br>{label}: %{{y}}<extra></extra>",
         )
         for name, label, colour in counted
     ]

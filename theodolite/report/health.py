@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from theodolite.report.data import column, entropy_share, head_labels, provenance
-from theodolite.report.text import counted, listed, number, percent
+from theodolite.report.text import counted, listed, number, percent, visible
 
 if TYPE_CHECKING:
     from theodolite.run import Run
@@ -27,6 +27,8 @@ FIXED_ROLE = 0.60  # previous-, same-token or induction score that explains a lo
 VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
 DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
 UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script
+CONSTANT = 0.95  # share of the logits' variance in pairs with a mean or bias above which nothing else counts
+REASON = 160  # characters of a reason that are told
 UNIFORM = 0.995  # share of the highest entropy above which a head takes a plain average
 
 
@@ -46,8 +48,10 @@ def checks(run: Run) -> list[Check]:
         _entropy_collapse,
         _vanishing,
         _dead_heads,
+        _constant_logits,
         _massive,
         _missing,
+        _not_split,
         _unknown_tokens,
     )
     return [check for make in made if (check := make(run)) is not None]
@@ -153,6 +157,37 @@ def _dead_heads(run: Run) -> Check | None:
     if found:
         return Check("dead heads", f"Dead heads: {'; '.join(found)}.", True)
     return Check("dead heads", "No dead heads: every W_QK has a size like the others'.", False)
+
+
+def _constant_logits(run: Run) -> Check | None:
+    share = column(run.heads, "share_constant")
+    if share is None:
+        return None
+    constant = share >= CONSTANT
+    if not constant.any():
+        text = (
+            "No constant logits: in every head at least "
+            f"{percent(1 - CONSTANT)} of the logits' variance depends on position or context."
+        )
+        return Check("constant logits", text, False)
+    resting = column(run.heads, "sink_first")
+    rest = constant if resting is None else constant & ~(resting >= RESTING)
+    text = (
+        f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone carry at least "
+        f"{percent(CONSTANT)} of the logits' variance, whatever position and context: {_named(run, constant)}."
+    )
+    if not rest.any():
+        text += " All rest on the first token, as is common."
+    return Check("constant logits", text, bool(rest.any()))
+
+
+def _not_split(run: Run) -> Check | None:
+    refused = provenance(run, "constituents_refused")
+    if not refused:
+        return None
+    layers = listed([f"layer {visible(layer)}" for layer in refused])
+    reason = visible(next(iter(refused.values())), REASON)
+    return Check("constituents", f"Logits are not taken apart in {layers}: {reason}.", True)
 
 
 def _massive(run: Run) -> Check | None:

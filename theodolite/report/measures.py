@@ -16,15 +16,15 @@ ZHAI = "Zhai et al. 2023"
 XIAO = "Xiao et al. 2024"
 OLSSON = "Olsson et al. 2022"
 
-Scale = Literal["share", "amount", "decades", "signed", "kind"]
+Scale = Literal["share", "balance", "amount", "decades", "signed", "kind"]
 
 
 @dataclass(frozen=True)
 class Measure:
     """One column: how it is called (`name` within its group, `title` anywhere), what it says, its colours.
 
-    `scale`: "share" (0 to 1), "amount" (from 0 or the lowest value up), "decades" (colour by log10), "signed"
-    (around 0), "kind" (names).
+    `scale`: "share" (0 to 1), "balance" (shares that can be negative, −1 to 1), "amount" (from 0 or the lowest
+    value up), "decades" (colour by log10), "signed" (around 0), "kind" (names).
     """
 
     column: str
@@ -42,6 +42,7 @@ class Measure:
 
 
 ATTENTION, ROLES, SINKS = "Attention on the text", "What the head does", "Sinks"
+CONSTITUENTS, POSITIONAL = "Constituents of its logits", "What it makes of position"
 SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
 
 _MEASURED = [
@@ -122,6 +123,86 @@ _MEASURED = [
         "Mean attention that goes to a learned sink column of the model, which is no token at all.",
         "share",
         "models with a sink column, such as gpt-oss",
+    ),
+]
+
+_CONSTITUENTS = [
+    Measure(
+        "share_position",
+        "logit share: position",
+        CONSTITUENTS,
+        "Share of the logits' variance along the keys that needs the position and nothing of the context: pos on one "
+        "side or both, mean or bias on the other. Negative: it takes back what others put in.",
+        "balance",
+        f"{SONG}, section 5.2",
+    ),
+    Measure(
+        "share_context",
+        "logit share: context",
+        CONSTITUENTS,
+        "The share that needs the context and no position: what is neither mean nor position on one side or both, "
+        "mean or bias on the other.",
+        "balance",
+        f"{SONG}, section 5.2",
+    ),
+    Measure(
+        "share_cross",
+        "logit share: both",
+        CONSTITUENTS,
+        "The share of position on one side and what is neither mean nor position on the other.",
+        "balance",
+        f"{SONG}, section 5.2",
+    ),
+    Measure(
+        "share_constant",
+        "logit share: constant",
+        CONSTITUENTS,
+        "The share of mean and bias on both sides: what only the norm's scale of each token moves, or with rotary "
+        "positions the distance.",
+        "balance",
+        f"{SONG}, section 5.2",
+    ),
+    Measure(
+        "share_additive",
+        "logit share: additive",
+        CONSTITUENTS,
+        "The share of a bias that the model adds to its logits, such as ALiBi.",
+        "balance",
+        f"{SONG}, section 5.2",
+    ),
+    Measure(
+        "argmax_property",
+        "argmax property",
+        POSITIONAL,
+        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean, is largest at t itself among t' ≤ t. Above 0.8 "
+        "position alone makes the head look at or near the query. Raw vectors, without the layer's norm.",
+        "share",
+        f"{SONG}, eq. 8 and Fig. 25",
+    ),
+    Measure(
+        "argmax_property_normed",
+        "argmax property, normed",
+        POSITIONAL,
+        "The argmax property of positions as the head reads them, behind the layer's norm.",
+        "share",
+        f"{SONG}, eq. 8; the norm is ours",
+    ),
+    Measure(
+        "pwp_low_frequency_10",
+        "smoothness of PWPᵀ",
+        POSITIONAL,
+        "Share of the energy of PWPᵀ in its 10 × 10 lowest frequencies: near 1, neighbouring positions get like "
+        "logits.",
+        "share",
+        f"{SONG}, Table 3",
+    ),
+    Measure(
+        "qk_low_frequency_10",
+        "smoothness of the logits",
+        POSITIONAL,
+        "Share of the energy of the logits on this text, unmasked, in their 10 × 10 lowest frequencies.",
+        "share",
+        f"{SONG}, Table 3",
     ),
 ]
 
@@ -218,8 +299,11 @@ _SPECTRAL_DATA = [
 ]
 
 HEAD_MEASURES: dict[str, Measure] = {
-    measure.column: measure for measure in [*_MEASURED, *_SPECTRAL, *_SPECTRAL_DATA]
+    measure.column: measure for measure in [*_MEASURED, *_CONSTITUENTS, *_SPECTRAL, *_SPECTRAL_DATA]
 }
+
+ABSENT_AT_ZERO = ("sink_learned", "share_additive")
+"""Measures of what most models do not have: not offered where they are 0 in every head."""
 
 LAYER_TITLES: dict[str, str] = {
     "rank": "rank (ScreeNOT)",
@@ -232,6 +316,7 @@ LAYER_TITLES: dict[str, str] = {
     "incoherence_mean": "incoherence, mean",
     "incoherence_max": "incoherence, max",
     "incoherence_random": "incoherence, random",
+    "incoherence_max_random": "incoherence, random max",
     "similarity_within": "similarity within",
     "similarity_between": "similarity between",
     "norm": "norm",
@@ -241,11 +326,21 @@ LAYER_TITLES: dict[str, str] = {
     "massive_activations": "massive activations",
     "massive_activations_first": "massive, first token",
     "outlier_dimensions": "outlier dimensions",
+    "silhouette": "silhouette of labels",
+    "cluster_ari": "k-means against labels",
+    **{f"pp_low_frequency_{cutoff}": f"PPᵀ low freq. K={cutoff}" for cutoff in (1, 3, 5, 10)},
 }
+
+OTHER_TITLES: dict[str, str] = {
+    f"{name}_low_frequency_{cutoff}": f"{title} low freq. K={cutoff}"
+    for name, title in (("pwp", "PWPᵀ"), ("qk", "QK"))
+    for cutoff in (1, 3, 5)
+}
+"""Columns of the heads table that are no measures of their own: K = 10 stands for them."""
 
 
 def heading(column: str) -> str:
     """How a column is called in a table: its measure's title, or its own name spaced out."""
     if column in HEAD_MEASURES:
         return HEAD_MEASURES[column].title
-    return LAYER_TITLES.get(column, column.replace("_", " "))
+    return LAYER_TITLES.get(column) or OTHER_TITLES.get(column) or column.replace("_", " ")

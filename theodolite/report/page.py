@@ -25,7 +25,7 @@ from theodolite.report.summary import Finding, summarise
 from theodolite.report.text import visible
 from theodolite.run import Run, writing
 
-SECTIONS = ("position", "context", "depth", "heads", "head", "sinks", "outliers")
+SECTIONS = ("position", "context", "depth", "heads", "constituents", "head", "sinks", "outliers")
 PLOTLY = "plotly.min.js"
 
 
@@ -70,19 +70,22 @@ def render(run: Run) -> str:
     blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
     templates = resources.files("theodolite.report") / "templates"
     static = {name: (templates / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
+    tiles = content.tiles(run)
     values: dict[str, Any] = {
         "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
         "subtitle": content.subtitle(run),
         "text_line": content.text_line(run),
         "topics": _topics(summarise(run)),
-        "tiles": content.tiles(run),
+        "tiles": tiles,
         "blocks": blocks,
         "glossary": measure_glossary(run),
         "sink_texts": content.sink_texts(run),
         "sink_tokens": content.sink_tokens(run),
         "outliers": content.outlier_table(run),
-        "layers": content.frame_table(run.layers),
+        "layers": content.layers_table(run),
         "heads": content.heads_table(run),
+        "attribution": content.attribution_table(run),
+        "errors": any(tile.error for tile in tiles),
         "first_head": content.first_head(run),
         "cards": script_json(content.head_cards(run)),
         "themes": script_json(themes()),

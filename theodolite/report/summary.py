@@ -1,4 +1,4 @@
-"""What a run says, in sentences: position, context, localization, sinks, outliers, heads, health.
+"""What a run says, in sentences: position, context, localization, sinks, outliers, heads, constituents, health.
 
 Every sentence is computed from the run's numbers and is left out where the run has none of them; every
 threshold that turns a number into a word is a constant here. This module writes plain text only: no markup,
@@ -20,9 +20,19 @@ from theodolite.report.data import (
     column,
     entropy_share,
     head_labels,
+    layer_mean,
     provenance,
 )
-from theodolite.report.text import counted, listed, number, percent, token_text
+from theodolite.report.summary_constituents import constituents
+from theodolite.report.text import (
+    counted,
+    listed,
+    number,
+    percent,
+    percent_with_error,
+    token_text,
+    with_error,
+)
 from theodolite.theory.regimes import UNDEFINED
 
 if TYPE_CHECKING:
@@ -65,6 +75,7 @@ def summarise(run: Run) -> list[Finding]:
         ("Sinks", _sinks),
         ("Outliers", _outliers),
         ("Heads", _heads),
+        ("Constituents", constituents),
     )
     findings = [Finding(topic, text) for topic, tell in parts for text in tell(run)]
     return findings + [
@@ -82,37 +93,43 @@ def _extremes(run: Run, values: Floats) -> tuple[int, int]:
     return int(layers[np.nanargmax(values)]), int(layers[np.nanargmin(values)])
 
 
+def _mean(found: tuple[float, float]) -> str:
+    """A mean in two digits, or with its standard error where it has one."""
+    mean, error = found
+    return with_error(mean, error) if error > 0 else number(mean, 2)
+
+
 def _position(run: Run) -> list[str]:
     told = []
     norm, rank = column(run.layers, "relative_norm"), column(run.layers, "rank")
     model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
     reference = published.AVERAGES[model]
-    if norm is not None:
+    norm_mean, rank_mean = layer_mean(run, "relative_norm"), layer_mean(run, "rank")
+    if norm is not None and norm_mean is not None:
         most, least = _extremes(run, norm)
         told.append(
-            f"Position takes {percent(float(np.nanmean(norm)))} of the largest direction of the hidden "
+            f"Position takes {percent_with_error(*norm_mean)} of the largest direction of the hidden "
             f"states on "
             f"average over layers: most in layer {most} ({percent(float(np.nanmax(norm)))}), least in layer "
             f"{least} "
             f"({percent(float(np.nanmin(norm)))}). Published for {model}: "
             f"{percent(reference.relative_norm[0])}."
         )
-    if rank is not None:
+    if rank is not None and rank_mean is not None:
         told.append(
-            f"It lives in about {number(float(np.nanmean(rank)), 2)} dimensions ({_range(rank, number)} by "
+            f"It lives in about {_mean(rank_mean)} dimensions ({_range(rank, number)} by "
             f"layer), "
             f"against {reference.rank[0]:.1f} published for {model}."
         )
-    smooth = column(run.layers, "low_frequency_10")
+    smooth = layer_mean(run, "low_frequency_10")
     if smooth is not None:
-        share = float(np.nanmean(smooth))
+        share = smooth[0]
         word = (
             "is smooth" if share >= SMOOTH else "is only partly smooth" if share >= ROUGH else "is not smooth"
         )
         told.append(
-            f"Its shape {word}: the ten lowest frequencies hold {percent(share)} of the energy of its Gram "
-            f"matrix "
-            f"(GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model of additions about "
+            f"Its shape {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the energy of its "
+            f"Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model of additions about "
             f"{percent(published.LOW_FREQUENCY_ADDITION)})."
         )
     return told
@@ -120,27 +137,32 @@ def _position(run: Run) -> list[str]:
 
 def _context(run: Run) -> list[str]:
     told = []
-    within, between = column(run.layers, "similarity_within"), column(run.layers, "similarity_between")
+    within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
     if within is not None and between is not None:
-        inside, outside = float(np.nanmean(within)), float(np.nanmean(between))
-        ratio = inside / outside if outside > 0 else np.inf
+        ratio = within[0] / between[0] if between[0] > 0 else np.inf
         word = "clearly" if ratio >= CLEAR_SEPARATION else "weakly" if ratio >= WEAK_SEPARATION else "hardly"
         told.append(
-            f"Contexts group {word} by label: two of one label are {number(inside, 2)} alike (mean "
+            f"Contexts group {word} by label: two of one label are {_mean(within)} alike (mean "
             f"|cosine|), two of "
-            f"different labels {number(outside, 2)}."
+            f"different labels {_mean(between)}."
         )
     elif column(run.layers, "relative_norm") is not None:
         told.append("The text has no labels, or only one, so nothing can be said about topics.")
-    mean, random = column(run.layers, "incoherence_mean"), column(run.layers, "incoherence_random")
+    agreement, silhouette = layer_mean(run, "cluster_ari"), layer_mean(run, "silhouette")
+    if agreement is not None and silhouette is not None:
+        told.append(
+            f"k-means finds the labels again with an adjusted Rand index of {_mean(agreement)} (1: exactly, 0: as "
+            f"by chance); their mean silhouette is {_mean(silhouette)}."
+        )
+    mean, random = layer_mean(run, "incoherence_mean"), column(run.layers, "incoherence_random")
     if mean is not None:
-        level = float(np.nanmean(mean))
+        level = mean[0]
         near = level <= NEARLY_ORTHOGONAL or (random is not None and level <= 1.5 * float(np.nanmean(random)))
         word = "nearly orthogonal" if near else "entangled" if level > ENTANGLED else "partly entangled"
         chance = (
             "" if random is None else f"; random directions would give {number(float(np.nanmean(random)), 2)}"
         )
-        told.append(f"Position and context are {word}: mean |cosine| {number(level, 2)}{chance}.")
+        told.append(f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}.")
     return told
 
 

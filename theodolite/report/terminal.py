@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from theodolite.report.text import rounded_with_error
 from theodolite.run import Run
 
 LAYER_COLUMNS = {
@@ -41,12 +42,13 @@ SPECTRUM_COLUMNS = {
     "r": "r",
 }
 STRONGEST = 3
+WIDE = 140  # columns of a terminal from which a standard error stands beside its value, not below
 
 
 def show_run(run: Run, console: Console) -> None:
     """Print the short tables of a run."""
     if len(run.layers):
-        console.print(_layers(run.layers))
+        console.print(_layers(run.layers, wide=console.width >= WIDE))
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run.heads))
@@ -54,7 +56,7 @@ def show_run(run: Run, console: Console) -> None:
 
 def tables_as_json(run: Run) -> dict[str, Any]:
     """Provenance and tables as plain JSON values; NaN becomes null."""
-    names = ("layers", "heads", "sinks", "outliers")
+    names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution")
     tables = {name: _records(getattr(run, name)) for name in names if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 
@@ -67,20 +69,33 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _layers(layers: pd.DataFrame) -> Table:
+def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
+    """The layers with standard errors (±): beside their values in a wide terminal, below them in another."""
+    shown = [name for name in LAYER_COLUMNS if name in layers.columns]
+    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in shown)
     caption = (
         "rank and relative norm of the positional basis, its energy in the ten lowest frequencies (smooth); "
         "incoherence of position and context; similarity of contexts within and between labels; "
         "residual of a context's tokens (0: rank collapse); massive activations at position 0; outlier dimensions"
-    )
+    ) + ("; ± one standard error from resampling contexts, coarse for ranks and counts" if known else "")
     table = Table(
-        title="Residual stream, by layer", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title="Residual stream, by layer",
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0) if wide or not known else 0,
     )
-    for title in LAYER_COLUMNS.values():
-        table.add_column(title, justify="right")
-    for row in layers[list(LAYER_COLUMNS)].itertuples(index=False):
-        table.add_row(*(_number(value) for value in row))
+    for name in shown:
+        table.add_column(LAYER_COLUMNS[name], justify="right")
+    for row in layers.to_dict(orient="records"):
+        table.add_row(*(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in shown))
     return table
+
+
+def _with_error(value: float, error: float, *, wide: bool) -> str:
+    shown, spread = rounded_with_error(value, error)
+    if not spread:
+        return _number(value)
+    return f"{shown} [dim]±{spread}[/dim]" if wide else f"{shown}\n[dim]±{spread.removeprefix('0')}[/dim]"
 
 
 def _strongest_heads(heads: pd.DataFrame) -> Table:

@@ -14,6 +14,7 @@ import unicodedata
 MISSING = "–"
 NARROW_SPACE = "\u202f"
 TOKEN_LIMIT = 40
+MOST_DECIMALS = 6  # of a value beside its error; finer ones are shown as powers of ten
 
 _MARKS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\v": "␋", "\f": "␌", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}
 _SPACES = {"\u00a0": "⍽", "\u2028": "⟨U+2028⟩", "\u2029": "⟨U+2029⟩"}
@@ -92,6 +93,35 @@ def percent(share: float) -> str:
     decimals = 1 if (0 < abs(amount) < 10 or 99 < amount < 100) else 0
     shown = f"{amount:.{decimals}f}".removesuffix(".0")
     return shown.replace("-", "−") + "\u00a0%"
+
+
+def rounded_with_error(value: float, error: float) -> tuple[str, str]:
+    """Value and standard error to the error's own last digit: ("0.452", "0.006").
+
+    An error shows one significant digit, two where the first is 1; whole values stay whole. Without an error
+    (NaN, or 0: nothing varied) the second is empty and the first is `number` of the value.
+    """
+    if not (math.isfinite(value) and math.isfinite(error) and error > 0):
+        return number(value), ""
+    leading, exponent = f"{error:.0e}".split("e")
+    decimals = -int(exponent) + (leading == "1")
+    if decimals > MOST_DECIMALS or abs(value) >= 1e6:
+        return number(value), number(error, 1)
+    shown = (f"{round(amount, decimals):.{max(decimals, 0)}f}" for amount in (value, error))
+    first, second = (text.replace("-", "−") for text in shown)
+    return (number(value) if value == int(value) else first), second
+
+
+def with_error(value: float, error: float = math.nan) -> str:
+    """`0.452 ± 0.006`: a value with its standard error, where it has one."""
+    shown, spread = rounded_with_error(value, error)
+    return f"{shown} ± {spread}" if spread else shown
+
+
+def percent_with_error(share: float, error: float = math.nan) -> str:
+    """`45.2 ± 0.6 %`: a share of one in per cent with its standard error, where it has one."""
+    shown, spread = rounded_with_error(100 * share, 100 * error)
+    return f"{shown} ± {spread}\u00a0%" if spread else percent(share)
 
 
 def head_name(layer: int, head: int) -> str:

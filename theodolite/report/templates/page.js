@@ -34,6 +34,7 @@ document.addEventListener("DOMContentLoaded", () => {
     layout.xaxis = { ...layout.xaxis, ...bare };
     layout.yaxis = { ...layout.yaxis, ...bare };
     layout.margin = { l: 4, r: 4, t: 4, b: 4 };
+    layout.showlegend = false;
     for (const trace of data) {
       if (trace.type === "heatmap") trace.showscale = false;
       if (trace.marker && trace.marker.size > 4) trace.marker.size = 3.5;

@@ -1,0 +1,347 @@
+"""Which constituent makes a head what it is, and which carries most logits: the tables of a run, judged.
+
+Reads a run's own tables; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNTESTABLE,
+    Comparison,
+    Criterion,
+    Experiment,
+    Outcome,
+    Verdict,
+    judge,
+)
+from theodolite.experiments.layers import by_name, exhibit
+from theodolite.measure.attribution import GROUPS
+from theodolite.measure.constituents import paired_groups
+from theodolite.report import figures_qk as drawing
+from theodolite.report import figures_theory as maps
+from theodolite.report.data import Floats, blocks, heads_per_block, provenance
+from theodolite.report.exhibit import Exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.text import counted, head_name, number, percent
+from theodolite.run import Run
+from theodolite.theory.decomposition import PARTS
+
+if TYPE_CHECKING:
+    from theodolite.experiments.study import Study
+
+FOUND, TIMES_EVEN = 0.2, 2.0
+"""A head has a pattern that gets so much of its attention, and so many times what even attention would pay (ours)."""
+
+KEEPS = Criterion(
+    "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
+)
+MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
+OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
+REFUSALS_SAID = 2
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent."""
+
+    name: str
+    title: str
+    meaning: str
+    claim: str
+    group: str
+
+
+PATTERNS = [
+    Pattern(
+        "same",
+        "identical tokens",
+        "to the same token of the first copy",
+        "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
+        "cvec-cvec",
+    ),
+    Pattern(
+        "previous",
+        "the token before",
+        "to the token before",
+        "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
+        "pos-pos",
+    ),
+    Pattern(
+        "induction",
+        "shifted tokens",
+        "to the token after the same one of the first copy",
+        "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
+        "cvec-cvec",
+    ),
+]
+"""In the order of Fig. 6."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
+
+    kept, left: what is left of the score's excess over even attention with this group only, and without it.
+    """
+
+    layer: int
+    head: int
+    score: float
+    uniform: float
+    groups: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        """`L3H5`."""
+        return head_name(self.layer, self.head)
+
+    @property
+    def found(self) -> bool:
+        """Whether the head has the pattern at all."""
+        return self.score >= FOUND and self.score >= TIMES_EVEN * self.uniform
+
+    @property
+    def strongest(self) -> str:
+        """The group that keeps most of the pattern by itself."""
+        return str(self.groups["kept"].idxmax())
+
+    def determined_by(self, group: str) -> bool:
+        """Whether `group` keeps enough by itself, and more than any other."""
+        return self.strongest == group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
+
+    def said(self, group: str) -> str:
+        """The head's numbers in a line."""
+        row = self.groups.loc[group]
+        evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
+        if not self.found:
+            return evidence
+        evidence += (
+            f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
+            f"its share of the logits' variance is {percent(float(row['share']))}"
+        )
+        if self.strongest != group:
+            most = percent(float(self.groups.loc[self.strongest, "kept"]))
+            evidence += f"; {self.strongest} alone keeps {most}"
+        return evidence
+
+
+def attributed_heads(run: Run, pattern: str) -> list[Head]:
+    """The attributed heads of a pattern, those that follow it most first."""
+    table = run.attribution
+    if not len(table):
+        return []
+    heads = []
+    for (layer, head), rows in table[table["pattern"] == pattern].groupby(["layer", "head"], sort=False):
+        groups = rows.set_index("group")[["share", "only", "without"]].astype(np.float64)
+        score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
+        excess = score - uniform if score > uniform else math.nan
+        groups["kept"] = (groups["only"] - uniform) / excess
+        groups["left"] = (groups["without"] - uniform) / excess
+        heads.append(Head(int(layer), int(head), score, uniform, groups))
+    return sorted(heads, key=lambda head: -head.score)
+
+
+def _none_found(pattern: Pattern, heads: list[Head]) -> Verdict:
+    asked = f"at least {FOUND:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    why = f"the highest score is that of {heads[0].said(pattern.group)}" if heads else "0 heads attributed"
+    return Verdict(pattern.claim, UNTESTABLE, f"{why}; {asked}")
+
+
+def top_head_verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
+    """Judge a pattern's claim on the head that follows it most."""
+    if not heads or not heads[0].found:
+        return _none_found(pattern, heads)
+    answer = HOLDS if heads[0].determined_by(pattern.group) else FAILS
+    return Verdict(pattern.claim, answer, f"{heads[0].said(pattern.group)}; {KEEPS}")
+
+
+def _verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
+    found = [head for head in heads if head.found]
+    if not found:
+        return _none_found(pattern, heads)
+    wins = [head.determined_by(pattern.group) for head in found]
+    kept = np.array([head.groups.loc[pattern.group, "kept"] for head in found])
+    what = (
+        f"share of the heads found ({len(found)}, with a score of at least {FOUND:g} and {TIMES_EVEN:g} times even "
+        f"attention) in which {pattern.group} alone keeps at least half of the excess, and more than any other group "
+        f"(it keeps {percent(float(kept.mean()))} on average)"
+    )
+    return judge(pattern.claim, what, float(np.mean(wins)), MOST_HEADS)
+
+
+def _attribution_exhibit(pattern: Pattern, heads: list[Head]) -> Exhibit:
+    parts = {
+        group: tuple(
+            np.array([head.groups.loc[group, side] for head in heads]) for side in ("only", "without")
+        )
+        for group in GROUPS
+        if any(head.groups.loc[group, "share"] != 0 for head in heads)
+    }
+    figure = drawing.attribution_bars(
+        [head.name for head in heads],
+        np.array([head.score for head in heads]),
+        np.array([head.uniform for head in heads]),
+        {group: (only, without) for group, (only, without) in parts.items()},
+    )
+    return exhibit(
+        pattern.name,
+        f"Attention to {pattern.title}: with one constituent only, and without it",
+        figure,
+        f"Mean attention {pattern.meaning}, on repeated random tokens, one row a head: as it is (diamond), recomputed "
+        "from the logits of one group of constituents only (left) and without them (right), and even attention (bar).",
+        f"a {pattern.group} dot near the diamond on the left and near the bar on the right. Constant holds all "
+        "that has the mean or a bias on either side, position too.",
+        f"{SONG}, section 5.2; the recomputation is ours",
+        wide=True,
+    )
+
+
+def _attribution(study: Study) -> Outcome:
+    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in PATTERNS}
+    verdicts = [_verdict(pattern, heads[pattern.name]) for pattern in PATTERNS]
+    comparisons = []
+    for pattern in PATTERNS:
+        found = sum(head.found for head in heads[pattern.name])
+        top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
+        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
+    comparisons += refusals(study.run)
+    table = study.run.attribution.copy()
+    excess = table["score"] - table["uniform"]
+    excess = excess.where(excess > 0)
+    table["kept"] = (table["only"] - table["uniform"]) / excess
+    table["left"] = (table["without"] - table["uniform"]) / excess
+    exhibits = [
+        _attribution_exhibit(pattern, heads[pattern.name]) for pattern in PATTERNS if heads[pattern.name]
+    ]
+    return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
+
+
+def refusals(run: Run) -> list[Comparison]:
+    """A line where layers could not be split, with the reason."""
+    refused = provenance(run, "constituents_refused") or {}
+    if not refused:
+        return []
+    said = "; ".join(list(refused.values())[:REFUSALS_SAID])
+    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {said}")]
+
+
+def share_grids(run: Run) -> dict[str, Floats]:
+    """Group → share of logit variance of every head, (L, H); NaN where a layer could not be split."""
+    table = run.constituents
+    pairs = {(PARTS[a], PARTS[b]): name for name, members in paired_groups().items() for a, b in members} | {
+        ("additive", ""): "additive"
+    }
+    named = [pairs[query, key] for query, key in zip(table["query"], table["key"], strict=True)]
+    sums = table.assign(group=named).groupby(["group", "layer", "head"])["share"].sum(min_count=1)
+    grids = {group: np.full((blocks(run), heads_per_block(run)), np.nan) for group in GROUPS}
+    for (group, layer, head), share in sums.items():
+        grids[group][int(layer), int(head)] = share
+    return grids
+
+
+def _largest(grids: dict[str, Floats]) -> dict[str, float]:
+    """Group → share of the heads in which it is the largest."""
+    stacked = np.stack(list(grids.values())).reshape(len(grids), -1)
+    stacked = stacked[:, np.isfinite(stacked).all(axis=0)]
+    winners = stacked.argmax(axis=0)
+    return {group: float((winners == place).mean()) for place, group in enumerate(grids)}
+
+
+def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
+    names = list(grids)
+    pictures = [maps.head_values(grid, "share of logit variance") for grid in grids.values()]
+    layers = np.arange(len(grids["pos-pos"]), dtype=np.float64)
+    by_layer = {group: _layer_means(grid) for group, grid in grids.items()}
+    return [
+        exhibit(
+            "shares",
+            "Share of logit variance of every head",
+            pictures[0],
+            "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
+            "group of constituents carries. Shares of a head sum to 1; one below 0 works against the rest and is drawn "
+            "as 0.",
+            "heads that one group makes: bright in one map, dark in the others.",
+            f"{SONG}, eq. 10; the shares are ours",
+            choice=by_name(
+                "group",
+                names,
+                lambda place: [{"z": pictures[place].data[0].z, "text": pictures[place].data[0].text}],
+                grid=True,
+            ),
+            wide=True,
+        ),
+        exhibit(
+            "by-layer",
+            "Mean share by layer",
+            drawing.shares_by_layer(layers, by_layer),
+            "The mean over each layer's heads; constant is what has the mean or a bias on either side.",
+            "position early, context late.",
+            f"{SONG}, eq. 10; the shares are ours",
+            wide=True,
+        ),
+    ]
+
+
+def _constituents(study: Study) -> Outcome:
+    run = study.run
+    grids = share_grids(run)
+    if not np.nan_to_num(grids["additive"]).any():
+        del grids["additive"]
+    largest = _largest(grids)
+    heads = int(np.isfinite(grids["pos-pos"]).sum())
+    means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
+    what = f"share of {counted(heads, 'head')} in which pos-pos is the largest of {len(grids)} groups (mean share {{}})"
+    verdict = judge(
+        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+        what.format(percent(means["pos-pos"])),
+        largest["pos-pos"],
+        OFTEN,
+    )
+    comparisons = [
+        Comparison(
+            f"{group}: mean share of logit variance; largest in",
+            "“important, often dominant”" if group == "pos-pos" else "",
+            f"{percent(means[group])}; {percent(largest[group])} of the heads",
+        )
+        for group in grids
+    ]
+    rows = [
+        {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
+        for layer in range(blocks(run))
+        for head in range(heads_per_block(run))
+    ]
+    return Outcome(
+        [*comparisons, *refusals(run)], [verdict], {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
+    )
+
+
+def _layer_means(grid: Floats) -> Floats:
+    """Mean over each layer's heads; NaN where a layer could not be split."""
+    return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
+
+
+ATTRIBUTION = [
+    Experiment(
+        "geometry/attribution",
+        "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
+        "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
+        ("attribution.score",),
+        _attribution,
+    ),
+    Experiment(
+        "geometry/constituents",
+        "How much of each head's logits every constituent carries",
+        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+        ("constituents.share",),
+        _constituents,
+    ),
+]

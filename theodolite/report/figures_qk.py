@@ -1,0 +1,394 @@
+"""Figures of logits by constituent: one head's panels on a prompt, all heads' positional logits, who owes what.
+
+The panels take a split of logits; of it they centre rows, sum parts and take shares of variance, as their titles
+say. The other figures take plain arrays. Nothing here reads a run or a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import torch
+
+from theodolite.errors import UsageError
+from theodolite.measure.attribution import chosen_heads
+from theodolite.measure.constituents import Constituents, share_sums
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.figures_theory import TILE_GAP, TILE_HEADROOM, TILES_ACROSS
+from theodolite.report.text import for_plotly, number, percent, token_text
+from theodolite.theory.decomposition import PARTS
+
+MOST = 128
+"""Positions drawn: seven panels of so many squared are under a megabyte of page."""
+
+LABELLED = 32
+"""Tokens written at an axis at most, evenly chosen: more could not be read. Hovering names every one."""
+
+SATURATED = 99.5
+"""Percentile of |logit| at which the colours of the centred panels saturate."""
+
+QK, ATTENTION, CONSTANT, ADDITIVE = "QK", "attention", "constant", "additive"
+COLUMNS = (("pos-pos", "cvec-pos", CONSTANT), ("pos-cvec", "cvec-cvec", ADDITIVE), (QK, ATTENTION))
+"""Where each panel stands, column by column: query position above context, key position left of context."""
+
+GROUP_COLOURS = {
+    "pos-pos": style.BLUE,
+    "cvec-cvec": style.VERMILLION,
+    "pos-cvec": style.GREEN,
+    "cvec-pos": style.PURPLE,
+    "constant": style.ORANGE,
+    "additive": style.SKY,
+}
+PANEL, HEADROOM, FOOTROOM = 330, 26, 8  # pixels: a row of panels, of it its title, and the space below
+GAP = 0.035  # between columns, of the width
+NAMED = 9  # characters of a token at the axes
+ROW = 27
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a head: values (n, n) of queries by keys, NaN where the query does not see the key.
+
+    `share`: of the variance of the logits that the softmax sees; those of the constituents sum to 1. NaN for
+    attention, and where logits do not vary.
+    """
+
+    name: str
+    values: Floats
+    share: float
+
+
+def constituent_panels(
+    split: Constituents, head: int, *, context: int = 0, first: int = 1, raw: bool = False
+) -> list[Panel]:
+    """A head's four constituents, what has a constant or a bias in it, their sum, and the attention.
+
+    "constant" has all pairs with a constant part on either side; "additive" is there where the family adds a
+    bias to its logits. These and the four sum to "QK", the model's own logits before a cap.
+
+    Args:
+        split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
+        head, context: which.
+        first: the first position shown, as query and key; `MOST` are shown at most.
+        raw: the logits as they are; else every row less its mean over the keys that the query sees (without
+            position 0, unless it is shown), which the softmax does not notice.
+
+    Shares are those of a survey: over all positions but position 0, whatever is shown.
+
+    Raises:
+        UsageError: no such head, context or position, or a split into other parts.
+    """
+    one = _one(split, head, context)
+    length = one.query.shape[3]
+    if not 0 <= first < length:
+        raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
+    sums = share_sums(one.query, one.key, one.inputs)
+    shares, additive_share = sums.shares()
+    whole = {name: torch.zeros(length, length, dtype=torch.float64) for name in GROUP_COLOURS}
+    share = dict.fromkeys(whole, 0.0)
+    logits = one.logits_of(0).cpu()
+    for a, query in enumerate(one.names):
+        for b, key in enumerate(one.names):
+            name = CONSTANT if CONSTANT in (query, key) else f"{query}-{key}"
+            whole[name] += logits[a, b]
+            share[name] += float(shares[0, a, b])
+    whole[ADDITIVE], share[ADDITIVE] = one.additive[0].cpu(), float(additive_share[0])
+    if one.inputs.bias is None:
+        del whole[ADDITIVE]
+    whole[QK], share[QK] = one.total[0].cpu(), float(sum(share.values()))
+    visible = one.visible[0].cpu()
+    counted = visible.clone()
+    counted[:, : min(first, 1)] = False
+    shown = slice(first, first + MOST)
+
+    def panel(name: str, values: torch.Tensor) -> Panel:
+        if not raw and name != ATTENTION:
+            mean = (values * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp_min(1)
+            values = values - mean
+        drawn = values.masked_fill(~visible, math.nan)[shown, shown]
+        return Panel(name, drawn.numpy(), share.get(name, math.nan))
+
+    return [panel(name, values) for name, values in (whole | {ATTENTION: one.attention[0].cpu()}).items()]
+
+
+def qk_panels(
+    split: Constituents,
+    head: int,
+    tokens: Sequence[str],
+    *,
+    context: int = 0,
+    first: int = 1,
+    raw: bool = False,
+) -> go.Figure:
+    """`constituent_panels` as heat maps: Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
+
+    Titles give the shares of variance. Centred panels have one colour scale, so that they can be compared; raw
+    ones each their own, from the lowest to the highest value, which the title names. Zooming in one zooms all.
+
+    Args:
+        tokens: the text of each of the context's T tokens, shown as it is: nothing in it is taken for markup.
+        split, head, context, first, raw: as for `constituent_panels`.
+
+    Raises:
+        UsageError: no such head, context or position, a split into other parts, or not T tokens.
+    """
+    panels = {
+        panel.name: panel for panel in constituent_panels(split, head, context=context, first=first, raw=raw)
+    }
+    length = split.query.shape[3]
+    if len(tokens) != length:
+        raise UsageError(f"{len(tokens)} tokens for a context of {length}")
+    places = range(first, min(length, first + MOST))
+    texts = [token_text(tokens[place]) for place in places]
+    names = [f"{place} {for_plotly(text)}" for place, text in zip(places, texts, strict=True)]
+    short = [for_plotly(text if len(text) <= NAMED else text[: NAMED - 1] + "…") for text in texts]
+    limit = _limit([panel.values for panel in panels.values() if panel.name != ATTENTION])
+    traces: list[Any] = []
+    layout: dict[str, Any] = {"annotations": [], "margin": {"l": 70, "t": 8, "r": 70, "b": 70}}
+    rows = max(row + 1 for _, row, name in _places() if name in panels)
+    for number_of, (column, row, name) in enumerate(place for place in _places() if place[2] in panels):
+        panel = panels[name]
+        suffix = "" if number_of == 0 else str(number_of + 1)
+        traces.append(_heat(panel, names, suffix, raw))
+        below = COLUMNS[column][row + 1 :]
+        bottom = not any(other in panels for other in below)
+        layout |= _axes(suffix, (column, row, rows), short, bottom=bottom)
+        layout["annotations"].append(_title(panel, suffix, raw))
+    bars = _colour_axes(limit, _range(panels[ATTENTION].values)[1], rows, raw)
+    drawn = style.figure(traces, height=78 + PANEL * rows, layout=layout | bars)
+    drawn.update_layout(xaxis_title_text="", yaxis_title_text="")
+    drawn.update_xaxes(title_text="key", selector={"showticklabels": True})
+    drawn.update_yaxes(title_text="query", selector={"showticklabels": True})
+    return drawn
+
+
+def _one(split: Constituents, head: int, context: int) -> Constituents:
+    """The split of one context and head, into position, context and constants."""
+    _, contexts, heads, _, _ = split.query.shape
+    if not 0 <= head < heads:
+        raise UsageError(f"head {head} does not exist: this layer has heads 0 to {heads - 1}")
+    if not 0 <= context < contexts:
+        raise UsageError(f"context {context} does not exist: the split has contexts 0 to {contexts - 1}")
+    if split.names == PARTS:
+        split = split.coarse()
+    if set(split.names) != {"pos", "cvec", CONSTANT}:
+        raise UsageError(
+            f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
+        )
+    inputs, own = chosen_heads(split.inputs, [head]), slice(context, context + 1)
+
+    def of_context(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return tensor if tensor is None or len(tensor) == 1 else tensor[own]
+
+    inputs = replace(
+        inputs,
+        query=inputs.query[own].double(),
+        key=inputs.key[own].double(),
+        value=inputs.value[own],
+        mask=of_context(inputs.mask),
+        bias=of_context(inputs.bias),
+    )
+    query, key = (side[:, own, head : head + 1] for side in (split.query, split.key))
+    return replace(split, query=query, key=key, inputs=inputs)
+
+
+def _places() -> list[tuple[int, int, str]]:
+    return [(column, row, name) for column, names in enumerate(COLUMNS) for row, name in enumerate(names)]
+
+
+def _limit(values: Sequence[Floats]) -> float:
+    every = np.abs(np.concatenate([part[np.isfinite(part)] for part in values]))
+    return float(np.percentile(every, SATURATED)) if every.size and every.any() else 1.0
+
+
+def _heat(panel: Panel, names: list[str], suffix: str, raw: bool) -> go.Heatmap:
+    if panel.name == ATTENTION:
+        colours: dict[str, Any] = {"coloraxis": "coloraxis2"}
+    elif raw:
+        low, high = _range(panel.values)
+        colours = {"zmin": low, "zmax": high, "colorscale": style.MAGNITUDE, "showscale": False}
+    else:
+        colours = {"coloraxis": "coloraxis"}
+    what = panel.name if panel.name == ATTENTION else f"{panel.name} logit"
+    return go.Heatmap(
+        z=panel.values.astype(np.float32),
+        x=names,
+        y=names,
+        xaxis=f"x{suffix}",
+        yaxis=f"y{suffix}",
+        hoverongaps=False,
+        hovertemplate=f"query %{{y}}<br>key %{{x}}<br>{what} %{{z:.3g}}<extra></extra>",
+        **colours,
+    )
+
+
+def _range(values: Floats) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return low, high if high > low else low + 1.0
+
+
+def _axes(suffix: str, place: tuple[int, int, int], texts: list[str], *, bottom: bool) -> dict[str, Any]:
+    column, row, rows = place
+    step = max(1, math.ceil(len(texts) / LABELLED))
+    ticks = list(range(0, len(texts), step))
+    width, height = (1 - GAP * 2) / len(COLUMNS), 1 / rows
+    axis: dict[str, Any] = {
+        "type": "category",
+        "showgrid": False,
+        "zeroline": False,
+        "ticks": "",
+        "tickmode": "array",
+        "tickvals": ticks,
+        "ticktext": [texts[tick] for tick in ticks],
+        "tickfont": {"size": 8 if len(ticks) > 20 else 10},
+        "constrain": "domain",
+    }
+    left, top = column * (width + GAP), 1 - row * height
+    across = axis | {
+        "anchor": f"y{suffix}",
+        "domain": [left, left + width],
+        "tickangle": -90,
+        "showticklabels": bottom,
+        "constraintoward": "left",
+    }
+    down = axis | {
+        "anchor": f"x{suffix}",
+        "domain": [top - height + FOOTROOM / (PANEL * rows), top - HEADROOM / (PANEL * rows)],
+        "autorange": "reversed",
+        "scaleanchor": f"x{suffix}",
+        "showticklabels": column == 0,
+        "constraintoward": "top",
+    }
+    if suffix:  # all move with the first
+        across["matches"], down["matches"] = "x", "y"
+    return {f"xaxis{suffix}": across, f"yaxis{suffix}": down}
+
+
+def _title(panel: Panel, suffix: str, raw: bool) -> dict[str, Any]:
+    said = f"<b>{panel.name}</b>"
+    if panel.name == QK:
+        said += ", the model's own logits"
+    elif math.isfinite(panel.share):
+        said += f" {percent(panel.share)}"
+    if raw and panel.name != ATTENTION:
+        low, high = _range(panel.values)
+        said += f", {number(low)} to {number(high)}"
+    return {
+        "text": said,
+        "xref": f"x{suffix} domain",
+        "yref": f"y{suffix} domain",
+        "x": 0,
+        "y": 1,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 12},
+    }
+
+
+def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, Any]:
+    length = 0.8 / rows
+
+    def bar(title: str, row: int) -> dict[str, Any]:
+        place = {"x": 1.01, "y": 1 - (row + 0.1) / rows, "yanchor": "top", "len": length}
+        return style.colour_bar(title) | place
+
+    signed = {"cmin": -limit, "cmax": limit, "colorscale": style.SIGNED}
+    weight = {"cmin": 0, "cmax": most, "colorscale": style.MAGNITUDE, "colorbar": bar("attention", 1)}
+    if raw:
+        return {"coloraxis2": weight}
+    return {
+        "coloraxis": signed | {"colorbar": bar("logit, less its row's mean", 0)},
+        "coloraxis2": weight,
+    }
+
+
+def positional_tiles(logits: Floats) -> Floats:
+    """One layer's heads as tiles of one picture: rows less their means, over the head's own largest magnitude.
+
+    Args:
+        logits: (H, n, n).
+
+    Laid out as `figures_theory.weight_tiles`, for `weight_maps`; NaN separates the tiles.
+    """
+    heads, side, _ = logits.shape
+    across = min(heads, TILES_ACROSS)
+    step, tall = side + TILE_GAP, side + TILE_HEADROOM
+    picture = np.full((math.ceil(heads / across) * tall, across * step - TILE_GAP), np.nan)
+    for head, matrix in enumerate(logits):
+        centred = matrix - matrix.mean(axis=-1, keepdims=True)
+        row, column = divmod(head, across)
+        top = row * tall + TILE_HEADROOM
+        tile = np.clip(centred / _limit([centred]), -1, 1)
+        picture[top : top + side, column * step : column * step + side] = tile
+    return picture
+
+
+def attribution_bars(
+    names: Sequence[str], whole: Floats, even: Floats, parts: Mapping[str, tuple[Floats, Floats]]
+) -> go.Figure:
+    """Scores of heads, one row a head: with one group of constituents only (left), and without it (right).
+
+    Args:
+        names: of the n heads.
+        whole, even: (n) score as it is, and of even attention.
+        parts: group → (n) scores with it only, (n) without it.
+    """
+    rows = [for_plotly(name) for name in names]
+    traces: list[Any] = []
+    for side, said in enumerate(("only", "without")):
+        suffix = "2" if side else ""
+        shared = {"y": rows, "xaxis": f"x{suffix}", "mode": "markers", "showlegend": not side}
+        for symbol, title, values, size in (
+            ("line-ns-open", "even attention", even, 14),
+            ("diamond-open", "as it is", whole, 11),
+        ):
+            look = {"symbol": symbol, "size": size, "color": style.GREY, "line": {"width": 2}}
+            traces.append(_dots(values, title, title, marker=look, **shared))
+        for group, both in parts.items():
+            look = {"size": 9, "color": GROUP_COLOURS[group], "opacity": 0.85}
+            traces.append(_dots(both[side], group, f"{group} {said}", marker=look, **shared))
+    most = float(np.nanmax(np.concatenate([whole, *(v for both in parts.values() for v in both)])))
+    axis = {"range": [-0.03 * most, 1.06 * most], "zeroline": False}
+    layout = {
+        "xaxis": axis | {"domain": [0, 0.48], "title": {"text": "attention with it only"}},
+        "xaxis2": axis | {"domain": [0.52, 1], "title": {"text": "attention without it"}, "anchor": "y"},
+        "yaxis": {"type": "category", "autorange": "reversed"},
+        "hovermode": "closest",
+    }
+    drawn = style.figure(traces, height=130 + ROW * len(rows))
+    return drawn.update_layout(layout)
+
+
+def _dots(values: Floats, group: str, said: str, **more: Any) -> go.Scatter:
+    return go.Scatter(
+        x=values.astype(np.float32),
+        name=group,
+        legendgroup=group,
+        hovertemplate=f"%{{y}}<br>{said}: %{{x:.3f}}<extra></extra>",
+        **more,
+    )
+
+
+def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
+    """Mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
+    bars = [
+        go.Bar(
+            x=layers.astype(np.float32),
+            y=values.astype(np.float32),
+            name=group,
+            marker={"color": GROUP_COLOURS[group]},
+            hovertemplate=f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>",
+        )
+        for group, values in shares.items()
+    ]
+    axis = {"zeroline": False} | ({"dtick": 1} if len(layers) <= 14 else {})
+    layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
+    return style.figure(bars, "layer", "mean share of logit variance", height=340, layout=layout)

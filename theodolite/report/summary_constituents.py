@@ -1,0 +1,94 @@
+"""What a run says of the constituents of its logits, in sentences: what carries them, and what makes a pattern.
+
+Words follow numbers of the tables by thresholds that are constants here. Plain text only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.report.data import Floats, column
+from theodolite.report.figures_constituents import attributed
+from theodolite.report.text import counted, head_name, listed, number, percent
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+SLIGHT = 0.1  # a score below it is no pattern worth taking apart
+WITHIN = ("pos-pos", "cvec-cvec")  # parts of other groups, which are told instead
+KEEPS = 0.5  # share of the score above even attention that a group alone must keep to be what makes the head
+
+SHARES = {
+    "share_position": "position",
+    "share_context": "context",
+    "share_cross": "position with context",
+    "share_constant": "constant",
+    "share_additive": "additive bias",
+}
+PATTERNS = {
+    "previous": "to the previous token",
+    "induction": "to what followed the same token before",
+    "same": "to the earlier copy of the same token",
+}
+
+
+def constituents(run: Run) -> list[str]:
+    """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
+    told = [sentence for pattern in PATTERNS if (sentence := _pattern(run, pattern)) is not None]
+    return _shares(run) + told
+
+
+def _shares(run: Run) -> list[str]:
+    found: dict[str, Floats] = {}
+    for name in SHARES:
+        values = column(run.heads, name)
+        if values is not None and np.nan_to_num(values).any():
+            found[name] = values
+    if not found:
+        return []
+    table = np.stack(list(found.values()))
+    split = np.isfinite(table).all(axis=0)
+    if not split.any():
+        return []
+    means = table[:, split].mean(axis=1)
+    leads = np.bincount(table[:, split].argmax(axis=0), minlength=len(found))
+    order = np.argsort(-means, kind="stable")
+    names = list(found)
+    parts = listed([f"{percent(float(means[i]))} {SHARES[names[i]]}" for i in order], limit=len(names))
+    leading = [
+        f"{SHARES[names[i]]} in {counted(int(leads[i]), 'head')}"
+        for i in np.argsort(-leads, kind="stable")
+        if leads[i]
+    ]
+    return [
+        f"On average over {counted(int(split.sum()), 'head')} the logits' variance is {parts} (mean and bias count "
+        f"with what is on the other side); the largest share is {listed(leading, limit=len(names))}."
+    ]
+
+
+def _pattern(run: Run, pattern: str) -> str | None:
+    heads = attributed(run, pattern)
+    if not heads:
+        return None
+    rows = heads[0]
+    score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
+    name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
+    where, paid = PATTERNS[pattern], f"{number(score, 2)}; even attention pays {number(uniform, 2)}"
+    if score < SLIGHT or score <= uniform:
+        return f"On random tokens no head attends much {where}; {name} does most ({paid})."
+    return f"On random tokens {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
+
+
+def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
+    best = rows[~rows["group"].isin(WITHIN)].sort_values("only", kind="stable").iloc[-1]
+    group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
+    enough = KEEPS * (score - uniform)
+    left = f"without it {number(without, 2)} is left"
+    if only - uniform < enough:
+        return f"no group of constituents keeps half of that alone; most does {group} ({number(only, 2)}), and {left}"
+    if without - uniform < enough:
+        return f"{group} alone keeps {number(only, 2)}, and {left}"
+    return f"{group} alone keeps {number(only, 2)}, but {left}, so that others carry it too"
