@@ -69,8 +69,11 @@ def test_shares_of_a_survey_are_those_of_its_contexts(family, opened, corpus, su
         assert (rows["standard_error"] >= 0).all()
         row = run.heads[(run.heads["layer"] == layer) & (run.heads["head"] == head)].iloc[0]
         share = (shares / total)[:25].reshape(5, 5)
-        assert row["share_position"] == pytest.approx(share[1, 1], abs=2e-5)
-        assert row["share_context"] == pytest.approx(share[2:4, 2:4].sum(), abs=2e-5)
+        none = [0, 4]  # mean and bias
+        position = share[1, 1] + share[1, none].sum() + share[none, 1].sum()
+        context = share[2:4, 2:4].sum() + share[2:4][:, none].sum() + share[none][:, 2:4].sum()
+        assert row["share_position"] == pytest.approx(position, abs=2e-5)
+        assert row["share_context"] == pytest.approx(context, abs=2e-5)
         assert row["share_cross"] == pytest.approx(share[1, 2:4].sum() + share[2:4, 1].sum(), abs=2e-5)
         assert row["share_additive"] == pytest.approx((shares / total)[25], abs=2e-5)
     columns = ["share_position", "share_context", "share_cross", "share_constant", "share_additive"]

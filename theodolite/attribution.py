@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.corpus import repeated_random_tokens
 from theodolite.errors import WorkError
-from theodolite.measure.attribution import GROUPS, Pattern, attribute, chosen_heads, pattern_scores
+from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
 from theodolite.models import OpenModel
 from theodolite.models.constituents import LayerPass, split_queries_and_keys, watch_layers
 from theodolite.models.structure import backbone
@@ -148,5 +148,5 @@ def _rows(
             "uniform": float(found.uniform[pattern, heads.index(head)]),
         }
         for head, pattern in chosen
-        for number, group in enumerate(GROUPS)
+        for number, group in enumerate(ATTRIBUTED)
     ]

@@ -25,7 +25,7 @@ from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
 from theodolite.experiments.positional_logits import _PositionalLogits, _smooth_verdict
 from theodolite.experiments.qk import _kept, _mean_verdict, prompt_ids
 from theodolite.experiments.study import Focus
-from theodolite.measure.attribution import GROUPS
+from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.constituents import watch_layers
 from theodolite.splitting import constituents
 from theodolite.surveyor import survey
@@ -59,7 +59,7 @@ def _attribution(run, **only: dict[str, float]):
         {"layer": 1, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
         | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}
         for place, (pattern, groups) in enumerate(only.items())
-        for group in GROUPS
+        for group in ATTRIBUTED
     ]
     return replace(run, attribution=pd.DataFrame(rows))
 
@@ -74,26 +74,26 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
         assert (same.verdict, previous.verdict, shifted.verdict) == (HOLDS, HOLDS, UNTESTABLE)
     assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[1].evidence
     shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
-    assert shares.loc["L0H0", "pos-pos"] > 0.8
-    assert shares.loc["L0H1", "cvec-cvec"] > 0.8
+    assert shares.loc["L0H0", "position"] > 0.8
+    assert shares.loc["L0H1", "context"] > 0.8
 
 
 def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
     """Oracle: the numbers laid down: (0.5 − 0.1) / 0.7 is more than half, (0.4 − 0.1) / 0.7 less."""
     attribution = ATTRIBUTION[0]
-    held = _attribution(run, previous={"pos-pos": 0.5}, same={"cvec-cvec": 0.5}, induction={"cvec-cvec": 0.5})
+    held = _attribution(run, previous={"position": 0.5}, same={"context": 0.5}, induction={"context": 0.5})
     assert _answers(Study(held).outcome(attribution)) == [HOLDS] * 3
     failed = _attribution(
         run,
-        previous={"pos-pos": 0.4},
-        same={"cvec-cvec": 0.5, "constant": 0.6},
-        induction={"pos-pos": 0.7},
+        previous={"position": 0.4},
+        same={"context": 0.5, "constant": 0.6},
+        induction={"position": 0.7},
     )
     outcome = Study(failed).outcome(attribution)
     assert _answers(outcome) == [FAILS] * 3
     table = outcome.tables["attribution"].set_index(["pattern", "group"])
-    assert table.loc[("previous", "pos-pos"), "kept"] == pytest.approx(0.3 / 0.7)
-    assert table.loc[("previous", "pos-pos"), "left"] == pytest.approx(0.2 / 0.7)
+    assert table.loc[("previous", "position"), "kept"] == pytest.approx(0.3 / 0.7)
+    assert table.loc[("previous", "position"), "left"] == pytest.approx(0.2 / 0.7)
     weak = replace(held, attribution=held.attribution.assign(score=0.19))
     assert _answers(Study(weak).outcome(attribution)) == [UNTESTABLE] * 3
     near_even = replace(held, attribution=held.attribution.assign(uniform=0.45))
@@ -111,8 +111,8 @@ def _shares(run, per_head: list[dict[tuple[str, str], float]]):
 
 
 def test_positional_constituents_are_counted_where_they_are_the_largest(run):
-    """Oracle: a table in which 6, then 4, of 20 heads owe most to pos-pos."""
-    pos, context, constant = ("pos", "pos"), ("resid", "ctx"), ("mean", "pos")
+    """Oracle: a table in which 6, then 4, of 20 heads owe most to position."""
+    pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
     for count, answer in ((6, HOLDS), (4, FAILS)):
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
         outcome = Study(_shares(run, heads)).outcome(ATTRIBUTION[1])
@@ -123,6 +123,7 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
     assert table["constant"].sum() == pytest.approx(0.7 * 16)
     picture = outcome.exhibits[0].choice.patch(run, "0")[0]
     assert picture["z"].shape == (5, 4)
+    assert table["pos-pos"].sum() == 0  # pos × mean is position, and not pos-pos
 
 
 def test_the_mean_changes_the_largest_constituent_or_not(run):
@@ -141,11 +142,12 @@ def test_grids_agree_with_the_heads_table(surveyed, family):
     """Oracle: the heads table, summed elsewhere."""
     run, _, _ = surveyed(family)
     grids = share_grids(run)
-    np.testing.assert_allclose(grids["pos-pos"].ravel(), run.heads["share_position"], atol=1e-12)
-    np.testing.assert_allclose(grids["additive"].ravel(), run.heads["share_additive"], atol=1e-12)
-    cross = (grids["pos-cvec"] + grids["cvec-pos"]).ravel()
-    np.testing.assert_allclose(cross, run.heads["share_cross"], atol=1e-12)
-    np.testing.assert_allclose(sum(grids.values()), 1, atol=1e-6)
+    whole = ("position", "context", "cross", "constant", "additive")
+    for name in whole:
+        np.testing.assert_allclose(grids[name].ravel(), run.heads[f"share_{name}"], atol=1e-12)
+    np.testing.assert_allclose(sum(grids[name] for name in whole), 1, atol=1e-6)
+    strict = run.constituents.query("query == 'pos' and key == 'pos'")["share"]
+    np.testing.assert_allclose(grids["pos-pos"].ravel(), strict, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "gpt_oss"])
@@ -188,7 +190,7 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
     for place, only in (
         (("within pos", "pos-pos"), logits[:, :2, :2].sum((1, 2))),
         (("apart", "pos-pos"), logits[:, 1, 1]),
-        (("within pos", "constant"), logits[:, 4].sum(1) + logits[:, :4, 4].sum(1)),
+        (("within pos", "constant"), logits[:, 4, 4]),
     ):
         expected = (score(only) - even) / (whole - even)
         assert kept.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)

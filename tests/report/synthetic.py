@@ -28,7 +28,7 @@ WORDS = [" the", ".", " of", "\n", " theodolite", " measures", ",", " angles", "
 LATER = ("share_", "argmax_", "pwp_", "qk_")  # head columns that came with schema 2
 CUTOFFS = (1, 3, 5, 10)
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
-GROUPS = ("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant", "additive")
+GROUPS = ("position", "context", "cross", "constant", "pos-pos", "cvec-cvec", "additive")
 REGIMES = ["uniform", "late-site", "early-site", "middle-site", "vanishing", "undefined"]
 
 
@@ -173,11 +173,11 @@ def _with_positional(heads: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def _attribution(blocks: int, heads: int) -> pd.DataFrame:
-    """The last block's heads: previous by pos-pos alone, induction by nothing alone, same by two groups alike."""
+    """The last block's heads: previous by position alone, induction by nothing alone, same by two groups alike."""
     given = {
-        "previous": (0.62, {"pos-pos": (0.60, 0.05)}),
-        "induction": (0.41, {"cvec-cvec": (0.12, 0.15)}),
-        "same": (0.33, {"cvec-cvec": (0.31, 0.30), "constant": (0.25, 0.32)}),
+        "previous": (0.62, {"position": (0.60, 0.05)}),
+        "induction": (0.41, {"context": (0.12, 0.15)}),
+        "same": (0.33, {"context": (0.31, 0.30), "constant": (0.25, 0.32)}),
     }
     rows = []
     for pattern, (score, groups) in given.items():

@@ -100,7 +100,7 @@ def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run:
     assert titles[0].endswith("as it is 0.62, even attention 0.020")
     alone, without = figure.data[:2]
     groups = dict(zip(alone.y, zip(alone.x, without.x, strict=True), strict=True))
-    assert groups["pos-pos"] == pytest.approx((0.60, 0.05))
+    assert groups["position"] == pytest.approx((0.60, 0.05))
     assert groups["constant"] == pytest.approx((0.03, 0.62))
     assert "additive" not in groups
     lines = [shape.x0 for shape in figure.layout.shapes[:2]]

@@ -28,7 +28,10 @@ from theodolite.theory.attention import AttentionInputs
 from theodolite.theory.decomposition import PARTS
 
 CONTEXTS, LENGTH = 4, 20
-SUMMED = {"pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant", "additive"}
+SUMMED = {
+    False: {"position", "pos-cvec", "cvec-pos", "context", "constant", "additive"},
+    True: {"pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant", "additive"},
+}
 
 
 def _split(model, layer: int = 1) -> Constituents:
@@ -75,14 +78,34 @@ def test_panels_add_up_and_so_do_their_shares(opened, raw):
     """Oracle: numpy on the centred panels: share = Σ panel · QK / Σ QK²."""
     split = _split(opened("bloom"))
     panels = _by_name(constituent_panels(split, 0, context=1, raw=raw))
-    together = sum(panel.values for name, panel in panels.items() if name in SUMMED)
+    assert set(panels) == SUMMED[raw] | {"QK", "attention"}
+    together = sum(panels[name].values for name in SUMMED[raw])
     np.testing.assert_allclose(together, panels["QK"].values, atol=1e-9)
-    assert sum(panel.share for name, panel in panels.items() if name in SUMMED) == pytest.approx(1)
-    centred = _by_name(constituent_panels(split, 0, context=1))
-    whole = np.nan_to_num(centred["QK"].values)
-    for name in SUMMED:
-        share = (np.nan_to_num(centred[name].values) * whole).sum() / (whole**2).sum()
+    assert sum(panels[name].share for name in SUMMED[raw]) == pytest.approx(1)
+
+    def centred(values: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(values - np.nanmean(values, axis=1, keepdims=True))
+
+    whole = centred(panels["QK"].values)
+    for name in SUMMED[raw]:
+        share = (centred(panels[name].values) * whole).sum() / (whole**2).sum()
         assert panels[name].share == pytest.approx(share, abs=1e-5)
+
+
+def test_mean_and_bias_go_with_what_is_on_the_other_side(opened):
+    """Oracle: the 25 matrices added up by hand, rows less their means over the keys seen."""
+    split = _split(opened("gpt2"))
+    logits = split.logits_of(2)[0].numpy()[:, :, 1:, 1:]
+    later = np.triu(np.ones((LENGTH - 1, LENGTH - 1), dtype=bool), 1)
+    panels = _by_name(constituent_panels(split, 2))
+    pos, cvec, none = [1], [2, 3], [0, 4]
+    sides = {"position": [(pos, pos), (pos, none), (none, pos)], "constant": [(none, none)]}
+    sides["context"] = [(cvec, cvec), (cvec, none), (none, cvec)]
+    for name, pairs in sides.items():
+        whole = sum(logits[a, b] for left, right in pairs for a in left for b in right)
+        seen = np.where(later, np.nan, whole)
+        expected = seen - np.nanmean(seen, axis=1, keepdims=True)
+        np.testing.assert_allclose(panels[name].values, expected, atol=1e-10)
 
 
 def test_raw_panels_are_sums_of_the_finest_constituents(opened):

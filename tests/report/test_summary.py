@@ -171,7 +171,7 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     assert "L0H2" in texts
     assert "Vanishing signal: fewer than 5\u00a0% of the keys get through in 1 head: L2H3." in texts
     assert "W_QK is as good as zero in L0H0" in texts
-    assert "Constant logits: in 1 head a mean or a bias on one side carries" in texts
+    assert "Constant logits: in 1 head means and biases alone carry" in texts
     assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
 
 
@@ -228,8 +228,8 @@ def test_shares_are_means_over_heads_and_their_leaders_are_counted(run: Run) -> 
         share_additive=[0.0] * 12,
     )
     assert told(shared, "Constituents").startswith(
-        "On average over 12 heads the logits' variance is 70 % constant, 30 % position and 0 % context (constant: a "
-        "mean or a bias on either side); the largest share is constant in 8 heads and position in 4 heads. "
+        "On average over 12 heads the logits' variance is 70 % constant, 30 % position and 0 % context (mean "
+        "and bias count with what is on the other side); the largest share is constant in 8 heads and position in 4 heads. "
     )
 
 
@@ -237,16 +237,16 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
     """The three cases that the synthetic table was made for, and a pattern that nobody follows."""
     text = told(run, "Constituents")
     assert (
-        "On random tokens L2H0 attends most to the previous token (0.62; even attention pays 0.020): pos-pos alone "
+        "On random tokens L2H0 attends most to the previous token (0.62; even attention pays 0.020): position alone "
         "keeps 0.60, and without it 0.050 is left." in text
     )
     assert (
         "L2H0 attends most to what followed the same token before (0.41; even attention pays 0.020): no group of "
-        "constituents keeps half of that alone; most does cvec-cvec (0.12), and without it 0.15 is left."
+        "constituents keeps half of that alone; most does context (0.12), and without it 0.15 is left."
         in text
     )
     assert (
-        "L2H0 attends most to the earlier copy of the same token (0.33; even attention pays 0.020): cvec-cvec alone "
+        "L2H0 attends most to the earlier copy of the same token (0.33; even attention pays 0.020): context alone "
         "keeps 0.31, but without it 0.30 is left, so that others carry it too." in text
     )
     faint = run.attribution.assign(score=0.05)

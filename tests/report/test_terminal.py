@@ -47,5 +47,5 @@ def test_weights_alone_are_shown_by_head(run: Run) -> None:
 def test_json_has_every_table_that_has_rows(run: Run) -> None:
     tables = tables_as_json(run)
     assert len(tables["constituents"]) == len(run.constituents)
-    assert tables["attribution"][0]["group"] == "pos-pos"
+    assert tables["attribution"][0]["group"] == "position"
     assert set(tables_as_json(weights_only(run))) == {"provenance", "heads"}

@@ -24,8 +24,8 @@ from theodolite.experiments.base import (
     judge,
 )
 from theodolite.experiments.layers import by_name, exhibit
-from theodolite.measure.attribution import GROUPS
-from theodolite.measure.constituents import paired_groups
+from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.report import figures_qk as drawing
 from theodolite.report import figures_theory as maps
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
@@ -51,13 +51,18 @@ REFUSALS_SAID = 2
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent."""
+    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent.
+
+    The paper takes the mean for zero. `group` is its constituent with what mean and bias add to it, which is what
+    is judged; `strict` is the constituent without.
+    """
 
     name: str
     title: str
     meaning: str
     claim: str
     group: str
+    strict: str
 
 
 PATTERNS = [
@@ -66,6 +71,7 @@ PATTERNS = [
         "identical tokens",
         "to the same token of the first copy",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
+        "context",
         "cvec-cvec",
     ),
     Pattern(
@@ -73,6 +79,7 @@ PATTERNS = [
         "the token before",
         "to the token before",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
+        "position",
         "pos-pos",
     ),
     Pattern(
@@ -80,6 +87,7 @@ PATTERNS = [
         "shifted tokens",
         "to the token after the same one of the first copy",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
+        "context",
         "cvec-cvec",
     ),
 ]
@@ -111,22 +119,24 @@ class Head:
 
     @property
     def strongest(self) -> str:
-        """The group that keeps most of the pattern by itself."""
-        return str(self.groups["kept"].idxmax())
+        """The group that keeps most of the pattern by itself, of those that share nothing."""
+        return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
     def determined_by(self, group: str) -> bool:
         """Whether `group` keeps enough by itself, and more than any other."""
         return self.strongest == group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
 
-    def said(self, group: str) -> str:
+    def said(self, pattern: Pattern) -> str:
         """The head's numbers in a line."""
+        group, strict = pattern.group, pattern.strict
         row = self.groups.loc[group]
         evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
         if not self.found:
             return evidence
         evidence += (
             f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
-            f"its share of the logits' variance is {percent(float(row['share']))}"
+            f"its share of the logits' variance is {percent(float(row['share']))}; {strict} within it, without mean "
+            f"and bias, keeps {percent(float(self.groups.loc[strict, 'kept']))}"
         )
         if self.strongest != group:
             most = percent(float(self.groups.loc[self.strongest, "kept"]))
@@ -152,7 +162,7 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 def _none_found(pattern: Pattern, heads: list[Head]) -> Verdict:
     asked = f"at least {FOUND:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
-    why = f"the highest score is that of {heads[0].said(pattern.group)}" if heads else "0 heads attributed"
+    why = f"the highest score is that of {heads[0].said(pattern)}" if heads else "0 heads attributed"
     return Verdict(pattern.claim, UNTESTABLE, f"{why}; {asked}")
 
 
@@ -161,7 +171,7 @@ def top_head_verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
     if not heads or not heads[0].found:
         return _none_found(pattern, heads)
     answer = HOLDS if heads[0].determined_by(pattern.group) else FAILS
-    return Verdict(pattern.claim, answer, f"{heads[0].said(pattern.group)}; {KEEPS}")
+    return Verdict(pattern.claim, answer, f"{heads[0].said(pattern)}; {KEEPS}")
 
 
 def _verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
@@ -170,10 +180,11 @@ def _verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
         return _none_found(pattern, heads)
     wins = [head.determined_by(pattern.group) for head in found]
     kept = np.array([head.groups.loc[pattern.group, "kept"] for head in found])
+    strict = float(np.mean([head.groups.loc[pattern.strict, "kept"] for head in found]))
     what = (
         f"share of the heads found ({len(found)}, with a score of at least {FOUND:g} and {TIMES_EVEN:g} times even "
         f"attention) in which {pattern.group} alone keeps at least half of the excess, and more than any other group "
-        f"(it keeps {percent(float(kept.mean()))} on average)"
+        f"(it keeps {percent(float(kept.mean()))} on average, {pattern.strict} within it {percent(strict)})"
     )
     return judge(pattern.claim, what, float(np.mean(wins)), MOST_HEADS)
 
@@ -183,7 +194,7 @@ def _attribution_exhibit(pattern: Pattern, heads: list[Head]) -> Exhibit:
         group: tuple(
             np.array([head.groups.loc[group, side] for head in heads]) for side in ("only", "without")
         )
-        for group in GROUPS
+        for group in ATTRIBUTED
         if any(head.groups.loc[group, "share"] != 0 for head in heads)
     }
     figure = drawing.attribution_bars(
@@ -198,8 +209,8 @@ def _attribution_exhibit(pattern: Pattern, heads: list[Head]) -> Exhibit:
         figure,
         f"Mean attention {pattern.meaning}, on repeated random tokens, one row a head: as it is (diamond), recomputed "
         "from the logits of one group of constituents only (left) and without them (right), and even attention (bar).",
-        f"a {pattern.group} dot near the diamond on the left and near the bar on the right. Constant holds all "
-        "that has the mean or a bias on either side, position too.",
+        f"a {pattern.group} dot near the diamond on the left and near the bar on the right. {pattern.strict} is its "
+        "part without mean and bias.",
         f"{SONG}, section 5.2; the recomputation is ours",
         wide=True,
     )
@@ -237,14 +248,14 @@ def refusals(run: Run) -> list[Comparison]:
 def share_grids(run: Run) -> dict[str, Floats]:
     """Group → share of logit variance of every head, (L, H); NaN where a layer could not be split."""
     table = run.constituents
-    pairs = {(PARTS[a], PARTS[b]): name for name, members in paired_groups().items() for a, b in members} | {
-        ("additive", ""): "additive"
-    }
-    named = [pairs[query, key] for query, key in zip(table["query"], table["key"], strict=True)]
-    sums = table.assign(group=named).groupby(["group", "layer", "head"])["share"].sum(min_count=1)
-    grids = {group: np.full((blocks(run), heads_per_block(run)), np.nan) for group in GROUPS}
-    for (group, layer, head), share in sums.items():
-        grids[group][int(layer), int(head)] = share
+    sides = list(zip(table["query"], table["key"], strict=True))
+    grids = {}
+    for group in ATTRIBUTED:
+        members = {(PARTS[a], PARTS[b]) for a, b in paired_groups().get(group, [])} or {("additive", "")}
+        inside = table[[side in members for side in sides]]
+        grids[group] = np.full((blocks(run), heads_per_block(run)), np.nan)
+        for (layer, head), share in inside.groupby(["layer", "head"])["share"].sum(min_count=1).items():
+            grids[group][int(layer), int(head)] = share
     return grids
 
 
@@ -259,7 +270,7 @@ def _largest(grids: dict[str, Floats]) -> dict[str, float]:
 def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
     names = list(grids)
     pictures = [maps.head_values(grid, "share of logit variance") for grid in grids.values()]
-    layers = np.arange(len(grids["pos-pos"]), dtype=np.float64)
+    layers = np.arange(len(grids["position"]), dtype=np.float64)
     by_layer = {group: _layer_means(grid) for group, grid in grids.items()}
     return [
         exhibit(
@@ -267,8 +278,8 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "Share of logit variance of every head",
             pictures[0],
             "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
-            "group of constituents carries. Shares of a head sum to 1; one below 0 works against the rest and is drawn "
-            "as 0.",
+            "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
+            "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
             "heads that one group makes: bright in one map, dark in the others.",
             f"{SONG}, eq. 10; the shares are ours",
             choice=by_name(
@@ -283,7 +294,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "by-layer",
             "Mean share by layer",
             drawing.shares_by_layer(layers, by_layer),
-            "The mean over each layer's heads; constant is what has the mean or a bias on either side.",
+            "The mean over each layer's heads; mean and bias count with what is on the other side.",
             "position early, context late.",
             f"{SONG}, eq. 10; the shares are ours",
             wide=True,
@@ -296,21 +307,22 @@ def _constituents(study: Study) -> Outcome:
     grids = share_grids(run)
     if not np.nan_to_num(grids["additive"]).any():
         del grids["additive"]
-    largest = _largest(grids)
-    heads = int(np.isfinite(grids["pos-pos"]).sum())
+    apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
+    largest = _largest(apart)
+    heads = int(np.isfinite(grids["position"]).sum())
     means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
-    what = f"share of {counted(heads, 'head')} in which pos-pos is the largest of {len(grids)} groups (mean share {{}})"
     verdict = judge(
         "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-        what.format(percent(means["pos-pos"])),
-        largest["pos-pos"],
+        f"share of {counted(heads, 'head')} in which position, PWPᵀ with what mean and bias add to it, is the largest "
+        f"of {len(apart)} groups (mean share {percent(means['position'])}; PWPᵀ itself {percent(means['pos-pos'])})",
+        largest["position"],
         OFTEN,
     )
     comparisons = [
         Comparison(
-            f"{group}: mean share of logit variance; largest in",
+            f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
             "“important, often dominant”" if group == "pos-pos" else "",
-            f"{percent(means[group])}; {percent(largest[group])} of the heads",
+            percent(means[group]) + (f"; {percent(largest[group])} of the heads" if group in apart else ""),
         )
         for group in grids
     ]

@@ -31,7 +31,7 @@ from theodolite.experiments.attribution import (
 from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict, judge
 from theodolite.experiments.layers import exhibit
 from theodolite.experiments.study import vocabulary_of
-from theodolite.measure.attribution import GROUPS, attribute, chosen_heads
+from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.report import figures_qk as drawing
@@ -149,8 +149,8 @@ def _panels(study: Study, split: Constituents, title: str, head: int, tokens: li
         drawing.qk_panels(split, head, tokens),
         f"{_described(study, len(tokens))}Every row less its mean over the keys that the query sees, which the softmax "
         "does not notice, and one colour scale for all; per cent: shares of the variance of such logits. Constant is "
-        "what has the mean or a bias on either side; pos-pos, pos-cvec, cvec-pos, cvec-cvec and constant (and "
-        "additive, where the family adds a bias) sum to QK. Attention is the model's own, up to its largest weight.",
+        "mean and bias alone, which otherwise count with what is on the other side. All panels but QK and attention "
+        "sum to QK. Attention is the model's own, up to its largest weight.",
         "the panel that has the pattern of QK, and of attention.",
         f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
         wide=True,
@@ -241,7 +241,7 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
                 {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": even}
                 | {"mean": "within pos" if within else "apart", "group": group}
                 | {"kept": (float(found.only[number_of, place, 0]) - even) / excess}
-                for number_of, group in enumerate(GROUPS)
+                for number_of, group in enumerate(ATTRIBUTED)
             ]
     return rows
 
@@ -251,9 +251,9 @@ def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> 
     own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
     if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():
         return []
-    shares = own[own["group"] == pattern.group].set_index("mean")["kept"]
+    shares = own[own["group"] == pattern.strict].set_index("mean")["kept"]
     both = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
-    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.group} alone"
+    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
     return [Comparison(what, "", both)]
 
 

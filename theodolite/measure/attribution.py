@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.measure.constituents import BLOCK, COARSE, paired_groups, share_sums, softmax
+from theodolite.measure.constituents import BLOCK, COARSE, GROUPS, paired_groups, share_sums, softmax
 from theodolite.theory.attention import AttentionInputs
 from theodolite.theory.decomposition import PARTS
 
-GROUPS = (*paired_groups(), "additive")
-"""The coarse constituents, and the bias that a family may add to logits."""
+ATTRIBUTED = (*GROUPS, "additive")
+"""The groups of constituents, and the bias that a family may add to logits."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Of some heads: their scores, and of each of `GROUPS` the share of logit variance, and the scores with it
+    """Of some heads: their scores, and of each of `ATTRIBUTED` the share of logit variance, and the scores with it
     only and without it. `uniform` are the scores of even attention over the keys that a query sees.
     """
 
@@ -67,12 +67,11 @@ def attribute(
 ) -> Attribution:
     """Attribute patterns of heads, given the parts of their queries and keys and what attention was given.
 
-    `inputs` holds the same heads, one key head for each (see `chosen_heads`). The group "constant" has all pairs
-    with a mean or a bias on either side.
+    `inputs` holds the same heads, one key head for each (see `chosen_heads`).
     """
     shares, additive = share_sums(query, key, inputs).shares()
     share = [sum(shares[:, a, b] for a, b in pairs) for pairs in paired_groups().values()]
-    both = [_only_and_without(query, key, inputs, group) for group in GROUPS]
+    both = [_only_and_without(query, key, inputs, group) for group in ATTRIBUTED]
     even = replace(inputs, query=torch.zeros_like(inputs.query), bias=None, sink=None)
     return Attribution(
         score=pattern_scores(inputs, patterns),
@@ -112,18 +111,12 @@ def _only_and_without(
     own_query, own_key = inputs.query, inputs.key
     if group == "additive":
         return replace(inputs, query=torch.zeros_like(own_query)), replace(inputs, bias=None)
-    sides = [{name: parts[_members(name)].sum(dim=0) for name in COARSE} for parts in (query, key)]
-    if group == "constant":
-        rest_query, rest_key = (side["pos"] + side["cvec"] for side in sides)
-        only_query = [sides[0]["constant"], rest_query]
-        only_key = [rest_key + sides[1]["constant"], sides[1]["constant"]]
-        without_query, without_key = [rest_query], [rest_key]
-    else:
-        of_query, of_key = group.split("-")
-        only_query, only_key = [sides[0][of_query]], [sides[1][of_key]]
-        without_query, without_key = [own_query, -only_query[0]], [own_key, only_key[0]]
+    query_of, key_of = ({name: parts[_members(name)].sum(dim=0) for name in COARSE} for parts in (query, key))
+    only_query = [query_of[a] for a, _ in GROUPS[group]]
+    only_key = [key_of[b] for _, b in GROUPS[group]]
     only = replace(inputs, query=_beside(only_query), key=_beside(only_key), bias=None)
-    return only, replace(inputs, query=_beside(without_query), key=_beside(without_key))
+    others = [own_query, *(-part for part in only_query)], [own_key, *only_key]
+    return only, replace(inputs, query=_beside(others[0]), key=_beside(others[1]))
 
 
 def _members(group: str) -> list[int]:

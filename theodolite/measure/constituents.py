@@ -25,6 +25,21 @@ COARSE: dict[str, tuple[str, ...]] = {
 }
 """The coarser split of the paper (position and context), with what belongs to neither."""
 
+GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "position": (("pos", "pos"), ("pos", "constant"), ("constant", "pos")),
+    "context": (("cvec", "cvec"), ("cvec", "constant"), ("constant", "cvec")),
+    "cross": (("pos", "cvec"), ("cvec", "pos")),
+    "constant": (("constant", "constant"),),
+    "pos-pos": (("pos", "pos"),),
+    "cvec-cvec": (("cvec", "cvec"),),
+}
+"""Sums of constituents, each with its sides (query, key): what needs the position and nothing of the context, the
+reverse, both, or neither. A mean or a bias is on either side of most of what a head computes, so it goes with what
+is on the other side. The last two are the paper's own constituents, without mean and bias."""
+
+DISJOINT = ("position", "context", "cross", "constant")
+"""Those of `GROUPS` that share nothing and leave out nothing."""
+
 BLOCK = 64
 """Queries whose logits are in memory at a time."""
 
@@ -208,35 +223,26 @@ def share_sums(
 
 
 def head_shares(shares: Float64[Tensor, "heads parts parts"], additive: Float64[Tensor, " heads"]) -> Columns:
-    """Columns of the heads table: shares of position, context, both, what is in neither, and of a bias."""
+    """Columns of the heads table: shares of the disjoint groups, and of a bias; they sum to 1."""
     pairs = paired_groups()
-    grouped = {name: sum(shares[:, a, b] for a, b in members) for name, members in pairs.items()}
-    return {
-        "share_position": grouped["pos-pos"],
-        "share_context": grouped["cvec-cvec"],
-        "share_cross": grouped["pos-cvec"] + grouped["cvec-pos"],
-        "share_constant": grouped["constant"],
-        "share_additive": additive,
-    }
+    grouped = {f"share_{name}": sum(shares[:, a, b] for a, b in pairs[name]) for name in DISJOINT}
+    return grouped | {"share_additive": additive}
 
 
 Columns = dict[str, Any]
 
 
 def paired_groups() -> dict[str, list[tuple[int, int]]]:
-    """The pairs (query part, key part), indices into `PARTS`, of each coarse constituent; all pairs, each once.
-
-    "constant" has every pair with a mean or a bias on either side.
-    """
-    group_of = {part: group for group, members in COARSE.items() for part in members}
-    pairs: dict[str, list[tuple[int, int]]] = {
-        name: [] for name in ("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec", "constant")
+    """The pairs (query part, key part), indices into `PARTS`, of each of `GROUPS`."""
+    return {
+        name: [
+            (PARTS.index(a), PARTS.index(b))
+            for query, key in sides
+            for a in COARSE[query]
+            for b in COARSE[key]
+        ]
+        for name, sides in GROUPS.items()
     }
-    for a, query in enumerate(PARTS):
-        for b, key in enumerate(PARTS):
-            sides = (group_of[query], group_of[key])
-            pairs["constant" if "constant" in sides else "-".join(sides)].append((a, b))
-    return pairs
 
 
 def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:

@@ -227,5 +227,7 @@ def _to_dtype(value: Any, like: Tensor) -> Any:
             return value.to(like.device)
         # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
         lowest = value <= torch.finfo(value.dtype).min / 2
-        return value.to(like.device, like.dtype).masked_fill(lowest.to(like.device), torch.finfo(like.dtype).min)
+        return value.to(like.device, like.dtype).masked_fill(
+            lowest.to(like.device), torch.finfo(like.dtype).min
+        )
     return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

@@ -34,16 +34,31 @@ SATURATED = 99.5
 """Percentile of |logit| at which the colours of the centred panels saturate."""
 
 QK, ATTENTION, CONSTANT, ADDITIVE = "QK", "attention", "constant", "additive"
-COLUMNS = (("pos-pos", "cvec-pos", CONSTANT), ("pos-cvec", "cvec-cvec", ADDITIVE), (QK, ATTENTION))
-"""Where each panel stands, column by column: query position above context, key position left of context."""
+COLUMNS = (
+    ("position", "pos-pos", "cvec-pos", CONSTANT),
+    ("pos-cvec", "context", "cvec-cvec", ADDITIVE),
+    (QK, ATTENTION),
+)
+"""Where the panels that are there stand, column by column: query position above context, key position left of it."""
+
+WITH_CONSTANTS = {
+    ("pos", "pos"): "position",
+    ("pos", CONSTANT): "position",
+    (CONSTANT, "pos"): "position",
+    ("cvec", "cvec"): "context",
+    ("cvec", CONSTANT): "context",
+    (CONSTANT, "cvec"): "context",
+}
+"""Panels that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
 GROUP_COLOURS = {
-    "pos-pos": style.BLUE,
-    "cvec-cvec": style.VERMILLION,
-    "pos-cvec": style.GREEN,
-    "cvec-pos": style.PURPLE,
-    "constant": style.ORANGE,
-    "additive": style.SKY,
+    "position": style.BLUE,
+    "context": style.VERMILLION,
+    "cross": style.PURPLE,
+    "constant": style.GREY,
+    "pos-pos": style.SKY,
+    "cvec-cvec": style.ORANGE,
+    "additive": style.GREEN,
 }
 PANEL, HEADROOM, FOOTROOM = 330, 26, 8  # pixels: a row of panels, of it its title, and the space below
 GAP = 0.035  # between columns, of the width
@@ -67,17 +82,19 @@ class Panel:
 def constituent_panels(
     split: Constituents, head: int, *, context: int = 0, first: int = 1, raw: bool = False
 ) -> list[Panel]:
-    """A head's four constituents, what has a constant or a bias in it, their sum, and the attention.
+    """A head's four constituents, what is in neither, their sum, and the attention.
 
-    "constant" has all pairs with a constant part on either side; "additive" is there where the family adds a
-    bias to its logits. These and the four sum to "QK", the model's own logits before a cap.
+    "position" is pos × pos with the pairs of pos and a constant part (mean or bias), "context" the same of cvec;
+    "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits.
+    They sum to "QK", the model's own logits before a cap. `raw`, as published: "pos-pos" and "cvec-cvec"
+    without the constant parts, which are then all in "constant".
 
     Args:
         split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
         head, context: which.
         first: the first position shown, as query and key; `MOST` are shown at most.
-        raw: the logits as they are; else every row less its mean over the keys that the query sees (without
-            position 0, unless it is shown), which the softmax does not notice.
+        raw: the logits as they are, and constant parts apart; else every row less its mean over the keys that
+            the query sees (without position 0, unless it is shown), which the softmax does not notice.
 
     Shares are those of a survey: over all positions but position 0, whatever is shown.
 
@@ -90,17 +107,16 @@ def constituent_panels(
         raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
     sums = share_sums(one.query, one.key, one.inputs)
     shares, additive_share = sums.shares()
-    whole = {name: torch.zeros(length, length, dtype=torch.float64) for name in GROUP_COLOURS}
-    share = dict.fromkeys(whole, 0.0)
+    whole: dict[str, torch.Tensor] = {}
+    share: dict[str, float] = {}
     logits = one.logits_of(0).cpu()
     for a, query in enumerate(one.names):
         for b, key in enumerate(one.names):
-            name = CONSTANT if CONSTANT in (query, key) else f"{query}-{key}"
-            whole[name] += logits[a, b]
-            share[name] += float(shares[0, a, b])
-    whole[ADDITIVE], share[ADDITIVE] = one.additive[0].cpu(), float(additive_share[0])
-    if one.inputs.bias is None:
-        del whole[ADDITIVE]
+            name = _panel_name(query, key, raw)
+            whole[name] = whole.get(name, 0) + logits[a, b]
+            share[name] = share.get(name, 0.0) + float(shares[0, a, b])
+    if one.inputs.bias is not None:
+        whole[ADDITIVE], share[ADDITIVE] = one.additive[0].cpu(), float(additive_share[0])
     whole[QK], share[QK] = one.total[0].cpu(), float(sum(share.values()))
     visible = one.visible[0].cpu()
     counted = visible.clone()
@@ -115,6 +131,12 @@ def constituent_panels(
         return Panel(name, drawn.numpy(), share.get(name, math.nan))
 
     return [panel(name, values) for name, values in (whole | {ATTENTION: one.attention[0].cpu()}).items()]
+
+
+def _panel_name(query: str, key: str, raw: bool) -> str:
+    if raw:
+        return CONSTANT if CONSTANT in (query, key) else f"{query}-{key}"
+    return CONSTANT if query == key == CONSTANT else WITH_CONSTANTS.get((query, key), f"{query}-{key}")
 
 
 def qk_panels(
@@ -151,13 +173,14 @@ def qk_panels(
     limit = _limit([panel.values for panel in panels.values() if panel.name != ATTENTION])
     traces: list[Any] = []
     layout: dict[str, Any] = {"annotations": [], "margin": {"l": 70, "t": 8, "r": 70, "b": 70}}
-    rows = max(row + 1 for _, row, name in _places() if name in panels)
-    for number_of, (column, row, name) in enumerate(place for place in _places() if place[2] in panels):
+    places_of = _places(panels)
+    rows = max(row + 1 for _, row, _ in places_of)
+    taken = {(column, row) for column, row, _ in places_of}
+    for number_of, (column, row, name) in enumerate(places_of):
         panel = panels[name]
         suffix = "" if number_of == 0 else str(number_of + 1)
         traces.append(_heat(panel, names, suffix, raw))
-        below = COLUMNS[column][row + 1 :]
-        bottom = not any(other in panels for other in below)
+        bottom = (column, row + 1) not in taken
         layout |= _axes(suffix, (column, row, rows), short, bottom=bottom)
         layout["annotations"].append(_title(panel, suffix, raw))
     bars = _colour_axes(limit, _range(panels[ATTENTION].values)[1], rows, raw)
@@ -198,8 +221,10 @@ def _one(split: Constituents, head: int, context: int) -> Constituents:
     return replace(split, query=query, key=key, inputs=inputs)
 
 
-def _places() -> list[tuple[int, int, str]]:
-    return [(column, row, name) for column, names in enumerate(COLUMNS) for row, name in enumerate(names)]
+def _places(panels: Mapping[str, Panel]) -> list[tuple[int, int, str]]:
+    """Column, row and name of the panels that are there."""
+    there = [[name for name in names if name in panels] for names in COLUMNS]
+    return [(column, row, name) for column, names in enumerate(there) for row, name in enumerate(names)]
 
 
 def _limit(values: Sequence[Floats]) -> float:
