@@ -53,7 +53,7 @@ def pattern_scores_of(model: OpenModel, length: int, seed: int) -> Float[Tensor,
     all but the first position to the one before, "same" from the second copy to the same token of the first.
     NaN where there is no room for two copies of two tokens.
     """
-    ids, patterns = _repeated(model, length, SCORED_CONTEXTS, seed)
+    ids, patterns = repeated_patterns(model, length, SCORED_CONTEXTS, seed)
     if not patterns:
         return torch.full((model.layers, len(PATTERNS), model.heads), torch.nan, dtype=torch.float64)
     scores: list[Tensor] = []
@@ -85,7 +85,7 @@ def attribution_table(
         One row a head, pattern and group of constituents, and by layer why its logits could not be split. There
         are no rows where there is no room for two copies of two tokens.
     """
-    ids, patterns = _repeated(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
+    ids, patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
     rows: list[dict[str, Any]] = []
     refused: dict[int, str] = {}
     if not patterns or scores.isnan().any():
@@ -104,7 +104,9 @@ def attribution_table(
     return pd.DataFrame(rows, columns=COLUMNS), refused
 
 
-def _repeated(model: OpenModel, length: int, contexts: int, seed: int) -> tuple[Tensor, list[Pattern]]:
+def repeated_patterns(
+    model: OpenModel, length: int, contexts: int, seed: int
+) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short."""
     vocabulary: Any = model.tokenizer or model.vocabulary
     ids, start, half = repeated_random_tokens(vocabulary, length, contexts, seed)

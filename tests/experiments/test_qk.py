@@ -173,7 +173,7 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
     """Oracle: softmax by torch of the logits (mean + pos) × (mean + pos), scored along the diagonal."""
     run, model, _ = surveyed("gpt2")
     kept = pd.DataFrame(_kept(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
-    ids, _ = experiment._repeated(model, LENGTH, 16, run.provenance["seed"])
+    ids, _ = experiment.repeated_patterns(model, LENGTH, 16, run.provenance["seed"])
     split = constituents(model, ids, 1, decomposition=run)
     logits = split.logits_of(2)
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)

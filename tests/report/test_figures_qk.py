@@ -16,7 +16,6 @@ from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.report import figures_qk
 from theodolite.report.figures_qk import (
-    attribution_bars,
     constituent_panels,
     positional_tiles,
     qk_panels,
@@ -240,16 +239,8 @@ def test_tiles_are_centred_heads_beside_each_other():
     assert np.nanmax(np.abs(picture)) == 1
 
 
-def test_bars_and_lines_hold_the_numbers_given():
+def test_lines_hold_the_numbers_given():
     """Oracle: the arrays themselves."""
-    only, without = np.array([0.9, 0.1]), np.array([0.0, 0.8])
-    figure = attribution_bars(
-        ["L0H1", "L2H0"], np.array([0.9, 0.8]), np.array([0.1, 0.1]), {"pos-pos": (only, without)}
-    )
-    sides = [trace for trace in figure.data if trace.name == "pos-pos"]
-    np.testing.assert_allclose(sides[0].x, only, rtol=1e-6)
-    np.testing.assert_allclose(sides[1].x, without, rtol=1e-6)
-    assert [trace.xaxis for trace in sides] == ["x", "x2"]
     bars = shares_by_layer(np.arange(2.0), {"pos-pos": np.array([0.4, math.nan])})
     assert bars.data[0].y[0] == pytest.approx(0.4)
     assert math.isnan(bars.data[0].y[1])

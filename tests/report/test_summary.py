@@ -229,7 +229,8 @@ def test_shares_are_means_over_heads_and_their_leaders_are_counted(run: Run) -> 
     )
     assert told(shared, "Constituents").startswith(
         "On average over 12 heads the logits' variance is 70 % constant, 30 % position and 0 % context (mean "
-        "and bias count with what is on the other side); the largest share is constant in 8 heads and position in 4 heads. "
+        "and bias count with what is on the other side); the largest share is constant in 8 heads and position in "
+        "4 heads. "
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from theodolite.experiments.base import Comparison, Experiment, Outcome, Verdict
 from theodolite.experiments.page import write_index, write_outcome
 from theodolite.experiments.registry import ALIASES, EXPERIMENTS, find
-from theodolite.experiments.study import Study, reproduce
+from theodolite.experiments.study import Focus, Study, reproduce
 
 __all__ = [
     "ALIASES",
     "EXPERIMENTS",
     "Comparison",
     "Experiment",
+    "Focus",
     "Outcome",
     "Study",
     "Verdict",

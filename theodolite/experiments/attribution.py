@@ -26,6 +26,7 @@ from theodolite.experiments.base import (
 from theodolite.experiments.layers import by_name, exhibit
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
+from theodolite.report import figures
 from theodolite.report import figures_qk as drawing
 from theodolite.report import figures_theory as maps
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
@@ -189,28 +190,16 @@ def _verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
     return judge(pattern.claim, what, float(np.mean(wins)), MOST_HEADS)
 
 
-def _attribution_exhibit(pattern: Pattern, heads: list[Head]) -> Exhibit:
-    parts = {
-        group: tuple(
-            np.array([head.groups.loc[group, side] for head in heads]) for side in ("only", "without")
-        )
-        for group in ATTRIBUTED
-        if any(head.groups.loc[group, "share"] != 0 for head in heads)
-    }
-    figure = drawing.attribution_bars(
-        [head.name for head in heads],
-        np.array([head.score for head in heads]),
-        np.array([head.uniform for head in heads]),
-        {group: (only, without) for group, (only, without) in parts.items()},
-    )
+def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
     return exhibit(
         pattern.name,
         f"Attention to {pattern.title}: with one constituent only, and without it",
-        figure,
-        f"Mean attention {pattern.meaning}, on repeated random tokens, one row a head: as it is (diamond), recomputed "
-        "from the logits of one group of constituents only (left) and without them (right), and even attention (bar).",
-        f"a {pattern.group} dot near the diamond on the left and near the bar on the right. {pattern.strict} is its "
-        "part without mean and bias.",
+        figures.attribution(run, pattern.name),
+        f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
+        "line), recomputed from the logits of one group of constituents only and without them, and even attention "
+        "(dotted line).",
+        f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
+        "without mean and bias.",
         f"{SONG}, section 5.2; the recomputation is ours",
         wide=True,
     )
@@ -230,9 +219,7 @@ def _attribution(study: Study) -> Outcome:
     excess = excess.where(excess > 0)
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
-    exhibits = [
-        _attribution_exhibit(pattern, heads[pattern.name]) for pattern in PATTERNS if heads[pattern.name]
-    ]
+    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in PATTERNS if heads[pattern.name]]
     return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
 
 

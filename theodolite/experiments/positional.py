@@ -133,7 +133,7 @@ def turns(plane: Tensor) -> Floats:
     return (step.sum(1).abs() / (2 * math.pi)).numpy()
 
 
-def _shape(run: Run) -> pd.DataFrame:
+def shape_of(run: Run) -> pd.DataFrame:
     """Of every layer: scale, share of energy in two directions, and the curve on these two, as it is drawn.
 
     `sampling_noise`: share of the curve's variance that the mean over C contexts has by chance, at most (from the
@@ -161,7 +161,7 @@ def _shape(run: Run) -> pd.DataFrame:
 
 
 def _principal_components(run: Run, place: str) -> Outcome:
-    shape = _shape(run)
+    shape = shape_of(run)
     layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
     verdicts = [
         judge_layers(

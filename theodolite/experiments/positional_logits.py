@@ -16,7 +16,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.experiments import criteria
 from theodolite.experiments.base import UNTESTABLE, Comparison, Experiment, Outcome, Verdict, judge
 from theodolite.experiments.layers import by_name, exhibit
-from theodolite.experiments.smoothness import _reads_additions
+from theodolite.experiments.smoothness import reads_additions
 from theodolite.experiments.study import vocabulary_of
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
@@ -81,7 +81,7 @@ def _sampled(study: Study) -> Tensor:
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
     claim = "The QK matrix of a model of additions is not smooth (section 4.3, Figs. 5, 19 and 22)"
     what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
-    if not _reads_additions(run):
+    if not reads_additions(run):
         why = f"the text of this run is no additions ({what}: {number(share)})"
         return Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:

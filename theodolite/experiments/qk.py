@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.attribution import CONTEXTS, _repeated
+from theodolite.attribution import CONTEXTS, repeated_patterns
 from theodolite.corpus import repeated_random_tokens
 from theodolite.errors import UsageError, WorkError
 from theodolite.experiments.attribution import (
@@ -220,7 +220,7 @@ def _mean_verdict(run: Run) -> Verdict:
 def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
-    ids, patterns = _repeated(study.opened(), longest, CONTEXTS, study.run.provenance["seed"])
+    ids, patterns = repeated_patterns(study.opened(), longest, CONTEXTS, study.run.provenance["seed"])
     if not patterns:
         return []
     split = _split(study, ids, layer, head)

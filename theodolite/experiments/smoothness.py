@@ -177,7 +177,7 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
     return verdicts
 
 
-def _reads_additions(run: Run) -> bool:
+def reads_additions(run: Run) -> bool:
     """Whether the text of the run is additions: nothing but their characters among its example tokens."""
     tokens = "".join(run.examples["token"].astype(str)) if len(run.examples) else ""
     return "=" in tokens and "+" in tokens and set(tokens) <= set(CHARACTERS)
@@ -190,7 +190,7 @@ def _figure_5(study: Study) -> Outcome:
     layers = len(basis)
     mean, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
-    if _reads_additions(run):
+    if reads_additions(run):
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
     else:
         why = f"the text of this run is no additions (its share of energy at K = 10 is {mean:.3f})"

@@ -31,7 +31,7 @@ from theodolite.experiments.base import (
     plus_minus,
 )
 from theodolite.experiments.layers import error_of, exhibit, value_of
-from theodolite.experiments.positional import _shape
+from theodolite.experiments.positional import shape_of
 from theodolite.models import OpenModel, open_model
 from theodolite.report import figures_training as drawing
 from theodolite.report.data import Floats, evenly, need
@@ -132,7 +132,7 @@ def _table(series: list[_Step]) -> pd.DataFrame:
     """One row a step and layer."""
     parts = []
     for entry in series:
-        shape = _shape(entry.run).assign(step=entry.step)
+        shape = shape_of(entry.run).assign(step=entry.step)
         for name in MEASURES:
             if name not in shape:
                 shape[name] = value_of(entry.run, name)

@@ -63,7 +63,6 @@ GROUP_COLOURS = {
 PANEL, HEADROOM, FOOTROOM = 330, 26, 8  # pixels: a row of panels, of it its title, and the space below
 GAP = 0.035  # between columns, of the width
 NAMED = 9  # characters of a token at the axes
-ROW = 27
 
 
 @dataclass(frozen=True)
@@ -354,52 +353,6 @@ def positional_tiles(logits: Floats) -> Floats:
         tile = np.clip(centred / _limit([centred]), -1, 1)
         picture[top : top + side, column * step : column * step + side] = tile
     return picture
-
-
-def attribution_bars(
-    names: Sequence[str], whole: Floats, even: Floats, parts: Mapping[str, tuple[Floats, Floats]]
-) -> go.Figure:
-    """Scores of heads, one row a head: with one group of constituents only (left), and without it (right).
-
-    Args:
-        names: of the n heads.
-        whole, even: (n) score as it is, and of even attention.
-        parts: group → (n) scores with it only, (n) without it.
-    """
-    rows = [for_plotly(name) for name in names]
-    traces: list[Any] = []
-    for side, said in enumerate(("only", "without")):
-        suffix = "2" if side else ""
-        shared = {"y": rows, "xaxis": f"x{suffix}", "mode": "markers", "showlegend": not side}
-        for symbol, title, values, size in (
-            ("line-ns-open", "even attention", even, 14),
-            ("diamond-open", "as it is", whole, 11),
-        ):
-            look = {"symbol": symbol, "size": size, "color": style.GREY, "line": {"width": 2}}
-            traces.append(_dots(values, title, title, marker=look, **shared))
-        for group, both in parts.items():
-            look = {"size": 9, "color": GROUP_COLOURS[group], "opacity": 0.85}
-            traces.append(_dots(both[side], group, f"{group} {said}", marker=look, **shared))
-    most = float(np.nanmax(np.concatenate([whole, *(v for both in parts.values() for v in both)])))
-    axis = {"range": [-0.03 * most, 1.06 * most], "zeroline": False}
-    layout = {
-        "xaxis": axis | {"domain": [0, 0.48], "title": {"text": "attention with it only"}},
-        "xaxis2": axis | {"domain": [0.52, 1], "title": {"text": "attention without it"}, "anchor": "y"},
-        "yaxis": {"type": "category", "autorange": "reversed"},
-        "hovermode": "closest",
-    }
-    drawn = style.figure(traces, height=130 + ROW * len(rows))
-    return drawn.update_layout(layout)
-
-
-def _dots(values: Floats, group: str, said: str, **more: Any) -> go.Scatter:
-    return go.Scatter(
-        x=values.astype(np.float32),
-        name=group,
-        legendgroup=group,
-        hovertemplate=f"%{{y}}<br>{said}: %{{x:.3f}}<extra></extra>",
-        **more,
-    )
 
 
 def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
