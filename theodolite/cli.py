@@ -223,7 +223,7 @@ def reproduce_command(
         if not (folder / "report" / "index.html").is_file():
             write_report(run, folder / "report")
         study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
-        page = run_experiments(experiments, study, pages, Console(), as_json=as_json)
+        page = run_experiments(experiments, study, pages, screen if as_json else Console(), as_json=as_json)
         (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
 
 

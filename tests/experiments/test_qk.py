@@ -70,9 +70,10 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
     run = survey(planted, corpus)
     study = Study(run, planted, corpus)
     for name in ("geometry/figure6", "geometry/attribution"):
-        same, previous, shifted = study.outcome(EXPERIMENTS[name]).verdicts
-        assert (same.verdict, previous.verdict, shifted.verdict) == (HOLDS, HOLDS, UNTESTABLE)
-    assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[1].evidence
+        verdicts = study.outcome(EXPERIMENTS[name]).verdicts
+        assert [v.verdict for v in verdicts] == [HOLDS, HOLDS, HOLDS, HOLDS, UNTESTABLE]
+        assert ["ours" in v.claim for v in verdicts] == [False, True, False, True, False]
+    assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[2].evidence
     shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
     assert shares.loc["L0H0", "position"] > 0.8
     assert shares.loc["L0H1", "context"] > 0.8
@@ -81,16 +82,23 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
 def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
     """Oracle: the numbers laid down: (0.5 − 0.1) / 0.7 is more than half, (0.4 − 0.1) / 0.7 less."""
     attribution = ATTRIBUTION[0]
-    held = _attribution(run, previous={"position": 0.5}, same={"context": 0.5}, induction={"context": 0.5})
-    assert _answers(Study(held).outcome(attribution)) == [HOLDS] * 3
+    held = _attribution(
+        run,
+        previous={"position": 0.5, "pos-pos": 0.5},
+        same={"context": 0.5, "cvec-cvec": 0.4},
+        induction={"context": 0.5, "cvec-cvec": 0.5},
+    )
+    assert (
+        _answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
+    )  # same, previous, shifted
     failed = _attribution(
         run,
-        previous={"position": 0.4},
-        same={"context": 0.5, "constant": 0.6},
-        induction={"position": 0.7},
+        previous={"position": 0.4, "pos-pos": 0.4},
+        same={"context": 0.5, "cvec-cvec": 0.5, "constant": 0.6},
+        induction={"position": 0.7, "pos-pos": 0.7},
     )
     outcome = Study(failed).outcome(attribution)
-    assert _answers(outcome) == [FAILS] * 3
+    assert _answers(outcome) == [FAILS] * 6
     table = outcome.tables["attribution"].set_index(["pattern", "group"])
     assert table.loc[("previous", "position"), "kept"] == pytest.approx(0.3 / 0.7)
     assert table.loc[("previous", "position"), "left"] == pytest.approx(0.2 / 0.7)
@@ -113,11 +121,13 @@ def _shares(run, per_head: list[dict[tuple[str, str], float]]):
 def test_positional_constituents_are_counted_where_they_are_the_largest(run):
     """Oracle: a table in which 6, then 4, of 20 heads owe most to position."""
     pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
-    for count, answer in ((6, HOLDS), (4, FAILS)):
+    for count, answer in ((6, HOLDS), (4, FAILS)):  # pos × mean is no PWPᵀ
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
         outcome = Study(_shares(run, heads)).outcome(ATTRIBUTION[1])
-        assert _answers(outcome) == [answer]
-        assert f": {count / 20:.3f}" in outcome.verdicts[0].evidence
+        assert _answers(outcome) == [FAILS, answer]
+        assert f": {count / 20:.3f}" in outcome.verdicts[1].evidence
+        heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
+        assert _answers(Study(_shares(run, heads)).outcome(ATTRIBUTION[1])) == [answer, answer]
     table = outcome.tables["shares"]
     assert "additive" not in table
     assert table["constant"].sum() == pytest.approx(0.7 * 16)

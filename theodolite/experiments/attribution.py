@@ -54,16 +54,17 @@ REFUSALS_SAID = 2
 class Pattern:
     """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent.
 
-    The paper takes the mean for zero. `group` is its constituent with what mean and bias add to it, which is what
-    is judged; `strict` is the constituent without.
+    `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
+    bias on the other side, which `ours` claims. Both are judged, each by its own words.
     """
 
     name: str
     title: str
     meaning: str
     claim: str
-    group: str
     strict: str
+    ours: str
+    group: str
 
 
 PATTERNS = [
@@ -72,24 +73,27 @@ PATTERNS = [
         "identical tokens",
         "to the same token of the first copy",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
-        "context",
         "cvec-cvec",
+        "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
+        "context",
     ),
     Pattern(
         "previous",
         "the token before",
         "to the token before",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
-        "position",
         "pos-pos",
+        "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
+        "position",
     ),
     Pattern(
         "induction",
         "shifted tokens",
         "to the token after the same one of the first copy",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
-        "context",
         "cvec-cvec",
+        "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
+        "context",
     ),
 ]
 """In the order of Fig. 6."""
@@ -123,21 +127,19 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, group: str) -> bool:
-        """Whether `group` keeps enough by itself, and more than any other."""
-        return self.strongest == group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
+    def determined_by(self, pattern: Pattern, group: str) -> bool:
+        """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
+        return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
 
-    def said(self, pattern: Pattern) -> str:
+    def said(self, group: str) -> str:
         """The head's numbers in a line."""
-        group, strict = pattern.group, pattern.strict
         row = self.groups.loc[group]
         evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
         if not self.found:
             return evidence
         evidence += (
             f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
-            f"its share of the logits' variance is {percent(float(row['share']))}; {strict} within it, without mean "
-            f"and bias, keeps {percent(float(self.groups.loc[strict, 'kept']))}"
+            f"its share of the logits' variance is {percent(float(row['share']))}"
         )
         if self.strongest != group:
             most = percent(float(self.groups.loc[self.strongest, "kept"]))
@@ -161,33 +163,45 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
     return sorted(heads, key=lambda head: -head.score)
 
 
-def _none_found(pattern: Pattern, heads: list[Head]) -> Verdict:
+def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
     asked = f"at least {FOUND:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
-    why = f"the highest score is that of {heads[0].said(pattern)}" if heads else "0 heads attributed"
-    return Verdict(pattern.claim, UNTESTABLE, f"{why}; {asked}")
+    why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
+    return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
 
-def top_head_verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
-    """Judge a pattern's claim on the head that follows it most."""
+def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+    """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
     if not heads or not heads[0].found:
-        return _none_found(pattern, heads)
-    answer = HOLDS if heads[0].determined_by(pattern.group) else FAILS
-    return Verdict(pattern.claim, answer, f"{heads[0].said(pattern)}; {KEEPS}")
+        return [_none_found(pattern.claim, heads, pattern.strict)]
+    return [
+        Verdict(
+            claim,
+            HOLDS if heads[0].determined_by(pattern, group) else FAILS,
+            f"{heads[0].said(group)}; {KEEPS}",
+        )
+        for claim, group in _claims(pattern)
+    ]
 
 
-def _verdict(pattern: Pattern, heads: list[Head]) -> Verdict:
+def _claims(pattern: Pattern) -> list[tuple[str, str]]:
+    return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
+
+
+def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
     found = [head for head in heads if head.found]
     if not found:
-        return _none_found(pattern, heads)
-    wins = [head.determined_by(pattern.group) for head in found]
-    kept = np.array([head.groups.loc[pattern.group, "kept"] for head in found])
-    strict = float(np.mean([head.groups.loc[pattern.strict, "kept"] for head in found]))
-    what = (
-        f"share of the heads found ({len(found)}, with a score of at least {FOUND:g} and {TIMES_EVEN:g} times even "
-        f"attention) in which {pattern.group} alone keeps at least half of the excess, and more than any other group "
-        f"(it keeps {percent(float(kept.mean()))} on average, {pattern.strict} within it {percent(strict)})"
-    )
-    return judge(pattern.claim, what, float(np.mean(wins)), MOST_HEADS)
+        return [_none_found(pattern.claim, heads, pattern.strict)]
+    verdicts = []
+    for claim, group in _claims(pattern):
+        wins = [head.determined_by(pattern, group) for head in found]
+        kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
+        what = (
+            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {FOUND:g} and "
+            f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
+            f"other group more (it keeps {percent(kept)} on average)"
+        )
+        verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
+    return verdicts
 
 
 def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
@@ -207,7 +221,7 @@ def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
 
 def _attribution(study: Study) -> Outcome:
     heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in PATTERNS}
-    verdicts = [_verdict(pattern, heads[pattern.name]) for pattern in PATTERNS]
+    verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
     comparisons = []
     for pattern in PATTERNS:
         found = sum(head.found for head in heads[pattern.name])
@@ -295,16 +309,29 @@ def _constituents(study: Study) -> Outcome:
     if not np.nan_to_num(grids["additive"]).any():
         del grids["additive"]
     apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
-    largest = _largest(apart)
+    # The paper's own constituents, and all pairs with a mean or a bias as one group of their own.
+    strict = {
+        name: grid for name, grid in grids.items() if name in ("pos-pos", "cvec-cvec", "cross", "additive")
+    }
+    strict["mean or bias"] = np.sum(list(apart.values()), axis=0) - np.sum(list(strict.values()), axis=0)
+    largest, largest_strict = _largest(apart), _largest(strict)
     heads = int(np.isfinite(grids["position"]).sum())
     means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
-    verdict = judge(
-        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-        f"share of {counted(heads, 'head')} in which position, PWPᵀ with what mean and bias add to it, is the largest "
-        f"of {len(apart)} groups (mean share {percent(means['position'])}; PWPᵀ itself {percent(means['pos-pos'])})",
-        largest["position"],
-        OFTEN,
-    )
+    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
+    verdicts = [
+        judge(
+            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+            what.format("pos-pos", len(strict), percent(means["pos-pos"])),
+            largest_strict["pos-pos"],
+            OFTEN,
+        ),
+        judge(
+            "Position is often dominant, mean and bias counted with it (ours)",
+            what.format("position", len(apart), percent(means["position"])),
+            largest["position"],
+            OFTEN,
+        ),
+    ]
     comparisons = [
         Comparison(
             f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
@@ -319,7 +346,7 @@ def _constituents(study: Study) -> Outcome:
         for head in range(heads_per_block(run))
     ]
     return Outcome(
-        [*comparisons, *refusals(run)], [verdict], {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
+        [*comparisons, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
     )
 
 

@@ -57,7 +57,8 @@ def run_experiments(
 ) -> Path | None:
     """Make, write and show each experiment, and return the page to open: its own, or the index of several.
 
-    In a group, one that cannot be made is passed over with its reason; alone, its reason is the error.
+    In a group, one that cannot be made is passed over with its reason, on `console` (which must not be where the
+    JSON goes); alone, its reason is the error.
 
     Raises:
         UsageError: none of them could be made.
@@ -74,10 +75,9 @@ def run_experiments(
             if len(experiments) == 1:
                 raise
             passed.append(str(error))
-            if not as_json:
-                console.print(
-                    f"{experiment.name} is left out: {harmless(str(error))}", markup=False, highlight=False
-                )
+            console.print(
+                f"{experiment.name} is left out: {harmless(str(error))}", markup=False, highlight=False
+            )
             continue
         page = write_outcome(experiment, outcome, study.run, place)
         results.append(result(experiment, outcome, study.run))

@@ -26,7 +26,7 @@ from theodolite.experiments.attribution import (
     Pattern,
     attributed_heads,
     refusals,
-    top_head_verdict,
+    top_head_verdicts,
 )
 from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict, judge
 from theodolite.experiments.layers import exhibit
@@ -188,7 +188,7 @@ def _figure_6(study: Study) -> Outcome:
         comparisons.append(
             Comparison(f"{name}: largest shares of the logits' variance on this prompt", "", named)
         )
-    verdicts = [top_head_verdict(pattern, top[pattern.name]) for pattern in PATTERNS]
+    verdicts = [v for pattern in PATTERNS for v in top_head_verdicts(pattern, top[pattern.name])]
     return Outcome([*comparisons, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
 
 
