@@ -45,6 +45,10 @@ def constituents(
     (the published code sends each part through the norm by itself, so its parts do not). The part "bias" is
     what there is without any hidden state: the biases of norm and projection.
 
+    The model runs with the attention implementation that it has (`sdpa`, unless it was given another). Those of
+    `transformers` differ in the last digits: `eager` takes its softmax in float32 in most families even where the
+    model is in float64, so that later layers' logits then agree to 1e-7 only between the two.
+
     Args:
         model: from `open_model`.
         ids: token ids of one context (T) or of several (C, T), as the model reads them (special tokens too).
