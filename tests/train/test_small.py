@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.arithmetic import FULL, additions
 from theodolite.errors import UsageError
-from theodolite.train import small
+from theodolite.train import command, small
 from theodolite.train.command import train
 from theodolite.train.small import PUBLISHED, learning_rate, train_small
 from theodolite.train.small_tasks import IGNORED, Additions, Characters
@@ -194,3 +194,30 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     with pytest.raises(UsageError, match=says):
         train(kind, tmp_path / "m", text=path, options=options, seed=0, threads=1, console=quiet())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["embedded", "addition"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
+        ({"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
+        ({"threads": 0}, "^threads is 0; it must be positive.$"),
+    ],
+)
+def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(
+    tmp_path: Path, kind: str, change: dict, says: str
+) -> None:
+    """Oracle: the words."""
+    numbers = {"seed": 0, "threads": 1} | change
+    with pytest.raises(UsageError, match=says):
+        train(kind, tmp_path / "m", text=None, options={}, **numbers, console=quiet())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: English."""
+    result = {"accuracy": 0.5, "accuracy_by_digits": {"1": 0.0, "2": 0.25}}
+    monkeypatch.setattr(command, "train_small", lambda *_, **__: result)
+    lines = train("addition", tmp_path, text=None, options={}, seed=0, threads=1, console=quiet())
+    assert lines == ["accuracy 50.0% in distribution; 1 digit 0.0%, 2 digits 25.0%"]

@@ -119,6 +119,23 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     assert hashes(tmp_path / "model") == hashes(trained[0])
 
 
+def test_a_training_without_a_checkpoint_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the words, and a folder of only the settings and their text's hash."""
+
+    def killed(config: TinyConfig, step: int) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny, "learning_rate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+    assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
+    for text, config in ((sources(), replace(SMALL, seed=1)), (sources()[:1], SMALL)):
+        with pytest.raises(UsageError, match="holds a training of other settings or text; remove it"):
+            train_tiny(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
+
+
 def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     # Every line repeats two symbols: each follows from the one before the last, whatever the bigrams are.
     random = np.random.default_rng(0)

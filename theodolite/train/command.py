@@ -60,7 +60,10 @@ def _embedded(out: Path, options: dict[str, Any], seed: int, threads: int, conso
 
 def _measured(result: dict[str, Any]) -> list[str]:
     if "accuracy" in result:
-        shorter = ", ".join(f"{n} digits {share:.1%}" for n, share in result["accuracy_by_digits"].items())
+        shorter = ", ".join(
+            f"{n} digit{'' if n == '1' else 's'} {share:.1%}"
+            for n, share in result["accuracy_by_digits"].items()
+        )
         return [f"accuracy {result['accuracy']:.1%} in distribution; {shorter}"]
     return [
         f"loss {result['validation_loss']:.3f} nats a character held out, "

@@ -1,17 +1,22 @@
 """The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to go on from.
 
+The folder of the checkpoint says whose it is from the start, so that another training takes nothing from it.
 It knows no text, no task and no architecture. Whatever is random in a step is drawn from (seed, step) alone, so
 that a training which was killed and begun again gives the same bytes as one that was not.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +30,7 @@ from theodolite.errors import UsageError, WorkError
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
+SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,9 @@ class Loop:
     """How a model is fitted, whatever it is fitted to.
 
     `loss(step)` is the mean loss of that step's batch, a scalar with a graph; `rate(step)` its learning rate.
-    `identity` says which training a checkpoint belongs to. `done(steps, loss)` is called after every update
-    (and with 0 and NaN before the first) and `saved(steps, loss)` after every checkpoint.
+    `identity` says which training the folder of `checkpoint` and all in it belong to. `done(steps, loss)` is
+    called after every update (and with 0 and NaN before the first) and `saved(steps, loss)` after every
+    checkpoint that is due.
     """
 
     steps: int
@@ -52,15 +59,17 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
     """Train `model` in place, from its last checkpoint if there is one.
 
     Raises:
-        UsageError: the checkpoint is of another training.
+        UsageError: the checkpoint or its folder is of another training.
         WorkError: the loss is no longer a number, or the checkpoint cannot be written.
+        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
     """
     optimizer = _optimizer(model, loop.weight_decay)
     begin = _restore(loop.checkpoint, model, optimizer, loop.identity)
+    _claim(loop.checkpoint, loop.identity)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    if not begin:
-        loop.done(0, math.nan)
-    with Progress(*columns, console=console) as progress:
+    with _interruptible() as pressed, Progress(*columns, console=console) as progress:
+        if not begin:
+            loop.done(0, math.nan)
         task = progress.add_task("training", total=loop.steps, completed=begin)
         for step in range(begin, loop.steps):
             loss = _step(model, optimizer, loop, step)
@@ -68,9 +77,14 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
             if not math.isfinite(loss):
                 raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
             loop.done(step + 1, loss)
-            if (step + 1) % loop.checkpoint_every == 0 or step + 1 == loop.steps:
+            due = (step + 1) % loop.checkpoint_every == 0 or step + 1 == loop.steps
+            stop = pressed()  # asked once: what is pressed later is for the next step
+            if due or stop:
                 _checkpoint(loop.checkpoint, model, optimizer, loop.identity | {"step": str(step + 1)})
+            if due:
                 loop.saved(step + 1, loss)
+            if stop:
+                raise KeyboardInterrupt
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, step: int) -> float:
@@ -87,6 +101,46 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, 
     return loss.item()
 
 
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the first time is only noted, the second stops at once.
+
+    An exception in the middle of an update would leave half of the weights behind the others. A handler that
+    is not Python's own is left alone, and a thread that is not the main one may not set any.
+    """
+    noted = False
+
+    def note(*_: Any) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not own or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if noted:  # after the last step had asked
+        raise KeyboardInterrupt
+
+
+def check_numbers(seed: int, threads: int) -> None:
+    """Refuse what no training can use.
+
+    Raises:
+        UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive.
+    """
+    if not 0 <= seed < SEEDS:
+        raise UsageError(f"seed is {seed}; it must be from 0 to {SEEDS - 1}.")
+    if threads <= 0:
+        raise UsageError(f"threads is {threads}; it must be positive.")
+
+
 def warmed_up(step: int, warm_up: int, steps: int) -> tuple[float, float]:
     """(share of the warm-up done, share of the rest done) when `step` begins; both between 0 and 1."""
     return min(1.0, (step + 1) / warm_up), max(0.0, (step - warm_up) / max(1, steps - warm_up))
@@ -99,6 +153,33 @@ def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
+    """Write into the checkpoint's folder which training it is of, unless it says so already.
+
+    A folder that does not say has to have a checkpoint, which `_restore` has judged by what is written in it.
+    """
+    folder = checkpoint.parent
+    claim, temporary = folder / "identity.json", folder / "identity.temporary"
+    if claim.exists():
+        try:
+            found = json.loads(claim.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if found != identity:
+            raise _another(folder)
+        return
+    if folder.is_dir() and not checkpoint.exists() and set(folder.iterdir()) - {temporary}:
+        raise UsageError(f"{folder} does not say which training it holds; remove it to begin anew.")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, claim)
+
+
+def _another(folder: Path) -> UsageError:
+    return UsageError(f"{folder} holds a training of other settings or text; remove it to begin anew.")
 
 
 def _checkpoint(
@@ -126,9 +207,7 @@ def _restore(
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         if any(metadata.get(key) != value for key, value in identity.items()):
-            raise UsageError(
-                f"{path.parent} holds a training of other settings or text; remove it to begin anew."
-            )
+            raise _another(path.parent)
         step = int(metadata["step"])
         for name, parameter in model.named_parameters():
             parameter.data.copy_(file.get_tensor(name))

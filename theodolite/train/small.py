@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
-from theodolite.train.loop import Loop, fit, warmed_up, writing
+from theodolite.train.loop import Loop, check_numbers, fit, warmed_up, writing
 from theodolite.train.loop import threads as using
 from theodolite.train.small_tasks import Task
 
@@ -78,10 +78,12 @@ def train_small(
     with the same arguments.
 
     Raises:
-        UsageError: `out` exists, a size is impossible, or `<out>.partial` belongs to another training.
+        UsageError: `out` exists, a size, the seed or `threads` is impossible, or `<out>.partial` belongs to
+            another training.
         WorkError: the loss is no longer a number, or a file cannot be written.
     """
     out, console = Path(out), console or Console(stderr=True)
+    check_numbers(config.seed, threads)
     _check(out, config)
     partial = out.with_name(out.name + ".partial")
     tokenizer = character_tokenizer(task.characters, task.length)

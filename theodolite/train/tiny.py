@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError
 from theodolite.train.card import card
-from theodolite.train.loop import Loop, fit, warmed_up, writing
+from theodolite.train.loop import Loop, check_numbers, fit, warmed_up, writing
 from theodolite.train.loop import threads as using
 from theodolite.train.tiny_text import (
     END_OF_TEXT,
@@ -95,11 +95,12 @@ def train_tiny(
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
     A training that was killed goes on from its last checkpoint (in `<out>.partial`) when it is called again
-    with the same arguments. Raises `UsageError` when `out` exists, when a size is impossible, when the text
-    is too short, or when `<out>.partial` belongs to another training; `WorkError` when the loss is no longer
-    a number or a file cannot be written.
+    with the same arguments. Raises `UsageError` when `out` exists, when a size, the seed or `threads` is
+    impossible, when the text is too short, or when `<out>.partial` belongs to another training; `WorkError`
+    when the loss is no longer a number or a file cannot be written.
     """
     out, config, console = Path(out), config or TinyConfig(), console or Console(stderr=True)
+    check_numbers(config.seed, threads)
     texts = python_sources() if sources is None else sources
     _check(out, texts, config)
     training, validation = split_sources(texts, config.seed)
