@@ -13,10 +13,10 @@ import torch
 from tests.report.synthetic import make_run, weights_only
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.experiments import ALIASES, EXPERIMENTS, Study, find, reproduce
+from theodolite.experiments import ALIASES, EXPERIMENTS, Study, find, reproduce, smoothness
 from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Outcome
 from theodolite.experiments.claims import claims
-from theodolite.experiments.contexts import CONTEXTS
+from theodolite.experiments.contexts import CONTEXTS, gap_errors
 from theodolite.experiments.depth import DEPTH
 from theodolite.experiments.positional import POSITIONAL
 from theodolite.experiments.smoothness import SMOOTHNESS
@@ -98,7 +98,8 @@ def test_what_the_text_cannot_decide_is_not_decided(run):
     assert reproduce("geometry/figure5", run).verdicts[0].verdict == UNTESTABLE  # no additions
 
 
-def test_additions_are_known_by_their_tokens(run):
+def test_additions_are_known_by_their_tokens(run, monkeypatch):
+    monkeypatch.setattr(smoothness, "why_no_adder", lambda study: None)
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
     assert reproduce("geometry/figure5", rough).verdicts[0].verdict == HOLDS
@@ -133,7 +134,7 @@ def test_figure_1_tells_a_curve_from_a_cloud_and_from_sampling_noise(run):
 
 
 def test_figure_2_is_the_cosines_of_the_bases(run):
-    """Oracle: numpy on the run's own arrays."""
+    """Oracle: numpy on the run's own arrays, one context left out after the other for the standard error."""
     outcome = reproduce("geometry/figure2", run)
     positions, contexts = run.arrays["positional_basis"][2].numpy(), run.arrays["context_basis"][2].numpy()
     labels = run.arrays["context_label"].numpy()
@@ -144,6 +145,14 @@ def test_figure_2_is_the_cosines_of_the_bases(run):
     between = np.mean([cosines[i, j] for i, j in pairs if labels[i] != labels[j]])
     row = outcome.tables["blocks"].iloc[2]
     assert (row["within"], row["between"]) == pytest.approx((within, between), abs=1e-6)
+    gaps = []
+    for left in range(40):
+        kept = [(i, j) for i, j in pairs if left not in (i, j)]
+        same = [cosines[i, j] for i, j in kept if labels[i] == labels[j]]
+        gaps.append(np.mean(same) - np.mean([cosines[i, j] for i, j in kept if labels[i] != labels[j]]))
+    errors = gap_errors(cosines[None], 0, labels.tolist())
+    assert errors[0] == pytest.approx(math.sqrt(39 / 40 * np.square(gaps - np.mean(gaps)).sum()), rel=1e-5)
+    assert "no standard errors" not in outcome.verdicts[2].evidence
     figure = outcome.exhibits[0].draw(run)
     z = outcome.exhibits[0].choice.patch(run, "2")[0]["z"]
     assert z.shape == figure.data[0].z.shape

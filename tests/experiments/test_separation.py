@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.experiments import Study
-from theodolite.experiments.base import FAILS, HOLDS
+from theodolite.experiments import Study, criteria, reproduce
+from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
+from theodolite.experiments.layers import quotient
 from theodolite.experiments.separation import SEPARATION, cluster_shares, frequent_labels
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import contextual, random_maximum
@@ -88,3 +89,23 @@ def test_random_directions_are_incoherent_and_shared_ones_are_not(run):
     table = measured.layers.assign(incoherence_mean=0.9, incoherence_max=1.0)
     aligned = Study(replace(measured, layers=table)).outcome(INCOHERENCE)
     assert [verdict.verdict for verdict in aligned.verdicts] == [FAILS, FAILS]
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0.001, FAILS), (0.1, UNTESTABLE)])
+def test_the_table_and_the_layers_know_the_same_errors_of_the_ratio(run, error, expected):
+    """Oracle: a ratio a tenth below the criterion at every layer, by many errors or by a fraction of one."""
+    columns = {"similarity_within": 0.9 * criteria.SEPARATION.limit * 0.3, "similarity_between": 0.3}
+    columns |= {f"{name}_se": error for name in columns}
+    measured = _measured(run, 0.1)
+    measured = replace(measured, layers=measured.layers.assign(**columns))
+    assert reproduce("geometry/table1", measured).verdicts[2].verdict == expected
+    assert Study(measured).outcome(CLUSTERS).verdicts[2].verdict == expected
+
+
+def test_the_error_of_a_quotient_is_that_of_drawn_ones():
+    """Oracle: the spread of quotients of independent normal numbers."""
+    generator = np.random.default_rng(0)
+    drawn = generator.normal(0.6, 0.01, 50_000) / generator.normal(0.2, 0.005, 50_000)
+    ratio, error = quotient(*(np.array([value]) for value in (0.6, 0.01, 0.2, 0.005)))
+    assert ratio[0] == pytest.approx(3)
+    assert error[0] == pytest.approx(drawn.std(), rel=0.03)

@@ -11,6 +11,7 @@ import torch
 from theodolite.experiments import Study, theorems
 from theodolite.experiments.base import FAILS, HOLDS
 from theodolite.experiments.theorems import THEOREMS, cutoffs_of
+from theodolite.theory.kernel import FactorisationError
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 
 THEOREM_1, THEOREM_2 = THEOREMS
@@ -20,6 +21,17 @@ def _with_basis(run, rows: torch.Tensor):
     """The run with these positions 1 … at every layer."""
     basis = torch.cat([torch.zeros(1, rows.shape[1]), rows]).expand(3, -1, -1).contiguous()
     return replace(run, arrays=run.arrays | {"positional_basis": basis.float()})
+
+
+def test_with_noise_a_line_of_slope_one_above_the_noise_holds():
+    """Oracle: errors written down: flat up to 1/√d = 0.088, then 3ρ; the flat part must not count."""
+    rho = torch.tensor(theorems.INCOHERENCES, dtype=torch.float64)
+    ones = torch.ones_like(rho)
+    clean = FactorisationError(rho, rho / 10, ones, rho, ones)
+    noisy = FactorisationError(rho, 3 * rho.clamp(min=128**-0.5), ones, ones, ones)
+    answers = [verdict.verdict for verdict in theorems._verdicts_2(clean, noisy)]
+    assert answers == [HOLDS, HOLDS, HOLDS]
+    assert noisy.slope < 0.9
 
 
 @pytest.mark.parametrize("positions", [4, 12, 60, 511])
@@ -61,11 +73,17 @@ def test_on_a_smooth_arc_the_bound_is_of_use_and_on_noise_it_is_not(run):
 
 def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     """Oracle: Theorem 2 (slope 1, and the proof's bound) and, with noise, the mean of |exp(z) − 1| for
-    z ~ N(0, 12/d), d = 128, whatever the incoherence: drawn here."""
+    z ~ N(0, 12/d), d = 128, whatever the incoherence: drawn here. An error that is flat has slope 0, not 1."""
     monkeypatch.setattr(theorems, "DRAWS", 30)
     outcome = Study(run).outcome(THEOREM_2)
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
+    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
+    assert all("drawn bases, not of this model" in verdict.claim for verdict in outcome.verdicts)
+    assert "at width 128 the noise of size 1/√d rules at every incoherence" in outcome.verdicts[2].evidence
     table = outcome.tables["errors"]
+    loud = table[table["incoherence"] >= 128**-0.5]
+    slope = np.polyfit(np.log(loud["incoherence"]), np.log(loud["noisy_error"]), 1)[0]
+    assert len(loud) == 3
+    assert f"{1 - slope:.3f}"[:5] in outcome.verdicts[2].evidence
     assert (table["error_max"] <= table["bound"]).all()
     assert (table["error"].diff()[1:] > 0).all()
     noise = np.abs(np.expm1(np.random.default_rng(0).normal(scale=(12 / 128) ** 0.5, size=100_000))).mean()

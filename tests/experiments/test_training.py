@@ -14,15 +14,14 @@ from rich.console import Console
 from theodolite.arithmetic import FULL
 from theodolite.corpora import addition_corpus
 from theodolite.errors import UsageError
-from theodolite.experiments import Study, training
+from theodolite.experiments import EXPERIMENTS, Study, training
+from theodolite.experiments.adding import binomial_error, is_adder, why_no_adder
 from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
 from theodolite.experiments.training import (
     TRAINING,
     _accuracy_verdicts,
     _verdicts,
     appears,
-    binomial_error,
-    is_adder,
     met_at,
     series_of,
     some_contexts,
@@ -190,3 +189,29 @@ def test_the_error_of_a_share_is_binomial(share):
 def test_step_zero_has_a_place_on_the_logarithmic_axis():
     """Oracle: decades, with step 0 half a decade before the first."""
     np.testing.assert_allclose(step_places([0, 10, 100]), [0.5, 1, 2])
+
+
+@pytest.mark.parametrize(("share", "known"), [(0.89, False), (0.91, False), (0.96, True), (1.0, True)])
+def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share, known):
+    """Oracle: 0.9 of 200 sums, two binomial standard errors (0.04) away."""
+    monkeypatch.setattr(Additions, "accuracy", lambda *_: share)
+    tokens = pd.DataFrame({"token": list("12345+678=\n")})
+    rough = replace(_of(run, adder), examples=tokens, layers=run.layers.assign(low_frequency_10=0.5))
+    verdict = Study(rough, adder).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
+    assert verdict.verdict == (HOLDS if known else UNTESTABLE)
+    assert known or f"{share:.2f}" in verdict.evidence
+    alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
+    assert alone.verdict == UNTESTABLE
+    assert "give the model" in alone.evidence
+
+
+def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
+    """Oracle: after 12 steps no sum is right; and GPT-2 is no adder at all."""
+    run = survey(adder, few)
+    for name in ("figure5", "figure19"):
+        verdict = Study(run, adder, few).outcome(EXPERIMENTS[f"geometry/{name}"]).verdicts[0]
+        assert verdict.verdict == UNTESTABLE
+        assert "not known to add" in verdict.evidence
+        assert "200 sums of 5 to 10 digits" in verdict.evidence
+    other = opened("gpt2")
+    assert "no model of additions alone" in why_no_adder(Study(_of(run, other), other))

@@ -76,6 +76,23 @@ def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
     )
 
 
+def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
+    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife).
+
+    NaN where a context left out leaves no pair with one label.
+    """
+    label, inner = np.array(of), grams[:, first:, first:]
+    same = label[:, None] == label[None]
+    means = []
+    for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
+        rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
+        left = (counts.sum() - 2 * counts).astype(np.float64)
+        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(left > 0, left, np.nan))
+    gaps = means[0] - means[1]
+    errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
+    return errors
+
+
 def _figure_2(study: Study) -> Outcome:
     run = study.run
     names = provenance(run, "corpus", "labels") or []
@@ -110,10 +127,15 @@ def _figure_2(study: Study) -> Outcome:
             number(float(blocks["position_context"].mean())),
         ),
     ]
-    return Outcome(comparisons, _verdicts(run, blocks), {"blocks": blocks}, [figure])
+    return Outcome(
+        comparisons,
+        _verdicts(run, blocks, gap_errors(grams, len(positions), of)),
+        {"blocks": blocks},
+        [figure],
+    )
 
 
-def _verdicts(run: Run, blocks: pd.DataFrame) -> list[Verdict]:
+def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
     gap = (blocks["within"] - blocks["between"]).to_numpy()
     width = run.provenance["model"]["width"]
     verdicts = [
@@ -130,6 +152,7 @@ def _verdicts(run: Run, blocks: pd.DataFrame) -> list[Verdict]:
             "mean cosine within labels less that between",
             gap,
             criteria.CLUSTERS,
+            errors,
         ),
     ]
     claim = "The blocks become progressively clear with depth (appendix C.3)"

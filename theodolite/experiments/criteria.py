@@ -39,9 +39,17 @@ RANK_CHANGE = Criterion(
     max(abs(row.rank[0] - row.trained_rank) for row in published.TABLE_2),
     "the largest change between Table 1 and Table 2",
 )
+WITHIN_RANK = Criterion(
+    "at least", 0.9, "a rank is one of P only if so many directions hold nearly all (ours)"
+)
+ADDS = Criterion("at least", 0.9, "a model that adds; the paper's is “above 99%” (ours)")
 DOMINANT = Criterion("at least", 0.5, "“dominant” read as: more than half (ours)")
 CONTINUOUS = Criterion("at most", 0.1, "where positions in random order give 1 (ours)")
-SPIRAL_TURNS = Criterion("at least", 0.5, "half a turn about the centre (ours)")
+SPIRAL_TURNS = Criterion(
+    "at least",
+    1.0,
+    "a whole turn about the centre: a random walk's first two principal components make about two thirds (ours)",
+)
 GROWS = Criterion("at least", 10.0, "“dramatically” and “significantly” read as: tenfold (ours)")
 DEEPENS = Criterion("at least", 0.0, "“progressively” read as: rising with depth (ours)")
 CLUSTERS = Criterion(

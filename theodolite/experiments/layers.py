@@ -29,6 +29,16 @@ def error_of(run: Run, name: str) -> Floats:
     return value_of(run, f"{name}_se")
 
 
+def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
+    """over/under with its standard error, as if both were independent.
+
+    Of similarities within and between labels, which rise and fall with the same contexts, the error is rather less.
+    """
+    ratio = over / under
+    error: Floats = ratio * np.hypot(errors / over, under_errors / under)
+    return ratio, error
+
+
 def closest_model(run: Run) -> str:
     """The published model that this one is shown beside."""
     return published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))

@@ -26,6 +26,7 @@ from theodolite.experiments.base import (
     plus_minus,
 )
 from theodolite.experiments.layers import by_layer, closest_model, error_of, exhibit, smooth_verdict, value_of
+from theodolite.experiments.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
@@ -79,14 +80,10 @@ def _table_4(study: Study) -> Outcome:
     run = study.run
     comparisons, tables, exhibits = _beside(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    positions, width = need(run, "positional_basis").shape[1:]
-    if min(positions - 1, width) < criteria.LEAST_RANKED:
-        why = f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of 20 no room"
-        return Outcome(comparisons, [Verdict(claim, UNTESTABLE, why)], tables, exhibits)
-    return Outcome(comparisons, [_highest(run, claim, "rank", criteria.RANK)], tables, exhibits)
+    return Outcome(comparisons, [low_rank_verdict(run, claim, every=True)], tables, exhibits)
 
 
-def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int = 0) -> Verdict:
+def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int) -> Verdict:
     values = value_of(run, name)[first:]
     if not np.isfinite(values).any():
         return Verdict(claim, UNTESTABLE, f"this run has no {name}")
@@ -203,7 +200,8 @@ def _principal_components(run: Run, place: str) -> Outcome:
         figures.spiral(run, layers // 2),
         "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
         "vectors (red) on the same plane. Each axis of each picture has its own scale.",
-        "a smooth curve, often a spiral, in every layer.",
+        "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
+        "two thirds of one.",
         f"{SONG}, {place}",
         choice=by_layer(layers, lambda layer: geometry.spiral_traces(run, layer), grid=True),
         wide=True,
@@ -244,23 +242,21 @@ def _figure_24(study: Study) -> Outcome:
 
 def _figure_3(study: Study) -> Outcome:
     run = study.run
-    basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
-    squared = torch.linalg.svdvals(basis).square().numpy()
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    held = np.array([values[:rank].sum() / values.sum() for values, rank in zip(squared, ranks, strict=True)])
+    held = energy_within_rank(run)
     table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": held})
     kept = need(run, "singular_values")
     for place in range(kept.shape[1]):
         table[f"singular_value_{place + 1}"] = kept[:, place]
     smooth, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     comparisons = [
-        Comparison("share of energy within the rank", "", percent(float(np.nanmean(held)))),
+        Comparison("share of energy within the rank", "", percent(layer_mean(held)[0])),
         Comparison("energy of the 10 × 10 lowest frequencies", "GPT-2: 99.7 %", plus_minus(smooth, error)),
     ]
     verdicts = [
         judge_layers(
             "A few singular values dominate (Fig. 3, left)",
-            f"share of the energy of P within its rank of {number(ranks.min())} to {number(ranks.max())}",
+            f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
             held,
             criteria.DOMINANT,
         ),

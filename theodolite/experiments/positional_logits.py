@@ -14,9 +14,9 @@ from torch import Tensor
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.experiments import criteria
+from theodolite.experiments.adding import reads_additions, why_no_adder
 from theodolite.experiments.base import UNTESTABLE, Comparison, Experiment, Outcome, Verdict, judge
 from theodolite.experiments.layers import by_name, exhibit
-from theodolite.experiments.smoothness import reads_additions
 from theodolite.experiments.study import vocabulary_of
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
@@ -141,6 +141,8 @@ def _figure_19(study: Study) -> Outcome:
         said = next(iter(found.refused.values()))
         comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
+    if verdict.verdict != UNTESTABLE and (unknown := why_no_adder(study)):
+        verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
     return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
 
 

@@ -21,7 +21,7 @@ from theodolite.experiments.base import (
     layer_mean,
     plus_minus,
 )
-from theodolite.experiments.layers import by_layer, error_of, exhibit, value_of
+from theodolite.experiments.layers import by_layer, error_of, exhibit, quotient, value_of
 from theodolite.report import figures_contexts as drawing
 from theodolite.report import figures_experiments as lines
 from theodolite.report import figures_theory as theory
@@ -144,7 +144,8 @@ def _agreement(run: Run) -> list[Exhibit]:
 
 
 def _cluster_verdicts(run: Run) -> list[Verdict]:
-    gap = value_of(run, "similarity_within") / value_of(run, "similarity_between")
+    pair = ("similarity_within", "similarity_between")
+    gap, gap_error = quotient(*(find(run, name) for name in pair for find in (value_of, error_of)))
     return [
         judge_layers(
             "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)",
@@ -165,6 +166,7 @@ def _cluster_verdicts(run: Run) -> list[Verdict]:
             "similarity within over between labels",
             gap,
             criteria.SEPARATION,
+            gap_error,
         ),
     ]
 

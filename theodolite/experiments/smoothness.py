@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.arithmetic import CHARACTERS
 from theodolite.experiments import criteria
+from theodolite.experiments.adding import reads_additions, why_no_adder
 from theodolite.experiments.base import (
     UNTESTABLE,
     Comparison,
@@ -177,12 +177,6 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
     return verdicts
 
 
-def reads_additions(run: Run) -> bool:
-    """Whether the text of the run is additions: nothing but their characters among its example tokens."""
-    tokens = "".join(run.examples["token"].astype(str)) if len(run.examples) else ""
-    return "=" in tokens and "+" in tokens and set(tokens) <= set(CHARACTERS)
-
-
 def _figure_5(study: Study) -> Outcome:
     run = study.run
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
@@ -190,11 +184,14 @@ def _figure_5(study: Study) -> Outcome:
     layers = len(basis)
     mean, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
-    if reads_additions(run):
-        verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-    else:
-        why = f"the text of this run is no additions (its share of energy at K = 10 is {mean:.3f})"
+    share = f"its share of energy at K = 10 is {mean:.3f}"
+    if not reads_additions(run):
+        why = f"the text of this run is no additions ({share})"
         verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+    else:
+        verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
+        if verdict.verdict != UNTESTABLE and (unknown := why_no_adder(study)):
+            verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
     comparisons = [
         Comparison(
             "energy of the 10 × 10 lowest frequencies, mean over layers",

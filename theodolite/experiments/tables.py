@@ -21,7 +21,15 @@ from theodolite.experiments.base import (
     layer_mean,
     plus_minus,
 )
-from theodolite.experiments.layers import closest_model, error_of, exhibit, smooth_verdict, value_of
+from theodolite.experiments.layers import (
+    closest_model,
+    error_of,
+    exhibit,
+    quotient,
+    smooth_verdict,
+    value_of,
+)
+from theodolite.experiments.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import published
 from theodolite.report.data import Floats, column, need, need_column
@@ -99,19 +107,9 @@ def _table_1(study: Study) -> Outcome:
 
 
 def _verdicts_1(run: Run) -> list[Verdict]:
-    positions, width = need(run, "positional_basis").shape[1:]
-    layers = len(run.layers)
-    low_rank = "The positional basis is a low-rank component (Table 1)"
-    if min(positions - 1, width) < criteria.LEAST_RANKED:
-        why = f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of 20 no room"
-        verdicts = [
-            Verdict(low_rank, UNTESTABLE, f"{why}: use contexts of {criteria.LEAST_RANKED + 1} or more")
-        ]
-    else:
-        mean, _, error = layer_mean(value_of(run, "rank"), error_of(run, "rank"))
-        what = f"mean rank over {layers} layers, of {min(positions - 1, width)} possible"
-        verdicts = [judge(low_rank, what, mean, criteria.RANK, error)]
-    verdicts += [
+    width, layers = need(run, "positional_basis").shape[2], len(run.layers)
+    return [
+        low_rank_verdict(run, "The positional basis is a low-rank component (Table 1)", every=False),
         judge_layers(
             "The positional basis is a significant component (Table 1, section 3.1)",
             "relative norm",
@@ -126,7 +124,6 @@ def _verdicts_1(run: Run) -> list[Verdict]:
             *_judged(run, "incoherence_mean", criteria.incoherent(width)),
         ),
     ]
-    return verdicts
 
 
 def _judged(run: Run, name: str, criterion: Any) -> tuple[float, Any, float]:
@@ -144,9 +141,8 @@ def _separation(run: Run) -> Verdict:
     )
     if not math.isfinite(within * between):
         return Verdict(claim, UNTESTABLE, "the text has no labels, or no two contexts with the same one")
-    ratio = within / between
-    # As if independent: both rise and fall with the contexts, so the error of their quotient is rather less.
-    error = ratio * math.hypot(error_within / within, error_between / between)
+    numbers = (np.asarray(x, dtype=np.float64) for x in (within, error_within, between, error_between))
+    ratio, error = map(float, quotient(*numbers))
     what = f"intra {within:.3f} over inter {between:.3f}, means over {len(run.layers)} layers"
     return judge(claim, what, ratio, criteria.SEPARATION, error)
 
@@ -235,24 +231,20 @@ def _two_texts(first: Run, second: Run, names: list[str], name: str, y: str, tit
 
 
 def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
-    ranks = [layer_mean(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
-    change = abs(ranks[1][0] - ranks[0][0])
-    error = math.hypot(ranks[0][2], ranks[1][2])
     claim = "The positional basis keeps its low rank on text unlike the training text (Table 2, section 4.1)"
     if first is second:
         return [
             Verdict(claim, UNTESTABLE, "the run itself is on random tokens: give another text by --other")
         ]
-    if (
-        min(need(first, "positional_basis").shape[1] - 1, first.provenance["model"]["width"])
-        < criteria.LEAST_RANKED
-    ):
-        rank = Verdict(
-            claim,
-            UNTESTABLE,
-            f"contexts shorter than {criteria.LEAST_RANKED + 1} tokens: no room for ScreeNOT",
-        )
+    missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
+    if why := no_room(first):
+        rank = Verdict(claim, UNTESTABLE, why)
+    elif any(missing):
+        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
+        rank = Verdict(claim, UNTESTABLE, why)
     else:
+        ranks = [layer_mean(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
+        change, error = abs(ranks[1][0] - ranks[0][0]), math.hypot(ranks[0][2], ranks[1][2])
         what = f"mean rank {ranks[0][0]:.3g} here, {ranks[1][0]:.3g} on the other text; change"
         rank = judge(claim, what, change, criteria.RANK_CHANGE, error)
     smooth = "The positional basis stays smooth on text unlike the training text (Table 2, section 4.1)"

@@ -5,8 +5,6 @@ A series of checkpoints is surveyed one by one on the same contexts. Nothing is 
 
 from __future__ import annotations
 
-import copy
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.arithmetic import CHARACTERS
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments import criteria
+from theodolite.experiments.adding import binomial_error, is_adder, on_cpu
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
@@ -259,19 +257,6 @@ def _training(study: Study) -> Outcome:
     return Outcome(comparisons, verdicts, {"steps": table}, [_curves(series), measures], runs)
 
 
-def is_adder(model: OpenModel) -> bool:
-    """Whether the model reads the characters of additions and nothing else, as `theodolite train addition` makes it."""
-    if model.tokenizer is None or model.vocabulary != len(CHARACTERS):
-        return False
-    return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
-
-
-def binomial_error(share: float, count: int) -> float:
-    """Standard error of a share, at (k + 2)/(n + 4) (Agresti & Coull 1998), so that all or none right has one too."""
-    moved = (share * count + 2) / (count + 4)
-    return math.sqrt(moved * (1 - moved) / count)
-
-
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int) -> list[Verdict]:
     """`values`, `errors`: accuracy in distribution, then on each smaller number of digits."""
     learned = judge(
@@ -301,9 +286,7 @@ def _addition(study: Study) -> Outcome:
             f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
-    # The task's examples are on the CPU.
-    hf = model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
-    measured = Additions().measure(hf)
+    measured = Additions().measure(on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = ["5 to 10 digits", *(counted(int(digits), "digit") for digits in by_digits)]
     values = np.array([measured["accuracy"], *by_digits.values()])

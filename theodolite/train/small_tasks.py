@@ -164,7 +164,11 @@ class Additions:
 
     def glance(self, model: PreTrainedModel) -> str:
         """Accuracy on a few new examples."""
-        return f"accuracy {self._accuracy(model, DIGITS, GLANCED):.3f}"
+        return f"accuracy {self.accuracy(model):.3f}"
+
+    def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
+        """Share of `count` new examples of the trained digits that are answered right in every character."""
+        return self._accuracy(model, DIGITS, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Share of answers that are right in every character: in distribution, and by number of digits."""
