@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from theodolite.arithmetic import CHARACTERS
 from theodolite.experiments import criteria
@@ -35,7 +33,7 @@ def is_adder(model: OpenModel) -> bool:
     return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
 
 
-def on_cpu(model: OpenModel) -> PreTrainedModel:
+def on_cpu(model: OpenModel) -> Any:
     """The model where the examples of the task are."""
     return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
 
