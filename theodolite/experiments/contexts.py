@@ -18,9 +18,9 @@ from theodolite.experiments.base import (
     judge,
     judge_layers,
 )
-from theodolite.experiments.layers import by_layer, error_of, exhibit, smooth_verdict, value_of
+from theodolite.experiments.layers import by_layer, exhibit, smooth_verdict, value_of
 from theodolite.report import figures_experiments as drawing
-from theodolite.report.data import Floats, evenly, need, provenance
+from theodolite.report.data import Floats, error_of, evenly, need, provenance
 from theodolite.report.measures import SONG
 from theodolite.report.text import number
 from theodolite.run import Run

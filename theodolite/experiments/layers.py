@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from theodolite.experiments import criteria
 from theodolite.experiments.base import UNTESTABLE, Criterion, Verdict, judge, layer_mean
 from theodolite.report import published
-from theodolite.report.data import Floats, column, evenly, need, provenance
+from theodolite.report.data import Floats, column, error_of, evenly, need, provenance
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.style import Patch
 from theodolite.run import Run
@@ -22,11 +22,6 @@ def value_of(run: Run, name: str) -> Floats:
     """A layer column, NaN where the run has none."""
     values = column(run.layers, name)
     return np.full(len(run.layers), np.nan) if values is None else values
-
-
-def error_of(run: Run, name: str) -> Floats:
-    """The standard errors of a layer column, NaN where the run has none."""
-    return value_of(run, f"{name}_se")
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:

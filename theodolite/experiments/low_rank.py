@@ -12,9 +12,9 @@ import torch
 
 from theodolite.experiments import criteria
 from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Answer, Verdict, judge, layer_mean
-from theodolite.experiments.layers import error_of, value_of
+from theodolite.experiments.layers import value_of
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
-from theodolite.report.data import Floats, need
+from theodolite.report.data import Floats, error_of, need
 from theodolite.report.text import listed, number
 from theodolite.run import Run
 

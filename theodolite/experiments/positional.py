@@ -25,12 +25,12 @@ from theodolite.experiments.base import (
     layer_mean,
     plus_minus,
 )
-from theodolite.experiments.layers import by_layer, closest_model, error_of, exhibit, smooth_verdict, value_of
+from theodolite.experiments.layers import by_layer, closest_model, exhibit, smooth_verdict, value_of
 from theodolite.experiments.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
-from theodolite.report.data import Floats, need
+from theodolite.report.data import Floats, error_of, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import number, percent
 from theodolite.run import Run

@@ -21,12 +21,12 @@ from theodolite.experiments.base import (
     layer_mean,
     plus_minus,
 )
-from theodolite.experiments.layers import by_layer, error_of, exhibit, quotient, value_of
+from theodolite.experiments.layers import by_layer, exhibit, quotient, value_of
 from theodolite.report import figures_contexts as drawing
 from theodolite.report import figures_experiments as lines
 from theodolite.report import figures_theory as theory
 from theodolite.report import published
-from theodolite.report.data import Floats, layer_numbers, need, provenance
+from theodolite.report.data import Floats, error_of, layer_numbers, need, provenance
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.text import number

@@ -22,11 +22,11 @@ from theodolite.experiments.base import (
     layer_mean,
     plus_minus,
 )
-from theodolite.experiments.layers import by_layer, by_name, error_of, exhibit, smooth_verdict, value_of
+from theodolite.experiments.layers import by_layer, by_name, exhibit, smooth_verdict, value_of
 from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
-from theodolite.report.data import evenly, need
+from theodolite.report.data import error_of, evenly, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import number, percent
 from theodolite.run import Run

@@ -23,7 +23,6 @@ from theodolite.experiments.base import (
 )
 from theodolite.experiments.layers import (
     closest_model,
-    error_of,
     exhibit,
     quotient,
     smooth_verdict,
@@ -32,7 +31,7 @@ from theodolite.experiments.layers import (
 from theodolite.experiments.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import published
-from theodolite.report.data import Floats, column, need, need_column
+from theodolite.report.data import Floats, column, error_of, need, need_column
 from theodolite.report.measures import SONG
 from theodolite.report.text import MISSING, number, percent, visible
 from theodolite.run import Run

@@ -28,11 +28,11 @@ from theodolite.experiments.base import (
     judge,
     plus_minus,
 )
-from theodolite.experiments.layers import error_of, exhibit, value_of
+from theodolite.experiments.layers import exhibit, value_of
 from theodolite.experiments.positional import shape_of
 from theodolite.models import OpenModel, open_model
 from theodolite.report import figures_training as drawing
-from theodolite.report.data import Floats, evenly, need
+from theodolite.report.data import Floats, error_of, evenly, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import counted, listed, number
 from theodolite.run import Run

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from theodolite.measure.constituents import DISJOINT
 from theodolite.report.data import Floats, column
-from theodolite.report.figures_constituents import attributed
+from theodolite.report.figures_constituents import ADDITIVE, attributed
 from theodolite.report.text import counted, head_name, listed, number, percent
 
 if TYPE_CHECKING:
     from theodolite.run import Run
 
 SLIGHT = 0.1  # a score below it is no pattern worth taking apart
-WITHIN = ("pos-pos", "cvec-cvec")  # parts of other groups, which are told instead
 KEEPS = 0.5  # share of the score above even attention that a group alone must keep to be what makes the head
 
 SHARES = {
@@ -83,7 +83,8 @@ def _pattern(run: Run, pattern: str) -> str | None:
 
 
 def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
-    best = rows[~rows["group"].isin(WITHIN)].sort_values("only", kind="stable").iloc[-1]
+    apart = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
+    best = apart.sort_values("only", kind="stable").iloc[-1]
     group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
     enough = KEEPS * (score - uniform)
     left = f"without it {number(without, 2)} is left"
