@@ -183,11 +183,20 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
             ["reproduce", "geometry/table1", model, "--corpus", text, "--length", 32, "--out", text],
             "is no run: choose another --out",
         ),
+        "option of others": (
+            ["reproduce", "geometry/table1", model, "--prompt", "so"],
+            "--prompt is not for geometry/table1: only geometry/figure6",
+        ),
+        "head without layer": (
+            ["reproduce", "geometry/figure6", model, "--head", 1],
+            "both --layer and --head",
+        ),
+        "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
         "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
         "unwritable": (
             [*survey, text, "--length", 32, "--out", text / "run"],
-            "cannot write",
+            "is a file, not a folder",
         ),
     }
 

@@ -13,7 +13,7 @@ PACKAGE = Path(theodolite.__file__).parent
 
 # From the ground up; a module may import from its own line and from those before it.
 LAYERS = [
-    {"errors"},
+    {"errors", "interrupt"},
     {"texts", "arithmetic", "theory"},
     {"corpus", "models", "accumulate"},
     {"measure", "corpora"},

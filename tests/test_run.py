@@ -76,6 +76,14 @@ def test_a_run_of_schema_1_has_no_constituents(tmp_path):
     assert loaded.heads.equals(small_run().heads)
 
 
+def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
+    (folder / "run.json").write_text(json.dumps(provenance))
+    with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 2\\)"):
+        Workspace(folder, {"a": 1}).finished()
+
+
 def test_saving_over_something_is_refused(tmp_path):
     small_run().save(tmp_path / "run")
     with pytest.raises(UsageError, match="exists already"):

@@ -120,6 +120,19 @@ def test_one_token_has_no_context():
     torch.testing.assert_close(parts.mean + parts.pos + parts.cvec, h)
 
 
+@pytest.mark.parametrize(
+    ("ids", "layer", "decomposition", "words"),
+    [
+        ([[1, 2]], 0, None, "ids are a list"),
+        (torch.ones(2, 4, dtype=torch.int64), "0", None, "layer a str"),
+        (torch.ones(2, 4, dtype=torch.int64), 0, torch.zeros(4), "decomposition is a Tensor"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(ids, layer, decomposition, words, opened):
+    with pytest.raises(UsageError, match=words):
+        constituents(opened("gpt2"), ids, layer, decomposition=decomposition)
+
+
 def test_a_run_that_does_not_fit_is_refused(opened, corpus, surveyed):
     run, model = surveyed("gpt2"), opened("gpt2")
     with pytest.raises(UsageError, match="the run is of another model"):

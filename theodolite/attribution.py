@@ -35,7 +35,7 @@ LONGEST = 256
 BEST = 3
 """So many heads of each pattern are attributed whatever their score."""
 
-STRONG = 0.3
+STRONG = 0.2
 MOST = 16
 """And those that pay the pattern at least so much of their attention, up to `MOST` heads a pattern."""
 

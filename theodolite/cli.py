@@ -15,7 +15,8 @@ from rich.console import Console
 
 from theodolite import __version__
 from theodolite.errors import UsageError
-from theodolite.screen import interruptible, one_line_errors, progress, screen, show_tracebacks
+from theodolite.interrupt import interruptible
+from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
 
 if TYPE_CHECKING:
     from theodolite.corpus import Corpus
@@ -105,7 +106,7 @@ def survey_command(
 
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
-    with one_line_errors(), interruptible() as stopped:
+    with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
@@ -132,7 +133,7 @@ def spectra_command(
 
     Example: theodolite spectra gpt2 --json
     """
-    with one_line_errors(), interruptible() as stopped:
+    with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.report.page import write_report
         from theodolite.surveyor import spectra
 
@@ -197,9 +198,10 @@ def reproduce_command(
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
-    with one_line_errors(), interruptible() as stopped:
+    with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
+        from theodolite.experiments.registry import check_options
         from theodolite.experiments.study import Focus
 
         if name is None:
@@ -209,6 +211,8 @@ def reproduce_command(
         from theodolite.surveyor import survey
 
         experiments, focus = find(name), Focus(prompt, layer, head)
+        options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
+        check_options(experiments, [option for option, value in options.items() if value is not None])
         opened = _open(model, dtype, device, device_map, revision)
         read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
         second = other and _read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)

@@ -165,6 +165,10 @@ class Workspace:
             try:
                 lock.acquire()
             except Timeout:
+                if not Path(
+                    lock.lock_file
+                ).exists():  # what a place that takes no files looks like to the lock
+                    raise WorkError(f"cannot write {self.out}: no file can be made there") from None
                 raise UsageError(
                     f"another survey is writing to {self.out}: wait for it or choose another"
                 ) from None
@@ -188,6 +192,11 @@ class Workspace:
         if not (self.out / "run.json").is_file():
             raise UsageError(f"{self.out} exists and is no run: choose another --out")
         run = Run.load(self.out)
+        if run.provenance["schema_version"] != SCHEMA_VERSION:
+            raise UsageError(
+                f"{self.out} holds a run of an older theodolite (schema {run.provenance['schema_version']}, now "
+                f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
+            )
         if run.provenance.get("fingerprint") != self.fingerprint:
             raise UsageError(
                 f"{self.out} holds a run of another model, corpus or options: choose another --out or remove it"
@@ -243,5 +252,7 @@ def writing(target: Path) -> Iterator[None]:
         yield
     except safetensors.SafetensorError as error:  # how safetensors reports a full disk
         raise WorkError(f"cannot write {target}: {error}") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
     except OSError as error:
         raise WorkError(f"cannot write {target}: {error.strerror or error}") from error

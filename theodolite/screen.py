@@ -1,16 +1,14 @@
-"""What a command shows while it works, on standard error: progress, one-line errors, what Ctrl-C does.
+"""What a command shows while it works, on standard error: progress, one-line errors, what Ctrl-C is answered.
 
 No command is here, and nothing heavy is imported.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -56,23 +54,9 @@ def _say_error(message: str) -> None:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
 
 
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C finish the batch and save progress; a second one stops at once."""
-    pressed = False
-
-    def note(*_: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        screen.print("stopping after this batch; press Ctrl-C again to stop at once")
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
+def say_stopping() -> None:
+    """What the first Ctrl-C is answered."""
+    screen.print("stopping after this batch; press Ctrl-C again to stop at once")
 
 
 @contextmanager

@@ -216,6 +216,11 @@ def _parts(h: Tensor, given: tuple[Tensor, Tensor] | None, decomposition: object
 
 
 def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
+    if not isinstance(ids, Tensor) or not isinstance(layer, int):
+        raise UsageError(
+            f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
+            "a layer's number"
+        )
     if not 0 <= layer < model.layers:
         raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
     if model.vocabulary is None:
@@ -242,6 +247,10 @@ def _given(
     if isinstance(decomposition, Run):
         _check_run(model, decomposition)
         mean, pos = (decomposition.arrays[name][layer] for name in ("mean", "positional_basis"))
+    elif not isinstance(decomposition, Decomposition):
+        raise UsageError(
+            f"decomposition is a {type(decomposition).__name__}: give a Run of this model or what `decompose` gives"
+        )
     else:
         mean, pos = decomposition.mean, decomposition.pos
     if pos.shape[-1] != model.width:

@@ -16,11 +16,10 @@ from theodolite.experiments.base import (
     harmless,
     judge,
     judge_layers,
-    layer_mean,
     place_of,
-    plus_minus,
 )
 from theodolite.report import published
+from theodolite.report.data import mean_over_layers
 
 LOW = Criterion("at most", 10.0, "a test")
 
@@ -34,7 +33,7 @@ AGREEING = [row for row in published.TABLE_1[1:] if (row.model, row.text) not in
 def test_layer_means_give_the_ranks_of_table_1_from_those_of_table_4(row):
     """Oracle: two tables of the paper, printed independently: mean and (population) sd over layers 0…12."""
     values = published.RANK[row.model][published.TEXTS.index(row.text)]
-    mean, deviation, error = layer_mean(values)
+    mean, deviation, error = mean_over_layers(values)
     assert (mean, deviation) == pytest.approx(row.rank, abs=0.0051)
     assert math.isnan(error)
 
@@ -44,9 +43,9 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
     shared = np.random.default_rng(0).normal(size=20_000)
     scales = np.array([1.0, 3.0, 0.5])
     means = (shared[:, None] * scales).mean(axis=1)
-    _, _, error = layer_mean(np.zeros(3), scales)
+    _, _, error = mean_over_layers(np.zeros(3), scales)
     assert error == pytest.approx(means.std(), rel=0.03)
-    assert math.isnan(layer_mean(np.array([np.nan]))[0])
+    assert math.isnan(mean_over_layers(np.array([np.nan]))[0])
 
 
 @pytest.mark.parametrize(
@@ -117,15 +116,6 @@ def test_the_incoherence_limit_follows_random_directions():
     scaled = criteria.incoherent(48).limit / criteria.incoherent(768).limit
     assert scaled == pytest.approx(cosine(48) / cosine(768), rel=0.06)
     assert criteria.incoherent(4096).limit == 0.1
-
-
-def test_numbers_show_as_many_decimals_as_their_error_deserves():
-    assert plus_minus(6.1234, 0.31) == "6.12 ± 0.31"
-    assert plus_minus(6.1234, 31.0) == "6 ± 31"
-    assert plus_minus(-0.5, 0.012) == "−0.500 ± 0.012"
-    assert plus_minus(6.1234, math.nan) == "6.12"
-    assert plus_minus(7.0, 0.0) == "7 ± 0"
-    assert plus_minus(math.nan, 1.0) == "–"
 
 
 def test_names_sort_as_one_reads_them():

@@ -81,7 +81,7 @@ def test_standard_errors_are_used_where_the_run_has_them(run):
     unsure = changed(run, rank=np.full(layers, 17.0), rank_se=np.full(layers, 2.0))
     verdict = reproduce("geometry/table1", unsure).verdicts[0]
     assert verdict.verdict == UNTESTABLE
-    assert "17.0 ± 2.0" in verdict.evidence
+    assert "17 ± 2;" in verdict.evidence
     sure = changed(unsure, rank_se=np.full(layers, 0.1))
     assert reproduce("geometry/table1", sure).verdicts[0].verdict == HOLDS
     figure = reproduce("geometry/table4", sure).exhibits[0].draw(run)
@@ -237,6 +237,11 @@ def test_names_groups_and_the_nearest_ones():
             find(wrong)
     with pytest.raises(UsageError, match="lists them all"):
         find("zzz")
+    with pytest.raises(UsageError, match="did you mean geometry"):
+        find("geom")
+    assert [made.name for made in find("geometry/table1, ")] == ["geometry/table1"]
+    with pytest.raises(UsageError, match="names no experiment"):
+        find(", ")
 
 
 def test_what_is_missing_is_said_in_one_line(run, opened):

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,28 @@ def test_the_same_seed_gives_the_same_bytes_also_after_a_kill(
     assert sorted(path.name for path in (tmp_path / "a" / "series").iterdir()) == ["000000", "000006"]
     run(tmp_path / "c", seed=1)
     assert hashes(tmp_path / "c")["model.safetensors"] != hashes(tmp_path / "a")["model.safetensors"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_kill_while_the_folder_is_finished_loses_no_series(
+    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the series that was there before."""
+    task, out = Characters.of_file(play, 16), tmp_path / "out"
+    config = replace(TINY, series=True)
+    replace_folder = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target) == out:
+            raise KeyboardInterrupt
+        replace_folder(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_small(out, task, config, threads=1, console=quiet())
+    monkeypatch.undo()
+    train_small(out, task, config, threads=1, console=quiet())
+    assert sorted(path.name for path in (out / "series").iterdir()) == ["000000", "000006"]
     assert not list(tmp_path.glob("*.partial"))
 
 

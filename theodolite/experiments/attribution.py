@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from theodolite.attribution import STRONG
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
@@ -39,8 +40,8 @@ from theodolite.theory.decomposition import PARTS
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
 
-FOUND, TIMES_EVEN = 0.2, 2.0
-"""A head has a pattern that gets so much of its attention, and so many times what even attention would pay (ours)."""
+TIMES_EVEN = 2.0
+"""A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
 
 KEEPS = Criterion(
     "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
@@ -120,7 +121,7 @@ class Head:
     @property
     def found(self) -> bool:
         """Whether the head has the pattern at all."""
-        return self.score >= FOUND and self.score >= TIMES_EVEN * self.uniform
+        return self.score >= STRONG and self.score >= TIMES_EVEN * self.uniform
 
     @property
     def strongest(self) -> str:
@@ -164,7 +165,7 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = f"at least {FOUND:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
     why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
@@ -196,7 +197,7 @@ def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
         wins = [head.determined_by(pattern, group) for head in found]
         kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
         what = (
-            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {FOUND:g} and "
+            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
             f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
             f"other group more (it keeps {percent(kept)} on average)"
         )

@@ -7,7 +7,7 @@ where it comes from. Nothing here reads a run, draws or writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +16,7 @@ import pandas as pd
 
 from theodolite.report.data import Floats
 from theodolite.report.exhibit import Exhibit
-from theodolite.report.text import number, visible
+from theodolite.report.text import number, visible, with_error
 
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
@@ -77,6 +77,7 @@ class Experiment:
         paper: the paper's own finding in a sentence, with its place.
         needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`.
         make: the work.
+        options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Experiment:
     paper: str
     needs: tuple[str, ...]
     make: Callable[[Study], Outcome]
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,6 @@ def harmless(text: str, limit: int | None = None) -> str:
     return visible(text.replace("\u00a0", " "), limit)  # our own spaces between a number and its unit
 
 
-def plus_minus(value: float, error: float) -> str:
-    """`0.43 ± 0.02`, or `0.43` where there is no standard error; as many decimals as the error deserves."""
-    if not (math.isfinite(value) and math.isfinite(error)):
-        return number(value)
-    if error == 0:  # all half-samples agree, as they do on many a rank
-        return f"{number(value)} ± 0"
-    decimals = min(max(0, 1 - math.floor(math.log10(error))), 6)
-    if abs(value) >= 1e5 or decimals == 6:
-        return f"{number(value)} ± {number(error, 2)}"
-    return f"{value:.{decimals}f} ± {error:.{decimals}f}".replace("-", "−")
-
-
 def place_of(name: str) -> tuple[str, bool, str, int]:
     """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
     group, _, own = name.rpartition("/")
@@ -140,7 +130,7 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
     if not math.isfinite(value):
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
     known = math.isfinite(error)
-    evidence = f"{what}: {plus_minus(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
+    evidence = f"{what}: {with_error(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
     if known and abs(value - criterion.limit) < ERRORS * error:
         near = f"{evidence}; within {ERRORS:g} standard errors of it"
         return Verdict(claim, UNTESTABLE, near)
@@ -172,23 +162,6 @@ def judge_layers(
     if 2 * yes > total:
         return Verdict(claim, HOLDS, evidence)
     return Verdict(claim, FAILS if 2 * no >= total else UNTESTABLE, evidence)
-
-
-def layer_mean(values: Sequence[float] | Floats, errors: Floats | None = None) -> tuple[float, float, float]:
-    """Mean over layers, standard deviation over layers (over N, as Table 1 prints it), standard error of the mean.
-
-    The layers share their contexts, so their errors add up rather than average out: the mean of the standard
-    errors is the most that the error of the mean can be, and is what is given.
-    """
-    array = np.asarray(values, dtype=np.float64)
-    if not np.isfinite(array).any():
-        return math.nan, math.nan, math.nan
-    known = errors is not None and np.isfinite(errors).any()
-    return (
-        float(np.nanmean(array)),
-        float(np.nanstd(array)),
-        float(np.nanmean(errors)) if known and errors is not None else math.nan,
-    )
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:

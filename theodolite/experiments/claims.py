@@ -42,4 +42,5 @@ def claims(experiments: list[Experiment]) -> Experiment:
         "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent (section 2)",
         (),
         make,
+        tuple(sorted({option for experiment in experiments for option in experiment.options})),
     )

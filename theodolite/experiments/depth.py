@@ -12,7 +12,12 @@ from torch import Tensor
 
 from theodolite.corpus import Corpus
 from theodolite.experiments import criteria
-from theodolite.experiments.base import Comparison, Experiment, Outcome, judge, plus_minus
+from theodolite.experiments.base import (
+    Comparison,
+    Experiment,
+    Outcome,
+    judge,
+)
 from theodolite.experiments.layers import exhibit
 from theodolite.experiments.study import vocabulary_of
 from theodolite.models import OpenModel
@@ -22,7 +27,7 @@ from theodolite.report import figures_experiments as drawing
 from theodolite.report import published
 from theodolite.report.data import Floats
 from theodolite.report.measures import SONG
-from theodolite.report.text import number
+from theodolite.report.text import number, with_error
 from theodolite.theory.attention import AttentionInputs, attend
 
 if TYPE_CHECKING:
@@ -101,7 +106,7 @@ def _figure_8(study: Study) -> Outcome:
         Comparison(
             f"norm of layer {layer} over layer 0",
             f"GPT-2: {paper:g}",
-            plus_minus(ratios[layer], ratio_errors[layer]),
+            with_error(ratios[layer], ratio_errors[layer]),
         )
         for layer, paper in ((1, published.NORM_RATIO_FIRST), (last, published.NORM_RATIO_LAST))
     ]

@@ -8,9 +8,14 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.experiments import criteria
-from theodolite.experiments.base import UNTESTABLE, Criterion, Verdict, judge, layer_mean
+from theodolite.experiments.base import (
+    UNTESTABLE,
+    Criterion,
+    Verdict,
+    judge,
+)
 from theodolite.report import published
-from theodolite.report.data import Floats, column, error_of, evenly, need, provenance
+from theodolite.report.data import Floats, column, error_of, evenly, mean_over_layers, need, provenance
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.style import Patch
 from theodolite.run import Run
@@ -44,7 +49,7 @@ def smooth_verdict(
 ) -> Verdict:
     """Judge the mean share of energy in the 10 × 10 lowest frequencies; below `least` positions it says nothing."""
     positions = need(run, "positional_basis").shape[1] - 1
-    mean, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
+    mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     chance = (10 / positions) ** 2
     if positions < least:
         why = f"share of energy at K = 10: {mean:.3f}, but {positions} positions have only {positions} frequencies"

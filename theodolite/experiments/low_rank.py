@@ -11,10 +11,17 @@ import numpy as np
 import torch
 
 from theodolite.experiments import criteria
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Answer, Verdict, judge, layer_mean
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNTESTABLE,
+    Answer,
+    Verdict,
+    judge,
+)
 from theodolite.experiments.layers import value_of
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
-from theodolite.report.data import Floats, error_of, need
+from theodolite.report.data import Floats, error_of, mean_over_layers, need
 from theodolite.report.text import listed, number
 from theodolite.run import Run
 
@@ -92,7 +99,7 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
         worst = int(np.nanargmax(ranks))
         what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
         return judge(claim, what, float(ranks[worst]), criteria.RANK, float(errors[worst]))
-    mean, _, error = layer_mean(ranks, errors)
+    mean, _, error = mean_over_layers(ranks, errors)
     return judge(claim, f"mean rank over {count} layers, of {possible} possible", mean, criteria.RANK, error)
 
 

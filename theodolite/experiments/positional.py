@@ -22,17 +22,15 @@ from theodolite.experiments.base import (
     bracketed,
     judge,
     judge_layers,
-    layer_mean,
-    plus_minus,
 )
 from theodolite.experiments.layers import by_layer, closest_model, exhibit, smooth_verdict, value_of
 from theodolite.experiments.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
-from theodolite.report.data import Floats, error_of, need
+from theodolite.report.data import Floats, error_of, mean_over_layers, need
 from theodolite.report.measures import SONG
-from theodolite.report.text import number, percent
+from theodolite.report.text import number, percent, with_error
 from theodolite.run import Run
 
 if TYPE_CHECKING:
@@ -50,10 +48,10 @@ def _beside(
     values, errors = value_of(run, name), error_of(run, name)
     model = closest_model(run)
     printed = ", ".join(
-        f"{bracketed(*layer_mean(row)[:2])} on {text}"
+        f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
-    here = bracketed(*layer_mean(values)[:2])
+    here = bracketed(*mean_over_layers(values)[:2])
     comparisons = [Comparison(f"{title}, mean (sd) over layers", f"{model}: {printed}", here)]
     own = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
     paper = pd.DataFrame(
@@ -182,7 +180,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
             criteria.SPIRAL_TURNS,
         ),
     ]
-    means = {name: layer_mean(shape[name].to_numpy())[:2] for name in shape.columns[2:]}
+    means = {name: mean_over_layers(shape[name].to_numpy())[:2] for name in shape.columns[2:]}
     comparisons = [
         Comparison(
             "share of energy in two directions, mean (sd)", "", bracketed(*means["share_of_two_directions"])
@@ -248,10 +246,10 @@ def _figure_3(study: Study) -> Outcome:
     kept = need(run, "singular_values")
     for place in range(kept.shape[1]):
         table[f"singular_value_{place + 1}"] = kept[:, place]
-    smooth, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
+    smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     comparisons = [
-        Comparison("share of energy within the rank", "", percent(layer_mean(held)[0])),
-        Comparison("energy of the 10 × 10 lowest frequencies", "GPT-2: 99.7 %", plus_minus(smooth, error)),
+        Comparison("share of energy within the rank", "", percent(mean_over_layers(held)[0])),
+        Comparison("energy of the 10 × 10 lowest frequencies", "GPT-2: 99.7 %", with_error(smooth, error)),
     ]
     verdicts = [
         judge_layers(

@@ -308,6 +308,7 @@ QK = [
         "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
         _SPLIT,
         _figure_6,
+        options=("prompt", "layer", "head"),
     ),
     Experiment(
         "geometry/figure30",
@@ -315,5 +316,6 @@ QK = [
         "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
         _SPLIT,
         _figure_30,
+        options=("prompt", "layer", "head"),
     ),
 ]

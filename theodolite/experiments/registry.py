@@ -105,8 +105,7 @@ def find(name: str) -> list[Experiment]:
         UsageError: no such name; the nearest ones are said.
     """
     found: dict[str, Experiment] = {}
-    for part in name.split(","):
-        wanted = part.strip().rstrip("/")
+    for wanted in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
         if wanted in EXPERIMENTS:
             chosen = [EXPERIMENTS[wanted]]
         elif wanted in ALIASES:
@@ -118,14 +117,34 @@ def find(name: str) -> list[Experiment]:
         if not chosen:
             raise UsageError(f"there is no experiment {wanted!r}: {_nearest(wanted)}")
         found |= {experiment.name: experiment for experiment in chosen}
+    if not found:
+        raise UsageError(f"{name!r} names no experiment: `theodolite reproduce` lists them all")
     return list(found.values())
+
+
+def check_options(experiments: list[Experiment], given: list[str]) -> None:
+    """Refuse an option that none of the experiments takes, rather than ignore it.
+
+    Raises:
+        UsageError: such an option; who takes it is said.
+    """
+    taken = {option for experiment in experiments for option in experiment.options}
+    for option in given:
+        if option not in taken:
+            takers = [name for name, experiment in EXPERIMENTS.items() if option in experiment.options]
+            raise UsageError(
+                f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
+                f"only {', '.join(takers)} take it"
+            )
 
 
 def _nearest(wanted: str) -> str:
     names = [*EXPERIMENTS, *ALIASES]
     # A name without its group is compared with names without theirs.
     short = {key.rsplit("/", 1)[-1]: key for key in names}
-    near = difflib.get_close_matches(wanted, names, 3, 0.75) or [
-        short[key] for key in difflib.get_close_matches(wanted.rsplit("/", 1)[-1], short, 3, 0.6)
-    ]
+    near = (
+        sorted({key.split("/")[0] for key in names if key.startswith(wanted)})
+        or difflib.get_close_matches(wanted, names, 3, 0.75)
+        or [short[key] for key in difflib.get_close_matches(wanted.rsplit("/", 1)[-1], short, 3, 0.6)]
+    )
     return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"

@@ -18,18 +18,16 @@ from theodolite.experiments.base import (
     Outcome,
     Verdict,
     judge_layers,
-    layer_mean,
-    plus_minus,
 )
 from theodolite.experiments.layers import by_layer, exhibit, quotient, value_of
 from theodolite.report import figures_contexts as drawing
 from theodolite.report import figures_experiments as lines
 from theodolite.report import figures_theory as theory
 from theodolite.report import published
-from theodolite.report.data import Floats, error_of, layer_numbers, need, provenance
+from theodolite.report.data import Floats, error_of, layer_numbers, mean_over_layers, need, provenance
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.text import number
+from theodolite.report.text import number, with_error
 from theodolite.run import Run
 
 if TYPE_CHECKING:
@@ -184,8 +182,8 @@ def _beside_paper(run: Run, name: str, title: str, part: str) -> Comparison:
     """The mean over layers, beside that of the models that the paper has on OpenWebText."""
     rows = published.AVERAGES.items() if part else ()
     printed = ", ".join(f"{model}: {getattr(row, part)[0]:g}" for model, row in rows)
-    mean, _, error = layer_mean(value_of(run, name), error_of(run, name))
-    return Comparison(f"{title}, mean over layers", printed, plus_minus(mean, error))
+    mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
+    return Comparison(f"{title}, mean over layers", printed, with_error(mean, error))
 
 
 def _clusters(study: Study) -> Outcome:

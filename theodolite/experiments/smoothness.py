@@ -19,16 +19,14 @@ from theodolite.experiments.base import (
     Outcome,
     Verdict,
     judge,
-    layer_mean,
-    plus_minus,
 )
 from theodolite.experiments.layers import by_layer, by_name, exhibit, smooth_verdict, value_of
 from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
-from theodolite.report.data import error_of, evenly, need
+from theodolite.report.data import error_of, evenly, mean_over_layers, need
 from theodolite.report.measures import SONG
-from theodolite.report.text import number, percent
+from theodolite.report.text import number, percent, with_error
 from theodolite.run import Run
 from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 
@@ -170,7 +168,7 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
             why = f"{said}; fewer than {criteria.LEAST_POSITIONS} positions"
             verdicts.append(Verdict(f"{claim} (appendix B.1)", UNTESTABLE, why))
             continue
-        error = layer_mean(value_of(run, name), error_of(run, name))[2]
+        error = mean_over_layers(value_of(run, name), error_of(run, name))[2]
         verdicts.append(
             judge(f"{claim} (appendix B.1)", f"{said}; difference", learned - column[0], criterion, error)
         )
@@ -182,7 +180,7 @@ def _figure_5(study: Study) -> Outcome:
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     pictured = _pictured(run, basis)
     layers = len(basis)
-    mean, _, error = layer_mean(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
+    mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
     share = f"its share of energy at K = 10 is {mean:.3f}"
     if not reads_additions(run):
@@ -196,7 +194,7 @@ def _figure_5(study: Study) -> Outcome:
         Comparison(
             "energy of the 10 × 10 lowest frequencies, mean over layers",
             f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
-            plus_minus(mean, error),
+            with_error(mean, error),
         )
     ]
     exhibits = [

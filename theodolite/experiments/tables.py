@@ -18,8 +18,6 @@ from theodolite.experiments.base import (
     Verdict,
     judge,
     judge_layers,
-    layer_mean,
-    plus_minus,
 )
 from theodolite.experiments.layers import (
     closest_model,
@@ -31,9 +29,9 @@ from theodolite.experiments.layers import (
 from theodolite.experiments.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import published
-from theodolite.report.data import Floats, column, error_of, need, need_column
+from theodolite.report.data import Floats, column, error_of, mean_over_layers, need, need_column
 from theodolite.report.measures import SONG
-from theodolite.report.text import MISSING, number, percent, visible
+from theodolite.report.text import MISSING, number, percent, visible, with_error
 from theodolite.run import Run
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def _table_1(study: Study) -> Outcome:
     comparisons, errors = [], {}
     model = closest_model(run)
     for quantity, (name, part) in QUANTITIES.items():
-        mean, deviation, error = layer_mean(value_of(run, name), error_of(run, name))
+        mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
         errors[quantity] = error
         if math.isfinite(mean):
             rows[here][quantity] = (mean, deviation)
@@ -71,7 +69,7 @@ def _table_1(study: Study) -> Outcome:
             Comparison(
                 f"{quantity}, mean (sd) over layers",
                 f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})",
-                f"{plus_minus(mean, error)} ({number(deviation)})" if math.isfinite(mean) else MISSING,
+                f"{with_error(mean, error)} ({number(deviation)})" if math.isfinite(mean) else MISSING,
             )
         )
     for row in published.TABLE_1:
@@ -126,16 +124,16 @@ def _verdicts_1(run: Run) -> list[Verdict]:
 
 
 def _judged(run: Run, name: str, criterion: Any) -> tuple[float, Any, float]:
-    mean, _, error = layer_mean(value_of(run, name), error_of(run, name))
+    mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
     return mean, criterion, error
 
 
 def _separation(run: Run) -> Verdict:
     claim = "Inter-cluster similarity is far below intra-cluster similarity (Table 1)"
-    within, _, error_within = layer_mean(
+    within, _, error_within = mean_over_layers(
         value_of(run, "similarity_within"), error_of(run, "similarity_within")
     )
-    between, _, error_between = layer_mean(
+    between, _, error_between = mean_over_layers(
         value_of(run, "similarity_between"), error_of(run, "similarity_between")
     )
     if not math.isfinite(within * between):
@@ -163,13 +161,13 @@ def _table_2(study: Study) -> Outcome:
         Comparison(
             f"{what} on {name}",
             paper,
-            plus_minus(mean, error) if measure == "rank" else percent(mean),
+            with_error(mean, error) if measure == "rank" else percent(mean),
         )
         for run, name, papers in zip((first, second), names, _papers_2(study), strict=True)
         for (what, measure), paper in zip(
             (("mean rank", "rank"), ("share of energy at K = 10", "low_frequency_10")), papers, strict=True
         )
-        for mean, _, error in [layer_mean(value_of(run, measure), error_of(run, measure))]
+        for mean, _, error in [mean_over_layers(value_of(run, measure), error_of(run, measure))]
     ]
     comparisons.append(
         Comparison(
@@ -242,7 +240,7 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
         why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
         rank = Verdict(claim, UNTESTABLE, why)
     else:
-        ranks = [layer_mean(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
+        ranks = [mean_over_layers(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
         change, error = abs(ranks[1][0] - ranks[0][0]), math.hypot(ranks[0][2], ranks[1][2])
         what = f"mean rank {ranks[0][0]:.3g} here, {ranks[1][0]:.3g} on the other text; change"
         rank = judge(claim, what, change, criteria.RANK_CHANGE, error)
@@ -326,6 +324,7 @@ TABLES = [
         "Similar geometric structures are found on samples unlike the training text, even on random tokens (Table 2)",
         (*_NEEDS, "model"),
         _table_2,
+        options=("other",),
     ),
     Experiment(
         "geometry/table3",

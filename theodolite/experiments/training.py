@@ -26,7 +26,6 @@ from theodolite.experiments.base import (
     Outcome,
     Verdict,
     judge,
-    plus_minus,
 )
 from theodolite.experiments.layers import exhibit, value_of
 from theodolite.experiments.positional import shape_of
@@ -34,7 +33,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.report import figures_training as drawing
 from theodolite.report.data import Floats, error_of, evenly, need
 from theodolite.report.measures import SONG
-from theodolite.report.text import counted, listed, number
+from theodolite.report.text import counted, listed, number, with_error
 from theodolite.run import Run
 from theodolite.train.small_tasks import Additions
 
@@ -153,7 +152,7 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
 
 def _said(row: pd.Series, needed: dict[str, Criterion]) -> str:
     return ", ".join(
-        f"{MEASURES[name]} {plus_minus(float(row[name]), float(row[f'{name}_se']))}" for name in needed
+        f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
     )
 
 
@@ -298,7 +297,7 @@ def _addition(study: Study) -> Outcome:
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
     comparisons = [
-        Comparison(f"right answers, {name}", said, plus_minus(float(value), float(e)))
+        Comparison(f"right answers, {name}", said, with_error(float(value), float(e)))
         for name, said, value, e in zip(names, printed, values, errors, strict=True)
     ]
     comparisons.append(Comparison("positions of this model", "absolute; rotary", model.positions))

@@ -6,6 +6,7 @@ Nothing here changes a run, and nothing here draws.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,18 +61,30 @@ def error_of(run: Run, name: str) -> Floats:
     return np.full(len(run.layers), np.nan) if errors is None else errors
 
 
-def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
-    """A layer measure's mean over layers and its standard error (NaN without); None where `column` gives none.
+def mean_over_layers(
+    values: Sequence[float] | Floats, errors: Floats | None = None
+) -> tuple[float, float, float]:
+    """Mean over layers, standard deviation over layers (over N, as Table 1 prints it), standard error of the mean.
 
     The layers share their contexts, so their errors add up rather than average out: the mean of the standard
-    errors is the most that the error of the mean can be, and is what is given.
+    errors is the most that the error of the mean can be, and is what is given. NaN where there are none.
     """
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(values)
+    if not finite.any():
+        return np.nan, np.nan, np.nan
+    known = finite & np.isfinite(values if errors is None else errors)
+    error = float(errors[known].mean()) if errors is not None and known.any() else np.nan
+    return float(values[finite].mean()), float(values[finite].std()), error
+
+
+def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
+    """A column's `mean_over_layers` with its standard error; None where `column` gives none."""
     values = column(run.layers, name)
     if values is None:
         return None
-    errors = error_of(run, name)
-    known = np.isfinite(values) & np.isfinite(errors)
-    return float(np.nanmean(values)), float(errors[known].mean()) if known.any() else np.nan
+    mean, _, error = mean_over_layers(values, error_of(run, name))
+    return mean, error
 
 
 def layer_numbers(run: Run) -> Floats:

@@ -39,7 +39,7 @@ _POSITION = [
         "means vary most, with context vectors (red) projected onto the same plane. Each axis of each "
         "picture has its "
         "own scale.",
-        "a smooth, low-dimensional curve, often a spiral, with the cloud of contexts clear of it.",
+        "a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of it.",
         f"{SONG}, Fig. 1",
         "a curve that breaks up or folds into a point before the last layer: position has been lost.",
         _by_layer(geometry.spiral_traces, grid=True),

@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.interrupt import interruptible
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
@@ -66,8 +64,12 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
     optimizer = _optimizer(model, loop.weight_decay)
     begin = _restore(loop.checkpoint, model, optimizer, loop.identity)
     _claim(loop.checkpoint, loop.identity)
+
+    def say() -> None:
+        console.print("stopping after this step; press Ctrl-C again to stop at once")
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _interruptible() as pressed, Progress(*columns, console=console) as progress:
+    with interruptible(say) as pressed, Progress(*columns, console=console) as progress:
         if not begin:
             loop.done(0, math.nan)
         task = progress.add_task("training", total=loop.steps, completed=begin)
@@ -85,6 +87,8 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
                 loop.saved(step + 1, loss)
             if stop:
                 raise KeyboardInterrupt
+        if pressed():  # after the last step had asked
+            raise KeyboardInterrupt
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, step: int) -> float:
@@ -99,34 +103,6 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, 
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     return loss.item()
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: the first time is only noted, the second stops at once.
-
-    An exception in the middle of an update would leave half of the weights behind the others. A handler that
-    is not Python's own is left alone, and a thread that is not the main one may not set any.
-    """
-    noted = False
-
-    def note(*_: Any) -> None:
-        nonlocal noted
-        if noted:
-            raise KeyboardInterrupt
-        noted = True
-
-    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not own or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if noted:  # after the last step had asked
-        raise KeyboardInterrupt
 
 
 def check_numbers(seed: int, threads: int) -> None:

@@ -233,8 +233,8 @@ def _save(
     with writing(out):
         text = json.dumps(result, indent=2, ensure_ascii=False)
         (finished / "training.json").write_text(text + "\n", encoding="utf-8")
-        if (partial / "series").exists():
-            os.replace(partial / "series", finished / "series")
+        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
+            shutil.copytree(partial / "series", finished / "series")
         os.replace(finished, out)
     shutil.rmtree(partial)
 
