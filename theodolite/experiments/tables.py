@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,7 +147,7 @@ def _separation(run: Run) -> Verdict:
 
 def _table_2(study: Study) -> Outcome:
     first, second = study.run, study.other_run()
-    names = [visible(run.provenance["corpus"]["name"], 60) for run in (first, second)]
+    names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in (first, second)]
     if names[0] == names[1]:
         names = [names[0], f"{names[1]} (second text)"]
     layers = need_column(first.layers, "layer")
