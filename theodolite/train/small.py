@@ -93,6 +93,7 @@ def train_small(
     with using(threads):
         torch.manual_seed(config.seed)
         model = _model(config, task)
+        model.set_attn_implementation(ATTENTION)
         fit(model, _loop(model, tokenizer, task, config, partial, console), console)
         model.eval()
         result = {
@@ -146,7 +147,6 @@ def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
                 bos_token_id=None,
                 eos_token_id=None,
                 activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
-                attn_implementation=ATTENTION,
             )
         )
     return GPTNeoXForCausalLM(
@@ -164,7 +164,6 @@ def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation=ATTENTION,
         )
     )
 
