@@ -10,13 +10,54 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from theodolite.errors import UsageError
+
 CHARACTERS = "\n+=0123456789"
 
 DIGITS = (5, 10)
 """Fewest and most digits of a, b and c in training, as published."""
 
-FULL = 3 * DIGITS[1] + 3
-"""Characters of the longest example: three numbers of ten digits, `+`, `=` and the line break."""
+NAME = "addition"
+
+MOST_DIGITS = 18
+"""Sums stay below 2⁶³."""
+
+
+def full_length(digits: tuple[int, int] = DIGITS) -> int:
+    """Characters of the longest example: three numbers, `+`, `=` and the line break; 33 as published."""
+    return 2 * digits[1] + _longest_sum(digits) + 3
+
+
+def corpus_name(digits: tuple[int, int]) -> str:
+    """`addition`, or `addition:10`, `addition:3-6` where the digits are not the published ones."""
+    fewest, most = digits
+    return NAME if digits == DIGITS else f"{NAME}:{fewest if fewest == most else f'{fewest}-{most}'}"
+
+
+def digits_of(name: str) -> tuple[int, int] | None:
+    """The digits of a corpus by its name; None: it is no corpus of additions.
+
+    Raises:
+        UsageError: what follows `addition:` is not one or two numbers of digits in order.
+    """
+    kind, colon, given = name.partition(":")
+    if kind != NAME:
+        return None
+    return parse_digits(given) if colon else DIGITS
+
+
+def parse_digits(given: str) -> tuple[int, int]:
+    """`10` or `5-10` as (fewest, most).
+
+    Raises:
+        UsageError: it is neither, or not within 1 to `MOST_DIGITS`.
+    """
+    parts = given.split("-")
+    if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
+        fewest, most = int(parts[0]), int(parts[-1])
+        if 1 <= fewest <= most <= MOST_DIGITS:
+            return fewest, most
+    raise UsageError(f"'{given}' are no numbers of digits: give one, or two as 5-10, from 1 to {MOST_DIGITS}")
 
 
 @dataclass(frozen=True)
@@ -38,7 +79,7 @@ def additions(count: int, random: np.random.Generator, digits: tuple[int, int] =
     With one length alone (`digits = (n, n)`) the sum may have n + 1 digits.
     """
     fewest, most = digits
-    longest = most + 1 if fewest == most else most
+    longest = _longest_sum(digits)
     examples: list[Addition] = []
     while len(examples) < count:
         first, second = (_number(int(size), random) for size in random.integers(fewest, most + 1, size=2))
@@ -46,6 +87,11 @@ def additions(count: int, random: np.random.Generator, digits: tuple[int, int] =
         if len(answer) <= longest:
             examples.append(Addition(f"{first}+{second}=", answer[::-1] + "\n"))
     return examples
+
+
+def _longest_sum(digits: tuple[int, int]) -> int:
+    fewest, most = digits
+    return most + 1 if fewest == most else most
 
 
 def _number(digits: int, random: np.random.Generator) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from theodolite.arithmetic import FULL, additions
+from theodolite.arithmetic import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
 from theodolite.errors import UsageError
 
@@ -24,7 +24,7 @@ def make_corpus(
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
 
-    `docs` (or None), `code`, `random`, `addition`, `hf:NAME[:CONFIG[:SPLIT]]`.
+    `docs` (or None), `code`, `random`, `addition[:DIGITS]`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions and datasets give `STREAMED_CONTEXTS`
     when `contexts` is None.
@@ -37,8 +37,9 @@ def make_corpus(
     some = STREAMED_CONTEXTS if contexts is None else contexts
     if name == "random":
         return Corpus.random_tokens(tokenizer, length, some, seed)
-    if name == "addition":
-        return addition_corpus(tokenizer, length, some, seed)
+    digits = digits_of(name)
+    if digits is not None:
+        return addition_corpus(tokenizer, length, some, seed, digits)
     if name.startswith("hf:"):
         dataset, config, split, *more = [*name[3:].split(":"), "", ""]
         if not dataset or any(more):
@@ -55,21 +56,29 @@ def make_corpus(
     return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
 
 
-def addition_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Additions of 5 to 10 digits (`arithmetic.additions`), each from its beginning and cut to `length` characters.
+def addition_corpus(
+    tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
+) -> Corpus:
+    """Additions of so many digits (`arithmetic.additions`), each from its beginning and cut to `length` characters.
 
-    Shorter ones are drawn again. At the full length of 33 all three numbers have ten digits, so that `+` and `=`
-    stand at the same positions in every context; at 24, say, their places vary.
+    Shorter ones are drawn again. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
+    and `=` stand at the same positions in every context; at 24, say, their places vary.
 
     Raises:
-        UsageError: a length outside 4 … 33, or a tokenizer that does not give a token for each character.
+        UsageError: a length below 4 or above that of the longest example, or a tokenizer that does not give a token
+            for each character.
     """
-    if not 4 <= length <= FULL:
-        raise UsageError(f"additions have up to {FULL} characters; use a --length from 4 to {FULL}")
+    full = full_length(digits)
+    if not 4 <= length <= full:
+        raise UsageError(f"these additions have up to {full} characters; use a --length from 4 to {full}")
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
     while len(rows) < contexts:
-        long = [example.text for example in additions(DRAWN_AT_ONCE, random) if len(example.text) >= length]
+        long = [
+            example.text
+            for example in additions(DRAWN_AT_ONCE, random, digits)
+            if len(example.text) >= length
+        ]
         rows += [
             list(tokenizer(t[:length], add_special_tokens=False, verbose=False)["input_ids"]) for t in long
         ]
@@ -78,4 +87,4 @@ def addition_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
                 "additions need a tokenizer with one token a character, as `theodolite train` makes"
             )
     ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
-    return Corpus("addition", ids, torch.full((contexts,), -1), [], seed)
+    return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1), [], seed)

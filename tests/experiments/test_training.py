@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from theodolite.arithmetic import FULL
+from theodolite.arithmetic import full_length
 from theodolite.corpora import addition_corpus
 from theodolite.errors import UsageError
 from theodolite.experiments import EXPERIMENTS, Study, training
@@ -49,7 +49,7 @@ def adder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def few(adder):
     """Five additions; below eight contexts a survey has no standard errors to compute, and is quick."""
-    return addition_corpus(adder.tokenizer, FULL, 5)
+    return addition_corpus(adder.tokenizer, full_length(), 5)
 
 
 def _of(run, model):
@@ -175,7 +175,7 @@ def test_accuracies_are_judged_with_their_errors(accuracies, expected):
     """Oracle: the paper's own numbers hold by its own words."""
     values = np.array(accuracies)
     errors = np.array([binomial_error(value, 1000) for value in accuracies])
-    assert [verdict.verdict for verdict in _accuracy_verdicts(values, errors, 1000)] == expected
+    assert [verdict.verdict for verdict in _accuracy_verdicts(values, errors, 1000, "10 digits")] == expected
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.5])

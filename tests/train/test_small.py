@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from theodolite.arithmetic import FULL, additions
+from theodolite.arithmetic import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
 from theodolite.train import command, small
 from theodolite.train.command import train
@@ -53,13 +53,30 @@ def test_additions_are_right_and_as_long_as_asked() -> None:
         assert example.answer.endswith("\n")
         assert str(int(first)) == first
         assert len(example.answer) - 1 <= 10
-        assert len(example.text) <= FULL == 33
+        assert len(example.text) <= full_length() == 33
         sizes[len(first)] += 1
     assert sizes[:5].sum() == 0
     # A sum of 11 digits is drawn again, which only happens to the longest operands.
     assert np.abs(sizes[5:9] / 3000 - 1 / 6).max() < 0.05
     one = additions(200, np.random.default_rng(1), (1, 1))
     assert any(len(example.answer) == 3 for example in one)  # 9+9=81 backwards, and its line break
+
+
+def test_digits_have_a_name_and_a_longest_example() -> None:
+    """Oracle: Python's own sums; the largest have all the digits there are."""
+    assert digits_of("addition") == (5, 10)
+    assert digits_of("docs") is None
+    for digits, name, largest in (((10, 10), "addition:10", 9999999999), ((3, 6), "addition:3-6", 499999)):
+        assert corpus_name(digits) == name
+        assert digits_of(name) == digits
+        assert full_length(digits) == len(f"{largest}+{largest}={2 * largest}\n")
+        task = Additions(digits)
+        inputs, _ = task.batch(0, 8, 0)
+        assert inputs.shape == (8, task.length - 1)
+        assert task.sha256 != Additions().sha256
+    for wrong in ("addition:", "addition:0", "addition:6-3", "addition:1-2-3", "addition:x", "addition:99"):
+        with pytest.raises(UsageError, match="are no numbers of digits"):
+            digits_of(wrong)
 
 
 def test_a_batch_asks_for_the_answer_and_nothing_else() -> None:

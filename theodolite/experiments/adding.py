@@ -9,10 +9,12 @@ import copy
 import math
 from typing import TYPE_CHECKING, Any
 
-from theodolite.arithmetic import CHARACTERS
+from theodolite.arithmetic import CHARACTERS, DIGITS, digits_of
 from theodolite.experiments import criteria
 from theodolite.experiments.base import HOLDS, judge
 from theodolite.models import OpenModel
+from theodolite.report.data import provenance
+from theodolite.report.text import counted
 from theodolite.run import Run
 from theodolite.train.small_tasks import GLANCED, Additions
 
@@ -33,6 +35,17 @@ def is_adder(model: OpenModel) -> bool:
     return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
 
 
+def task_of(run: Run) -> Additions:
+    """Additions of as many digits as the text of the run says, which are those that the model was trained on."""
+    return Additions(digits_of(provenance(run, "corpus", "name") or "") or DIGITS)
+
+
+def spelled(digits: tuple[int, int]) -> str:
+    """`5 to 10 digits`."""
+    fewest, most = digits
+    return counted(most, "digit") if fewest == most else f"{fewest} to {most} digits"
+
+
 def on_cpu(model: OpenModel) -> Any:
     """The model where the examples of the task are."""
     return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
@@ -50,7 +63,8 @@ def why_no_adder(study: Study) -> str | None:
         return "whether the model adds is not known without it: give the model beside the run"
     if not is_adder(study.model):
         return f"{study.model.id} is no model of additions alone, so whether it adds is not known"
-    share = Additions().accuracy(on_cpu(study.model))
-    what = f"share of {GLANCED} sums of 5 to 10 digits that are right in every character"
+    task = task_of(study.run)
+    share = task.accuracy(on_cpu(study.model))
+    what = f"share of {GLANCED} sums of {spelled(task.digits)} that are right in every character"
     verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
     return None if verdict.verdict == HOLDS else f"this model is not known to add: {verdict.evidence}"

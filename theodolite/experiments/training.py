@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from theodolite.arithmetic import digits_of
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments import criteria
-from theodolite.experiments.adding import binomial_error, is_adder, on_cpu
+from theodolite.experiments.adding import binomial_error, is_adder, on_cpu, spelled, task_of
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
@@ -35,7 +36,6 @@ from theodolite.report.data import Floats, error_of, evenly, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import counted, listed, number, with_error
 from theodolite.run import Run
-from theodolite.train.small_tasks import Additions
 
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
@@ -200,7 +200,7 @@ def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
     if positions < criteria.LEAST_POSITIONS:
         why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
         return [Verdict(f"{learned}: layer {layer}", UNTESTABLE, why)]
-    if run.provenance["corpus"]["name"] == "addition":
+    if digits_of(run.provenance["corpus"]["name"]):
         claim = "On additions no smooth curve of positions is learned (section 4.3)"
         return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
     return [
@@ -256,11 +256,11 @@ def _training(study: Study) -> Outcome:
     return Outcome(comparisons, verdicts, {"steps": table}, [_curves(series), measures], runs)
 
 
-def _accuracy_verdicts(values: Floats, errors: Floats, count: int) -> list[Verdict]:
-    """`values`, `errors`: accuracy in distribution, then on each smaller number of digits."""
+def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
+    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
         "Additions are learned in distribution (section 4.3)",
-        f"share of {count} sums of 5 to 10 digits that are right in every character",
+        f"share of {count} sums of {trained} that are right in every character",
         float(values[0]),
         ACCURATE,
         float(errors[0]),
@@ -285,9 +285,11 @@ def _addition(study: Study) -> Outcome:
             f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
-    measured = Additions().measure(on_cpu(model))
+    task = task_of(study.run)
+    trained = spelled(task.digits)
+    measured = task.measure(on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
-    names = ["5 to 10 digits", *(counted(int(digits), "digit") for digits in by_digits)]
+    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
     values = np.array([measured["accuracy"], *by_digits.values()])
     errors = np.array([binomial_error(float(value), count) for value in values])
     paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
@@ -313,7 +315,9 @@ def _addition(study: Study) -> Outcome:
         f"{SONG}, appendix D.3",
         wide=True,
     )
-    return Outcome(comparisons, _accuracy_verdicts(values, errors, count), {"accuracy": table}, [figure])
+    return Outcome(
+        comparisons, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
+    )
 
 
 TRAINING = [

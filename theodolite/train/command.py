@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from theodolite.arithmetic import parse_digits
 from theodolite.errors import UsageError
 from theodolite.train.small import PUBLISHED, changed, train_small
 from theodolite.train.small_tasks import Additions, Characters, Task
@@ -21,6 +22,7 @@ def train(
     out: Path,
     *,
     text: Path | None,
+    digits: str | None = None,
     options: dict[str, Any],
     seed: int,
     threads: int,
@@ -35,6 +37,8 @@ def train(
     given = {name for name, value in options.items() if value is not None}
     if kind != "characters" and text is not None:
         raise UsageError(f"--text is for characters; {kind} has its own.")
+    if kind != "addition" and digits is not None:
+        raise UsageError(f"--digits is for addition; {kind} adds nothing.")
     if kind == "embedded":
         if given - EMBEDDED_OPTIONS:
             raise UsageError(f"--{min(given - EMBEDDED_OPTIONS)} is for characters and addition.")
@@ -43,7 +47,7 @@ def train(
         raise UsageError(f"'{kind}' is no kind of model; choose embedded, {' or '.join(PUBLISHED)}.")
     if kind == "characters" and text is None:
         raise UsageError("characters needs a text to read; give --text FILE.")
-    task: Task = Characters.of_file(text) if text is not None else Additions()
+    task: Task = Characters.of_file(text) if text is not None else Additions(parse_digits(digits or "5-10"))
     config = replace(changed(PUBLISHED[kind], options.items()), seed=seed)
     return _measured(train_small(out, task, config, threads=threads, console=console))
 

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from theodolite.arithmetic import CHARACTERS, DIGITS, FULL, Addition, additions
+from theodolite.arithmetic import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
 from theodolite.errors import UsageError
 
 IGNORED = -100
@@ -142,18 +142,27 @@ class Characters:
 class Additions:
     """The answer of `a+b=`: the loss is of the answer's characters and its line break, nothing else."""
 
+    digits: tuple[int, int] = DIGITS
     characters: str = CHARACTERS
-    length: int = FULL
-    name: str = "addition"
+
+    @property
+    def name(self) -> str:
+        """`addition`, with the digits where they are not the published ones."""
+        return corpus_name(self.digits)
+
+    @property
+    def length(self) -> int:
+        """Of the longest example."""
+        return full_length(self.digits)
 
     @property
     def sha256(self) -> str:
-        """Of the characters: everything else follows from the seed."""
-        return hashlib.sha256(f"{self.characters!r} {self.length} {DIGITS}".encode()).hexdigest()
+        """Of the characters and digits: everything else follows from the seed."""
+        return hashlib.sha256(f"{self.characters!r} {self.length} {self.digits}".encode()).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """New examples at every step, each from position 0 on, padded after its end."""
-        examples = additions(size, np.random.default_rng([seed, step]))
+        examples = additions(size, np.random.default_rng([seed, step]), self.digits)
         rows = torch.zeros(size, self.length, dtype=torch.int64)
         targets = torch.full((size, self.length - 1), IGNORED)
         for row, target, example in zip(rows, targets, examples, strict=True):
@@ -168,14 +177,14 @@ class Additions:
 
     def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
         """Share of `count` new examples of the trained digits that are answered right in every character."""
-        return self._accuracy(model, DIGITS, count)
+        return self._accuracy(model, self.digits, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Share of answers that are right in every character: in distribution, and by number of digits."""
         shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORTER}
         return {
             "tested": TESTED,
-            "accuracy": self._accuracy(model, DIGITS, TESTED),
+            "accuracy": self._accuracy(model, self.digits, TESTED),
             "accuracy_by_digits": shorter,
         }
 
