@@ -74,6 +74,93 @@ def test_lemma_2_uniformity_needs_small_eta_too() -> None:
     torch.testing.assert_close(flat, torch.full((11,), 0.5, dtype=DOUBLE))
 
 
+def test_lemma_2_derivative_has_another_numerator() -> None:
+    """d/dθ of (θ−½)/√(2v) with the printed v at θ = 0, by autograd: 7/6 over (7/6)^1.5, not 5/3."""
+    theta = number(0.0).requires_grad_()
+    (slope,) = torch.autograd.grad((theta - 0.5) / (2 * (2 * theta**2 + 7 / 12)).sqrt(), theta)
+    assert slope.item() == pytest.approx((7 / 6) ** -0.5)
+    assert slope.item() != pytest.approx(5 / 3 / (7 / 6) ** 1.5, rel=0.1)
+
+
+def test_lemma_2_limits_are_one_half_at_the_ends() -> None:
+    """Both forms of v at ξ = 10⁶, where an indicator would be 1."""
+    for variant in ("corrected", "published"):
+        for eta in (1e-9, 2e-6, 4e-6):
+            assert propagation(number(0.5)[None], number(1e6), number(eta), variant).item() == pytest.approx(
+                0.5
+            )
+        assert propagation(number(1.0)[None], number(1e6), number(2e-6), variant).item() == pytest.approx(0.5)
+        assert propagation(number(0.75)[None], number(1e6), number(4e-6), variant).item() == pytest.approx(
+            0.5
+        )
+
+
+def test_small_trace_over_temperature_is_not_uniform() -> None:
+    """ξη = 0.1 with ξ = 20, by both forms of v; walks with these moments agree at both ends."""
+    for variant in ("corrected", "published"):
+        early, late = propagation(torch.tensor([0.1, 0.9]), number(20.0), number(0.005), variant).tolist()
+        assert early < 1e-20
+        assert late > 0.999
+    values = torch.full((400,), 0.005 / 20, dtype=DOUBLE)  # tr W = 0.1, tr W² = 0.005²
+    for position, expected in ((10, 0.0), (90, 1.0)):
+        # 1/T, which the limit drops, would outweigh so small an s.
+        s = walk_value(torch.diag(values), position, 100, draws=200) - 1 / 100
+        assert ((s >= 0) & (s <= 1)).double().mean().item() == expected
+
+
+def test_remark_2_drops_a_mean_of_the_same_order() -> None:
+    """T = 200, i = 100, tr W = 1: E ω_i/T = ½ and E⟨γ^i, ω⟩ = −1/400, in simulated walks."""
+    width, length, position, draws = 64, 200, 100, 1500
+    matrix = torch.eye(width, dtype=DOUBLE) / width
+    full = walk_value(matrix, position, length, draws) - 1 / length
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(draws, length, width, generator=generator, dtype=DOUBLE).cumsum(1)
+    selected = (tokens[:, position - 1] @ matrix.mT * tokens[:, -1]).sum(-1) / length
+    for values, expected in ((full, -1 / 400), (selected, 0.5)):
+        assert abs(values.mean().item() - expected) < 4 * values.std().item() / math.sqrt(draws)
+
+
+def test_eq_3_needs_the_middle_factor() -> None:
+    """Oracle: autograd through the model of section 3 with S̃, columns as tokens, one draw."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, w_v, w_f = (torch.randn(3, n, generator=generator, dtype=DOUBLE) for n in (4, 3, 3))
+    w_qk = (4.0 * torch.randn(3, 3, generator=generator, dtype=DOUBLE)).requires_grad_()
+    target, temperature, last = torch.randn(3, generator=generator, dtype=DOUBLE), 1.7, tokens[:, -1]
+    logits = tokens.mT @ w_qk @ last / temperature
+    s = (logits - logits.mean() + 1) / 4
+    out = w_f @ (w_v @ tokens @ s.clamp(0, 1) + last)
+    (gradient,) = torch.autograd.grad(0.5 * (target - out).square().sum(), w_qk)
+
+    inside = ((s >= 0) & (s <= 1)).double().detach()
+    assert 0 < inside.sum() < 4  # both cases of the clamp occur
+    gamma = (torch.eye(4, dtype=DOUBLE) / 4 - 1 / 16) * inside  # column i is γ̃^i
+    offset = inside / 4 + (s > 1).double()
+    middle = tokens.mT @ w_v.mT @ w_f.mT @ w_f @ w_v @ tokens
+    q = tokens.mT @ w_v.mT @ w_f.mT @ (w_f @ last - target)
+
+    def formula(factor: Tensor) -> Tensor:
+        slope = factor @ (gamma.mT @ tokens.mT @ w_qk.detach() @ last / temperature + offset)
+        return torch.outer(tokens @ gamma @ (slope + q), last) / temperature
+
+    torch.testing.assert_close(formula(middle), gradient)
+    assert (formula(torch.eye(4, dtype=DOUBLE)) - gradient).norm() > 0.2 * gradient.norm()
+
+
+def test_appendix_b_orders() -> None:
+    """Four factors under one expectation (scipy's moments), and the growth of the sums by Isserlis, d = 1."""
+    normal = scipy.stats.norm()
+    assert normal.moment(4) ** 2 == pytest.approx(9 * normal.moment(2) ** 4)
+
+    def total(length: int) -> float:
+        index = torch.arange(1, length + 1, dtype=DOUBLE)
+        earlier = torch.minimum(index[:, None], index)
+        return (2 * earlier**2 + index[:, None] * index).sum().item()
+
+    assert math.log2(total(800) / total(400)) == pytest.approx(4, abs=0.01)
+    selectors = torch.eye(50, dtype=DOUBLE) / 50 - 1 / 2500
+    assert selectors.square().sum().item() == pytest.approx(1 / 50, rel=0.05)
+
+
 def test_fig_2_eta_has_the_first_power_of_the_temperature() -> None:
     """λ = 8, tr W = 12, tr W² = 16: at finite T, ρ_T agrees with η = √tr W²/λ and not with √tr W²/λ²."""
     finite = propagation_finite(number(12.0), number(16.0), number(16.0), 4096, 8.0)[-1]

@@ -186,6 +186,14 @@ def test_both_forms_are_differentiable() -> None:
     eta = torch.tensor([0.5, 1.5], dtype=DOUBLE, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: propagation(theta, a, b), (xi, eta))
     assert torch.autograd.gradcheck(lambda a, b: propagation_finite(a, b, b, 6, 1.3), (xi, eta))
+    temperature = torch.tensor([0.7, 1.3], dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: propagation_finite(xi, eta, 0.5 * eta, 6, a), (temperature,))
+
+
+def test_certain_positions_pass_a_zero_gradient() -> None:
+    zero = torch.zeros((), dtype=DOUBLE, requires_grad=True)
+    (gradient,) = torch.autograd.grad(propagation_finite(zero, zero, zero, 6, 1.0).sum(), zero)
+    assert gradient == 0
 
 
 def test_wrong_calls_are_named() -> None:

@@ -6,9 +6,11 @@ published ones are explained in docs/errata.md.
 
 from __future__ import annotations
 
+from theodolite.theory.bounds import ScaleBound, TraceBound, scale_bound, trace_bound
 from theodolite.theory.decomposition import Decomposition, decompose
 from theodolite.theory.decoupling import Decoupling, RotatedEnergy, decouple
 from theodolite.theory.entropy import entropy_lower_bound
+from theodolite.theory.exact_propagation import propagation_exact, propagation_exact_head
 from theodolite.theory.kernel import (
     FactorisationError,
     KernelSetting,
@@ -21,7 +23,8 @@ from theodolite.theory.propagation import (
     propagation,
     propagation_finite,
 )
-from theodolite.theory.regimes import REGIMES, regime
+from theodolite.theory.quadratic_form import probability_between
+from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins
 from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
 from theodolite.theory.smoothness import (
     SmoothnessBound,
@@ -47,9 +50,12 @@ __all__ = [
     "FactorisationError",
     "KernelSetting",
     "QKMoments",
+    "RegimeMargins",
     "RotatedEnergy",
+    "ScaleBound",
     "ScreeNOT",
     "SmoothnessBound",
+    "TraceBound",
     "dct2",
     "decompose",
     "decouple",
@@ -61,16 +67,22 @@ __all__ = [
     "low_frequency_ratio",
     "normalised_gram",
     "piecewise_softmax",
+    "probability_between",
     "product_low_frequency_ratio",
     "propagation",
+    "propagation_exact",
+    "propagation_exact_head",
     "propagation_finite",
     "qk_eigenvalues",
     "qk_moments",
     "qk_singular_values",
     "qk_spectral_norm",
     "regime",
+    "regime_margins",
+    "scale_bound",
     "screenot",
     "sinusoidal",
     "smoothness_bound",
     "stable_rank",
+    "trace_bound",
 ]

@@ -27,14 +27,19 @@ def entropy_lower_bound(
 
     computed as softplus(m) + x·sigmoid(m) with the gap x = ν√(T/(T−1)) between one logit and the T−1 others
     and m = ln(T−1) − x, which neither overflows nor cancels. It is ln T at ν = 0, tends to 0 as ν → ∞, and is
-    0 for T = 1. `published` is eq. 9 of Bao et al. 2024 as printed, for comparison only: its exp(−ν/2) lets
-    it exceed ln T (see docs/errata.md).
+    0 for T = 1, and it falls with ν throughout. `asymptotic` is its form for large T,
+
+        ln(1 + T e^(−ν)) + ν e^(−ν)/(1/T + e^(−ν)),
+
+    which lies slightly above it (by at most 0.064 nats at T = 64) and so is no bound. `published` is eq. 9 of
+    Bao et al. 2024 as printed, for comparison only: exp(−ν/2) in the numerator of the second term lets it rise
+    with ν and exceed ln T (see docs/errata.md). All are differentiable in ν.
 
     Args:
         nu: ν = ‖X Xᵀ‖₂ ‖W_QK‖₂ / λ ≥ 0, any shape; the theorem's logits carry no temperature, so it is
             divided out here.
         length: T ≥ 1, a number or a tensor that broadcasts against ν.
-        variant: "corrected" or "published".
+        variant: "corrected", "asymptotic" or "published".
 
     Raises:
         UsageError: T < 1, ν < 0, or an unknown variant.
@@ -54,7 +59,8 @@ def entropy_lower_bound(
         # Not torch's softplus, which cuts to the identity at 20 and is then wrong by 2e-9.
         bound = torch.logaddexp(excess, torch.zeros_like(excess)) + gap * excess.sigmoid()
         return torch.where(size == 1, 0.0, bound)
-    if variant == "published":
+    if variant in ("asymptotic", "published"):
+        numerator = -nu if variant == "asymptotic" else -nu / 2
         most = torch.logaddexp(size.log() - nu, torch.zeros_like(nu))
-        return most + nu * (-nu / 2 - torch.logaddexp(-size.log(), -nu)).exp()
-    raise UsageError(f"unknown variant {variant!r}: use 'corrected' or 'published'")
+        return most + nu * (numerator - torch.logaddexp(-size.log(), -nu)).exp()
+    raise UsageError(f"unknown variant {variant!r}: use 'corrected', 'asymptotic' or 'published'")

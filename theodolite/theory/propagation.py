@@ -49,7 +49,7 @@ def propagation(
 
     The limit drops the 1/T that `propagation_finite` keeps in the mean. It shows only where s itself is not
     much larger than 1/T (η ≲ 1/T): at η = 0 the limit is ½ at θ = ½ where every key of a finite context
-    propagates.
+    propagates. Differentiable in θ, ξ and η where η > 0.
 
     Args:
         theta: (positions,), in [0, 1].
@@ -92,7 +92,11 @@ def propagation_finite(
         s_bb = T.
 
     As T → ∞ the variance tends to ((θ² − θ + ⅓) ‖·‖_F² + (θ − ½)² tr W²) / λ²: for a symmetric W the
-    corrected form of Lemma 1 of Bao et al. 2024. The distribution is taken as Gaussian.
+    corrected form of Lemma 1 of Bao et al. 2024. The distribution is taken as Gaussian;
+    `propagation_exact` does without that.
+
+    Differentiable in the moments and the temperature where the variance is positive. Where it is not, the result
+    is 0 or 1, and the gradient there is zero.
 
     Args:
         trace, form_squared, trace_of_square: fields of `QKMoments`.
@@ -102,13 +106,10 @@ def propagation_finite(
     Raises:
         UsageError: `length` is below 1.
     """
-    if length < 1:
-        raise UsageError(f"length is {length}: a context has at least one token")
-    i = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
+    check_length(length)
+    positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
+    cross, own = walk_moments(positions, length)
     size = float(length)
-    cross = (i - (size + 1) / 2) / size
-    # T·s_aa, the only way in which s_aa and s_bb enter.
-    own = (i - i * (2 * size + 1 - i) / size + (size + 1) * (2 * size + 1) / (6 * size)) / size
     scale = torch.as_tensor(temperature, dtype=torch.float64, device=trace.device)[..., None]
     mean = cross * (trace.double()[..., None] / scale) + 1 / size
     variance = (
@@ -118,6 +119,23 @@ def propagation_finite(
     spread = torch.where(certain, 1.0, variance).sqrt()
     inside = ((mean >= 0) & (mean <= 1)).double()
     return torch.where(certain, inside, _normal_between(-mean / spread, (1 - mean) / spread))
+
+
+def check_length(length: int) -> None:
+    """Raises UsageError where a context of `length` tokens does not exist."""
+    if length < 1:
+        raise UsageError(f"length is {length}: a context has at least one token")
+
+
+def walk_moments(
+    positions: Float64[Tensor, " positions"], length: int
+) -> tuple[Float64[Tensor, " positions"], Float64[Tensor, " positions"]]:
+    """s_ab and s_aa·s_bb of `propagation_finite` at positions from 1 to T, which need not be whole numbers."""
+    size = float(length)
+    cross = (positions - (size + 1) / 2) / size
+    visible = positions * (2 * size + 1 - positions) / size
+    own = (positions - visible + (size + 1) * (2 * size + 1) / (6 * size)) / size
+    return cross, own
 
 
 def _expansion(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ corrected curve ρ(θ) itself. This module must not compute the curve in any oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from theodolite.theory.propagation import propagation
 
 Numbers = float | Sequence[float] | NDArray[np.floating] | Tensor
-"""What `regime` reads."""
+"""What `regime` and `regime_margins` read."""
 
 REGIMES = ("uniform", "early-site", "late-site", "middle-site", "vanishing")
 """The names that `regime` gives, besides `UNDEFINED`."""
@@ -42,6 +43,39 @@ _POSITIONS = 129
 """An odd number, so that θ = ½ is on the grid: as |r| grows the middle site narrows to it."""
 
 
+@dataclass(frozen=True)
+class RegimeMargins:
+    """The regime of every head with what decided it, arrays of the broadcast shape of ξ and η.
+
+    name: as `regime` gives it.
+    nearest: the other name that the smallest change of one quantity would give.
+    quantity: that quantity, one of `QUANTITIES`.
+    value, threshold: its value and the threshold that it would have to cross.
+    margin: |value − threshold|. All quantities are probabilities or shares of one, so margins compare between
+        heads: 0.02 is a name by a hair, 0.3 a clear one.
+    r: ξη = tr W/λ.
+    lemma: what Lemma 2 of Bao et al. 2024 says of r in its limit |ξ| → ∞, η → 0: late-site for 0 < r ≤ 2,
+        early-site for −2 ≤ r < 0, middle-site for |r| > 2, and uniform for ξ = 0.
+    disagrees: where `lemma` and `name` differ, as they may at finite ξ and η. False where either is undefined.
+    """
+
+    name: np.ndarray
+    nearest: np.ndarray
+    quantity: np.ndarray
+    value: np.ndarray
+    threshold: np.ndarray
+    margin: np.ndarray
+    r: np.ndarray
+    lemma: np.ndarray
+    disagrees: np.ndarray
+
+
+QUANTITIES = ("highest ρ", "spread of ρ", "ρ(1) over the highest", "ρ(0) over the highest")
+"""What decides between regimes: max ρ, (max ρ − min ρ)/max ρ, ρ(1)/max ρ and ρ(0)/max ρ."""
+
+_THRESHOLDS = (VANISHING_LEVEL, UNIFORM_SPREAD, END_SHARE, END_SHARE)
+
+
 def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     """Names of the regimes, one of `REGIMES` for each pair, in an array of the inputs' broadcast shape.
 
@@ -52,24 +86,84 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     Args:
         xi, eta: numbers, numpy arrays or tensors that broadcast to one shape, for example (L, H).
     """
+    quantities = _quantities(xi, eta)
+    return _names(_decisions(quantities), np.asarray(np.isnan(quantities[0])))
+
+
+def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
+    """`regime` as a classifier: what decided, by how much, and what Lemma 2's own limits say.
+
+    Every quantity is tried in turn: would the name change if it alone crossed its threshold, and how far is
+    that? The nearest such threshold gives the margin. An undefined head has NaN numbers and empty names.
+    A head with zero logits has the curve ρ = 1.
+
+    Args:
+        xi, eta: as for `regime`.
+    """
+    quantities = _quantities(xi, eta)
+    decisions, undefined = _decisions(quantities), np.asarray(np.isnan(quantities[0]))
+    name = _names(decisions, undefined)
+    crossed = decisions ^ np.eye(len(decisions), dtype=bool).reshape(
+        *decisions.shape[:1] * 2, *[1] * name.ndim
+    )
+    others = np.stack([_names(each, undefined) for each in crossed])
+    thresholds = np.broadcast_to(np.reshape(_THRESHOLDS, (-1, *[1] * name.ndim)), quantities.shape)
+    distances = np.where(undefined, np.nan, np.where(others != name, np.abs(quantities - thresholds), np.inf))
+    nearest = np.where(undefined, 0, distances.argmin(0))
+
+    def there(values: np.ndarray) -> np.ndarray:
+        return np.asarray(np.take_along_axis(values, nearest[None], 0)[0])
+
+    xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
+    r = np.where(eta == 0, 0.0, xi * eta)
+    lemma = _lemma(r)
+    return RegimeMargins(
+        name=name,
+        nearest=np.where(undefined, "", there(others)),
+        quantity=np.where(undefined, "", np.array(QUANTITIES)[nearest]),
+        value=there(quantities),
+        threshold=np.where(undefined, np.nan, there(thresholds)),
+        margin=there(distances),
+        r=r,
+        lemma=lemma,
+        disagrees=np.asarray((lemma != name) & ~undefined & (lemma != UNDEFINED)),
+    )
+
+
+def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
+    """The four of `QUANTITIES` on the corrected curve, along a new first dimension; NaN where undefined."""
     xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
     silent = eta == 0
     theta = torch.linspace(0, 1, _POSITIONS, dtype=torch.float64)
     curve = propagation(
         theta, torch.from_numpy(np.where(silent, 0.0, xi)), torch.from_numpy(np.where(silent, 1.0, eta))
     ).numpy()
-    highest, lowest, first, last = curve.max(-1), curve.min(-1), curve[..., 0], curve[..., -1]
+    curve = np.where(silent[..., None], 1.0, curve)
+    highest, lowest = curve.max(-1), curve.min(-1)
+    # Where ρ underflows to zero everywhere the signal has vanished, and the shares do not matter.
+    scale = np.where(highest == 0, 1.0, highest)
+    return np.stack([highest, (highest - lowest) / scale, curve[..., -1] / scale, curve[..., 0] / scale])
+
+
+def _decisions(quantities: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Vanishing, uniform, late and early, each by its own threshold alone, along the first dimension."""
+    level, spread, last, first = quantities
+    return np.stack(
+        [level < VANISHING_LEVEL, spread <= UNIFORM_SPREAD, last >= END_SHARE, first >= END_SHARE]
+    )
+
+
+def _names(decisions: NDArray[np.bool_], undefined: NDArray[np.bool_]) -> np.ndarray:
+    """The first decision that holds gives the name."""
+    names = [UNDEFINED, "vanishing", "uniform", "late-site", "early-site"]
+    return np.select([undefined, *decisions], names, default="middle-site")
+
+
+def _lemma(r: NDArray[np.float64]) -> np.ndarray:
     return np.select(
-        [
-            silent,
-            np.isnan(highest),
-            highest < VANISHING_LEVEL,
-            highest - lowest <= UNIFORM_SPREAD * highest,
-            last >= END_SHARE * highest,
-            first >= END_SHARE * highest,
-        ],
-        ["uniform", UNDEFINED, "vanishing", "uniform", "late-site", "early-site"],
-        default="middle-site",
+        [np.isnan(r), r == 0, np.abs(r) > 2, r > 0],
+        [UNDEFINED, "uniform", "middle-site", "late-site"],
+        default="early-site",
     )
 
 

@@ -1,0 +1,259 @@
+"""Exact ρ against simulated walks, closed forms, the sums it avoids, and its own Gaussian approximation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.special
+import scipy.stats
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory import (
+    probability_between,
+    propagation_exact,
+    propagation_exact_head,
+    propagation_finite,
+    qk_moments,
+)
+
+DOUBLE = torch.float64
+
+
+def simulated(matrix: Tensor, root: Tensor, length: int, draws: int, temperature: float, seed: int) -> Tensor:
+    """Frequency of s_i in [0, 1] for the last query of walks with steps of covariance root·rootᵀ, (T,)."""
+    generator = torch.Generator().manual_seed(seed)
+    hits, done = torch.zeros(length, dtype=DOUBLE), 0
+    while done < draws:
+        count = min(draws - done, max(1, 4_000_000 // (length * len(matrix))))
+        steps = torch.randn(count, length, len(matrix), generator=generator, dtype=DOUBLE) @ root.mT
+        tokens = steps.cumsum(1)
+        logits = torch.einsum("ntd,nd->nt", tokens, tokens[:, -1] @ matrix) / temperature
+        value = (logits - logits.mean(1, keepdim=True) + 1) / length
+        hits += ((value >= 0) & (value <= 1)).double().sum(0)
+        done += count
+    return hits / draws
+
+
+def deviations(measured: Tensor, exact: Tensor, draws: int) -> Tensor:
+    """(measured − exact) in standard errors; certain positions must agree exactly."""
+    error = (exact * (1 - exact) / draws).sqrt()
+    return (measured - exact) / error.clamp_min(1e-7)
+
+
+SPECTRA = {
+    "one": [1.5],
+    "one, negative, among zeros": [0.0, -0.4, 0.0],
+    "two of opposite sign": [1.0, -0.3],
+    "zero mean": [0.9, -0.5, 0.3, -0.7, 0.2, -0.2],
+    "positive": [0.3, 0.2, 0.4, 0.3, 0.1, 0.3, 0.25, 0.35],
+    "negative": [-1.0, -2.0, -0.5, -1.5],
+    "one above small ones": [1.0, 0.02, 0.01, -0.01, 0.015, 0.03],
+    "large": [40.0, -25.0, 60.0],
+    "small": [0.01, 0.02, -0.005],
+}
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 40])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_short_contexts_against_simulated_walks(name: str, length: int) -> None:
+    """Within 3 standard errors at every position; the form's weights come from the tokens, not from us."""
+    values = torch.tensor(SPECTRA[name], dtype=DOUBLE)
+    draws = 15_000
+    measured = simulated(
+        torch.diag(values), torch.eye(len(values), dtype=DOUBLE), length, draws, 0.8, seed=100 + length
+    )
+    exact = propagation_exact(values, length, 0.8)
+    assert exact.shape == (length,)
+    assert deviations(measured, exact, draws).abs().max() < 3
+
+
+@pytest.mark.parametrize("name", ["one", "zero mean", "positive"])
+def test_long_contexts_against_simulated_walks(name: str) -> None:
+    """T = 512: interpolated between Chebyshev nodes, within 3 standard errors at all 512 positions."""
+    values = torch.tensor(SPECTRA[name], dtype=DOUBLE)
+    measured = simulated(torch.diag(values), torch.eye(len(values), dtype=DOUBLE), 512, 2500, 1.0, seed=1)
+    assert deviations(measured, propagation_exact(values, 512, 1.0), 2500).abs().max() < 3
+
+
+def test_the_longest_context_against_simulated_walks() -> None:
+    """T = 4096, within 3 standard errors at all positions, where the Gaussian form is more than 7 off somewhere."""
+    values = torch.tensor([0.9, -0.2], dtype=DOUBLE)
+    measured = simulated(torch.diag(values), torch.eye(2, dtype=DOUBLE), 4096, 2000, 1.0, seed=3)
+    assert deviations(measured, propagation_exact(values, 4096, 1.0), 2000).abs().max() < 3
+    moments = values.sum(), values.square().sum(), values.square().sum()
+    gaussian = propagation_finite(*moments, 4096, 1.0)
+    assert deviations(measured, gaussian, 2000).abs().max() > 7
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.1, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("length", [12, 512])
+def test_one_eigenvalue_against_an_integral_over_the_query(scale: float, length: int) -> None:
+    """d = 1. Given x_T = √T z, s_i is normal, so ρ_i is one integral over z; oracle: quad with scipy's normal."""
+    got = propagation_exact(torch.tensor([scale], dtype=DOUBLE), length, 1.0)
+    index = np.arange(1, length + 1)
+    kernel = np.minimum(index[:, None], index)
+    for position in (1, length // 2):
+        a = -np.ones(length) / length**2
+        a[position - 1] += 1 / length
+        cross, own = a @ kernel[:, -1], a @ kernel @ a
+        rest = math.sqrt(own - cross**2 / length)
+
+        def given(z: float, cross: float = cross, rest: float = rest) -> float:
+            query = math.sqrt(length) * z
+            mean, spread = scale * query * cross / length * query, abs(scale * query) * rest
+            ends = ((-1 / length - mean) / spread, (1 - 1 / length - mean) / spread)
+            density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+            return 2 * density * (scipy.special.ndtr(ends[1]) - scipy.special.ndtr(ends[0]))
+
+        marks = [0.0, *np.geomspace(1e-5, 9, 24)]
+        expected = sum(
+            scipy.integrate.quad(given, low, high, epsabs=1e-13)[0] for low, high in itertools.pairwise(marks)
+        )
+        assert got[position - 1].item() == pytest.approx(expected, abs=1e-8)
+
+
+def direct(values: Tensor, length: int, positions: list[int]) -> Tensor:
+    """ρ_i from all 2d weights, with s_ab and s_aa s_bb by the explicit kernel min(s, t)."""
+    index = torch.arange(1, length + 1, dtype=DOUBLE)
+    kernel = torch.minimum(index[:, None], index)
+    a = -torch.ones(len(positions), length, dtype=DOUBLE) / length**2
+    a[torch.arange(len(positions)), torch.tensor(positions) - 1] += 1 / length
+    cross, own = a @ kernel[:, -1], ((a @ kernel) * a).sum(-1) * length
+    halves = torch.stack([cross + own.sqrt(), cross - own.sqrt()], dim=-1) / 2
+    weights = (halves[..., None] * values).flatten(1)
+    low = torch.full((len(positions),), -1 / length, dtype=DOUBLE)
+    return probability_between(weights, torch.ones(weights.shape[1], dtype=DOUBLE), low, low + 1)
+
+
+def spectra_of_many() -> dict[str, Tensor]:
+    noise = torch.randn(160, generator=torch.Generator().manual_seed(4), dtype=DOUBLE)
+    one = torch.ones(1, dtype=DOUBLE)
+    return {
+        "semicircle-like": noise.clamp(-2, 2),
+        "around a mean": 0.02 * noise + 0.02,
+        "equal": torch.full((160,), 0.01, dtype=DOUBLE),
+        "squares": 0.01 * noise.square(),
+        "heavy tails": noise.pow(5),
+        "power law": torch.arange(1, 161, dtype=DOUBLE) ** -1.0,
+        "one and a crowd": torch.cat([one, 1e-3 * noise]),
+        "one and a displaced crowd": torch.cat([one, 1e-3 * (noise + 1)]),
+    }
+
+
+@pytest.mark.parametrize("name", list(spectra_of_many()))
+def test_bins_and_interpolation_cost_no_accuracy(name: str) -> None:
+    """d = 160, T = 140: Chebyshev nodes in i and bins of eigenvalues against every term at single positions."""
+    values, positions = spectra_of_many()[name], [1, 71, 140]
+    got = propagation_exact(values, 140, 1.0)[torch.tensor(positions) - 1]
+    torch.testing.assert_close(got, direct(values, 140, positions), rtol=0, atol=1e-9)
+
+
+def test_many_eigenvalues_approach_the_gaussian_form() -> None:
+    """d = 4096 of variance ~ 1/d: the central limit theorem makes the finite form right to 1e-3."""
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) / 64
+    moments = values.sum(), values.square().sum(), values.square().sum()
+    difference = propagation_exact(values, 4096, 1.0) - propagation_finite(*moments, 4096, 1.0)
+    assert 1e-7 < difference.abs().max() < 1e-3
+
+
+def test_batches_zeros_and_nan() -> None:
+    values = torch.tensor([[[1.0, -0.5], [0.0, 0.0]], [[math.nan, 1.0], [0.3, 0.0]]], dtype=DOUBLE)
+    temperature = torch.tensor([1.0, 2.0], dtype=DOUBLE)
+    got = propagation_exact(values, 9, temperature)
+    assert got.shape == (2, 2, 9)
+    assert (got[0, 1] == 1).all()
+    assert got[1, 0].isnan().all()
+    torch.testing.assert_close(got[1, 1], propagation_exact(torch.tensor([0.3]), 9, 2.0), rtol=0, atol=1e-8)
+    assert propagation_exact(torch.zeros(2, 0, 3), 5, 1.0).shape == (2, 0, 5)
+    assert (propagation_exact(torch.zeros(2, 0), 5, 1.0) == 1).all()
+
+
+def random_head(width: int, head_width: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    w_q, w_k = torch.randn(2, width, head_width, generator=generator, dtype=DOUBLE)
+    return w_q + 0.3, w_k + 0.3
+
+
+@pytest.mark.parametrize(("width", "head_width", "length"), [(6, 4, 12), (5, 1, 7), (3, 3, 40)])
+def test_asymmetric_heads_against_simulated_walks(width: int, head_width: int, length: int) -> None:
+    """Anisotropic Σ, within 3 standard errors everywhere; the symmetrised head is further off than that."""
+    w_q, w_k = random_head(width, head_width, seed=width)
+    root = torch.randn(width, width, generator=torch.Generator().manual_seed(1), dtype=DOUBLE) / 2
+    draws = 50_000
+    measured = simulated(w_q @ w_k.mT, root, length, draws, 2.0, seed=5)
+    exact = propagation_exact_head(w_q, w_k, length, 2.0, covariance=root @ root.mT)
+    assert deviations(measured, exact, draws).abs().max() < 3
+    form = root.mT @ w_q @ w_k.mT @ root
+    symmetrised = propagation_exact(torch.linalg.eigvalsh((form + form.mT) / 2), length, 2.0)
+    assert deviations(measured, symmetrised, draws).abs().max() > 6
+
+
+def test_characteristic_function_is_the_determinant_of_the_docstring() -> None:
+    """(0, −W; W, 0)-like W of rank 2, whose symmetric part is zero: φ(t) = 1/(1 + t² g² (1 − c²) w²), a Laplace
+    variable of scale w·√(g² − s_ab²); oracle: scipy."""
+    w_q = torch.eye(2, dtype=DOUBLE)
+    w_k = 0.4 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=DOUBLE)
+    length = 9
+    got = propagation_exact_head(w_q, w_k, length, 1.0)
+    index = torch.arange(1, length + 1, dtype=DOUBLE)
+    kernel = torch.minimum(index[:, None], index)
+    a = torch.eye(length, dtype=DOUBLE) / length - 1 / length**2
+    own, cross = ((a @ kernel) * a).sum(-1) * length, a @ kernel[:, -1]
+    scale = 0.4 * (own - cross**2).sqrt().numpy()
+    law = scipy.stats.laplace(scale=scale)
+    expected = law.cdf(1 - 1 / length) - law.cdf(-1 / length)
+    np.testing.assert_allclose(got, expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("length", [1, 2, 40, 150])
+def test_symmetric_heads_agree_with_their_eigenvalues(length: int) -> None:
+    """W_k = B and W_q = B diag(w), which has a singular joint Gram matrix; then with Σ and d_h = d."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(20, 5, generator=generator, dtype=DOUBLE)).Q
+    values = torch.tensor([1.0, -0.5, 0.3, 0.3, 0.0], dtype=DOUBLE)
+    got = propagation_exact_head(basis * values, basis, length, 1.5)
+    torch.testing.assert_close(got, propagation_exact(values, length, 1.5), rtol=0, atol=1e-8)
+
+    half = torch.randn(6, 6, generator=generator, dtype=DOUBLE)
+    root = torch.randn(6, 6, generator=generator, dtype=DOUBLE) / 3
+    got = propagation_exact_head(
+        half + half.mT, torch.eye(6, dtype=DOUBLE), length, 1.5, covariance=root @ root.mT
+    )
+    eigenvalues = torch.linalg.eigvalsh(root.mT @ (half + half.mT) @ root)
+    torch.testing.assert_close(got, propagation_exact(eigenvalues, length, 1.5), rtol=0, atol=1e-8)
+
+
+def test_chosen_positions_and_the_default_temperature() -> None:
+    w_q, w_k = random_head(16, 4, seed=0)
+    whole = propagation_exact_head(w_q, w_k, 500)
+    some = propagation_exact_head(w_q, w_k, 500, 2.0, positions=[500, 1, 77])
+    torch.testing.assert_close(some, whole[[499, 0, 76]], rtol=0, atol=1e-9)
+    assert propagation_exact_head(w_q * math.nan, w_k, 3).isnan().all()
+    assert (propagation_exact_head(w_q * 0, w_k, 3) == 1).all()
+
+
+def test_many_pairs_of_an_asymmetric_head_approach_the_gaussian_form() -> None:
+    """d_h = 48 without a large eigenvalue: the moments of `qk_moments` and the exact weights tell the same."""
+    w_q, w_k = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(9), dtype=DOUBLE) / 8
+    moments = qk_moments(w_q, w_k, temperature=1.0)
+    finite = propagation_finite(moments.trace, moments.form_squared, moments.trace_of_square, 16, 1.0)
+    difference = propagation_exact_head(w_q, w_k, 16, 1.0) - finite
+    assert 1e-5 < difference.abs().max() < 0.01
+
+
+def test_wrong_calls_are_named() -> None:
+    one = torch.ones(2, 1)
+    with pytest.raises(UsageError, match="length is 0"):
+        propagation_exact(torch.ones(3), 0, 1.0)
+    with pytest.raises(UsageError, match="temperature is 0"):
+        propagation_exact(torch.ones(3), 2, 0.0)
+    with pytest.raises(UsageError, match="give keys from 1 to 4"):
+        propagation_exact_head(one, one, 4, positions=[1, 5])
+    with pytest.raises(UsageError, match="positions is empty"):
+        propagation_exact_head(one, one, 4, positions=[])

@@ -1,0 +1,277 @@
+"""Signal propagation probability of a finite context without the Gaussian approximation of `propagation`.
+
+For tokens that walk at random with Gaussian steps, s_i − 1/T is a quadratic form of Gaussians, and ρ_i the
+probability that it lies in an interval. This module finds the form's weights and follows ρ along the context;
+it must not invert characteristic functions itself (see `quadratic_form`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory.propagation import check_length, walk_moments
+from theodolite.theory.quadratic_form import probability_between
+
+_FIRST_DEGREE = 32
+_TOLERANCE = 1e-11
+"""A curve's Chebyshev series is long enough when no coefficient of its last quarter is above this."""
+
+_BIN_RATIO = 4.0
+_BIN_NODES = 20
+"""Eigenvalues within a factor of 4 are replaced by 20 Chebyshev nodes of their logarithm, if they are more. As
+a function of ln w, ln(1 − z w) is analytic up to |Im ln w| = |arg z| ≥ 3π/8 for the z that occur; half the
+bin's width is 0.69, so the error of a sum over the bin is (1.7 + √(1 + 1.7²))^−20 = 1e-11 of its size."""
+
+_VANISHED = 1e-16
+_CENTRAL = 0.25
+"""Eigenvalues that are small where |φ| has vanished, |z w| ≤ 0.25, share 20 nodes of w itself, whatever their
+signs: the nearest singularity of ln(1 − z w) is 4 half-widths away, an error of (4 + √15)^−20 = 1e-18."""
+
+Curve = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def propagation_exact(
+    eigenvalues: Float[Tensor, "*heads values"],
+    length: int,
+    temperature: float | Float[Tensor, "*#heads"],
+) -> Float64[Tensor, "*heads {length}"]:
+    """ρ_1 … ρ_T of a symmetric Σ^½ W_QK Σ^½ with these eigenvalues, exact for random walks at finite T.
+
+    With s_ab and g² = s_aa s_bb of `propagation_finite`, s_i − 1/T is the quadratic form
+
+        Σ_j (w_j/λ) (ℓ₊ χ²₁ + ℓ₋ χ²₁′),   ℓ± = (s_ab ± g)/2,
+
+    with independent χ² of one degree of freedom, so that ρ_i (Bao et al. 2024, definition 1, for tokens of their
+    assumption 1) is a probability that `probability_between` gives. Contexts of more than 64 tokens are
+    evaluated at Chebyshev nodes of i, as many as the curve needs, and interpolated.
+
+    The absolute error is below 1e-9. Values below that are not resolved, except where the logits are so
+    large that ρ itself is small everywhere. A head with zero weights propagates every key: ρ = 1. NaN or an
+    infinite eigenvalue gives NaN. No gradient passes; `propagation_finite` has one.
+
+    Cost, for one curve at any T: O(d) to bin the eigenvalues, then mostly 0.02 to 0.3 s of one core at
+    d = T = 4096 (`benchmarks/propagation.py`). One or two eigenvalues above thousands of small ones whose sum is far
+    from zero take a few seconds: the curve then has steps as narrow as the spread of the small ones' sum.
+
+    Args:
+        eigenvalues: w, (..., d), those of W = W_QK Σ; zeros may be left out. Not divided by the temperature.
+        length: T ≥ 1.
+        temperature: λ > 0.
+
+    Raises:
+        UsageError: `length` is below 1, or the temperature is not positive.
+    """
+    check_length(length)
+    values = eigenvalues.double()
+    heads = values.shape[:-1]
+    scaled = values / _temperature(temperature, values)[..., None]
+    curves = [_symmetric_curve(head, length) for head in scaled.reshape(math.prod(heads), values.shape[-1])]
+    if not curves:
+        return values.new_zeros(*heads, length)
+    return torch.stack(curves).reshape(*heads, length)
+
+
+@torch.no_grad()
+def propagation_exact_head(
+    w_q: Float[Tensor, "width head_width"],
+    w_k: Float[Tensor, "width head_width"],
+    length: int,
+    temperature: float | None = None,
+    covariance: Float[Tensor, "width width"] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Float64[Tensor, " positions"]:
+    """ρ_i of one head's W_QK = W_q W_kᵀ, symmetric or not, exact for random walks at finite T.
+
+    s_i − 1/T = v W_QK uᵀ/λ with Gaussian u and v of covariances s_aa Σ and s_bb Σ and cross-covariance s_ab Σ (see
+    `propagation_finite`). With S the symmetric part of M = Σ^½ W_QK Σ^½/λ and g² = s_aa s_bb, its characteristic
+    function is
+
+        φ(t) = det(I − 2it s_ab S + t² (g² − s_ab²) M Mᵀ)^−½ = Π_k (1 − 2it μ_k)^−½,
+
+    a product over real μ, so that no branch of a square root has to be followed. Let M = U D Vᵀ and
+    UᵀV = A cos(φ) Bᵀ be singular value decompositions. The form sees u and v through AᵀUᵀu and BᵀVᵀv alone, 2d_h
+    numbers that are correlated in pairs, by c cos φ with c = s_ab/g. The root of such a pair's correlation matrix
+    has √(1 + c cos φ)/2 ± √(1 − c cos φ)/2 =: p, q on and off its diagonal, so with N = AᵀDB the 2μ/g are the
+    eigenvalues of the symmetric (p q; q p) (0 N; Nᵀ 0) (p q; q p), where p and q are diagonal.
+
+    The absolute error is below 1e-9; for a symmetric W_QK the result is that of `propagation_exact` with its
+    eigenvalues. NaN and infinite weights give NaN. No gradient passes.
+
+    Cost: O(d² d_h) with Σ, O(d d_h²) without, and one symmetric eigenproblem of size 2d_h for each Chebyshev node
+    of i, mostly 33 to 129, or for each position asked for: about 0.2 s a curve at d_h = 64.
+
+    Args:
+        w_q, w_k: one head's factors, (d, d_h).
+        length: T ≥ 1.
+        temperature: λ > 0; None: √d_h.
+        covariance: symmetric Σ without negative eigenvalues, (d, d); None: the identity.
+        positions: keys from 1 to T, in any order; None: all of them.
+
+    Raises:
+        UsageError: shapes do not fit, `length` is below 1, a position is outside the context, or the temperature is
+            not positive.
+    """
+    check_length(length)
+    if w_q.shape != w_k.shape or (covariance is not None and len(covariance) != len(w_q)):
+        shapes = [tuple(w_q.shape), tuple(w_k.shape)]
+        shapes += [] if covariance is None else [tuple(covariance.shape)]
+        raise UsageError(f"w_q, w_k and covariance have shapes {shapes}: give (d, d_h) twice, and (d, d)")
+    scale = _temperature(math.sqrt(w_q.shape[-1]) if temperature is None else temperature, w_q)
+    wanted = _positions(positions, length, w_q.device)
+    both = torch.cat([w_q.double() / scale, w_k.double()], dim=-1)
+    gram = both.mT @ (both if covariance is None else covariance.double() @ both)
+    if not bool(gram.isfinite().all()):
+        return torch.full_like(wanted, math.nan)
+    core, cosines = _canonical_form(gram)
+
+    def curve(positions: Tensor) -> Tensor:
+        cross, own = walk_moments(positions, length)
+        # Only T = 1 has own = 0; its weights vanish whatever the correlation.
+        weights = own.sqrt()[:, None] * _form_weights(core, cosines, cross / own.sqrt().clamp_min(1e-300))
+        return _propagates(weights, torch.ones_like(weights[0]), length)
+
+    return _along_context(curve, length, w_q.device) if positions is None else curve(wanted)
+
+
+def _temperature(temperature: float | Tensor, heads: Tensor) -> Tensor:
+    """λ as float64, once it was found to be positive."""
+    scale = torch.as_tensor(temperature, dtype=torch.float64, device=heads.device)
+    if not bool((scale > 0).all()):
+        raise UsageError(f"temperature is {temperature}: give a positive number")
+    return scale
+
+
+def _positions(positions: Sequence[int] | None, length: int, device: torch.device) -> Tensor:
+    if positions is None:
+        positions = range(1, length + 1)
+    if len(positions) == 0:
+        raise UsageError("positions is empty: give keys, or None for all of them")
+    if min(positions) < 1 or max(positions) > length:
+        raise UsageError(
+            f"positions run from {min(positions)} to {max(positions)}: give keys from 1 to {length}"
+        )
+    return torch.tensor(list(positions), dtype=torch.float64, device=device)
+
+
+def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
+    """ρ_1 … ρ_T of one head from its eigenvalues over λ."""
+    if not bool(eigenvalues.isfinite().all()):
+        return eigenvalues.new_full((length,), math.nan)
+    if not bool(eigenvalues.any()):
+        return eigenvalues.new_ones(length)
+    nodes, counts = _binned(eigenvalues)
+
+    def curve(positions: Tensor) -> Tensor:
+        cross, own = walk_moments(positions, length)
+        halves = torch.stack([cross + own.sqrt(), cross - own.sqrt()], dim=-1) / 2
+        weights = halves[:, :, None] * nodes
+        return _propagates(weights.flatten(1), counts.repeat(2), length)
+
+    return _along_context(curve, length, eigenvalues.device)
+
+
+def _canonical_form(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """N and cos φ of `propagation_exact_head` from the Gram matrix of Σ^½ W_q/λ and Σ^½ W_k side by side."""
+    head_width = len(gram) // 2
+    # Any square root of the Gram matrix holds both factors in coordinates of their common span.
+    values, vectors = torch.linalg.eigh(gram)
+    root = values.clamp_min(0).sqrt()[:, None] * vectors.mT
+    left, core, right = torch.linalg.svd(root[:, :head_width] @ root[:, head_width:].mT)
+    left, core, right = left[:, :head_width], core[:head_width], right[:head_width].mT
+    turn_left, cosines, turn_right = torch.linalg.svd(left.mT @ right)
+    return turn_left.mT @ (core[:, None] * turn_right.mT), cosines.clamp_max(1)
+
+
+def _form_weights(core: Tensor, cosines: Tensor, correlation: Tensor) -> Tensor:
+    """The weights of the form over g, (positions, 2d_h), at each correlation c."""
+    plus = (1 + correlation[:, None] * cosines).sqrt() / 2
+    minus = (1 - correlation[:, None] * cosines).clamp_min(0).sqrt() / 2
+    same, other = plus + minus, plus - minus
+    own = same[:, :, None] * core * other[:, None, :]
+    opposite = other[:, :, None] * core * same[:, None, :]
+    across = same[:, :, None] * core * same[:, None, :] + other[:, :, None] * core.mT * other[:, None, :]
+    top = torch.cat([own + own.mT, across], dim=-1)
+    bottom = torch.cat([across.mT, opposite + opposite.mT], dim=-1)
+    return torch.linalg.eigvalsh(torch.cat([top, bottom], dim=-2)) / 2
+
+
+def _propagates(weights: Tensor, counts: Tensor, length: int) -> Tensor:
+    """P(0 ≤ s ≤ 1) of s = 1/T + Σ μ χ², for each row of weights."""
+    # −1/T is the exact end: with no weights at all every key propagates, also where T = 1 makes 1 − 1/T zero.
+    low = weights.new_full(weights.shape[:1], -1 / length)
+    return probability_between(weights, counts, low, low + 1)
+
+
+def _binned(eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
+    """Few nodes with multiplicities whose sums of ln(1 − z w) are those over all eigenvalues."""
+    magnitude = eigenvalues.abs()
+    central = magnitude * _vanishing(magnitude) <= _CENTRAL
+    parts = [_quadrature(eigenvalues[central])]
+    for sign in (1.0, -1.0):
+        logarithms = magnitude[~central & (sign * eigenvalues > 0)].log()
+        if len(logarithms) > 0:
+            bins = ((logarithms.max() - logarithms) / math.log(_BIN_RATIO)).long()
+            for index in bins.unique():
+                nodes, counts = _quadrature(logarithms[bins == index])
+                parts.append((sign * nodes.exp(), counts))
+    return torch.cat([nodes for nodes, _ in parts]), torch.cat([counts for _, counts in parts])
+
+
+def _vanishing(magnitude: Tensor) -> float:
+    """The y at which Π (1 + y² w²)^−¼ is `_VANISHED`, to a factor of 2 above it; at most 1e16/max |w|."""
+    largest = magnitude.max().item()
+    y = 1 / largest
+    while y * largest < 1e16 and (y * magnitude).square().log1p().sum().item() < -4 * math.log(_VANISHED):
+        y *= 2
+    return y
+
+
+def _quadrature(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights whose sum is that over the points for every polynomial of degree below `_BIN_NODES`."""
+    if len(points) <= _BIN_NODES:
+        return points, torch.ones_like(points)
+    centre, half = (points.max() + points.min()) / 2, (points.max() - points.min()) / 2
+    orders = torch.arange(_BIN_NODES, dtype=torch.float64, device=points.device)
+    angles = (orders + 0.5) * math.pi / _BIN_NODES
+    inside = ((points - centre) / half.clamp_min(1e-300)).clamp(-1, 1).acos()
+    moments = (orders[:, None] * inside).cos().sum(-1)
+    moments[1:] *= 2
+    return centre + half * angles.cos(), (angles[:, None] * orders).cos() @ moments / _BIN_NODES
+
+
+def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
+    """A curve of i, evaluated at i = 1 … T or at Chebyshev nodes of an interpolant that has converged."""
+    positions = torch.arange(1, length + 1, dtype=torch.float64, device=device)
+    middle, half = (length + 1) / 2, (length - 1) / 2
+    degree = _FIRST_DEGREE
+    values = torch.empty(0)
+    while 2 * degree <= length:
+        order = torch.arange(degree + 1, dtype=torch.float64, device=device)
+        nodes = middle + half * (order * math.pi / degree).cos()
+        if len(values) == 0:
+            values = curve(nodes)
+        else:  # every second node was there before
+            finer = torch.empty_like(nodes)
+            finer[::2], finer[1::2] = values, curve(nodes[1::2])
+            values = finer
+        coefficients = _chebyshev_coefficients(values)
+        if coefficients[-(degree // 4) :].abs().max() < _TOLERANCE:
+            angles = ((positions - middle) / half).clamp(-1, 1).acos()
+            return ((angles[:, None] * order).cos() @ coefficients).clamp(0, 1)
+        degree *= 2
+    return curve(positions)
+
+
+def _chebyshev_coefficients(values: Tensor) -> Tensor:
+    """Coefficients of the interpolant through values at cos(πk/n), k = 0 … n."""
+    degree = len(values) - 1
+    spectrum = torch.fft.rfft(torch.cat([values, values[1:-1].flip(0)])).real / degree
+    spectrum[[0, -1]] /= 2
+    return spectrum
