@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,7 +165,9 @@ def report_command(
 def reproduce_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="geometry, geometry/table1, …; several with commas. Without a name: the list."),
+        typer.Argument(
+            help="geometry, localization, geometry/table1, …; several with commas. Without a name: the list."
+        ),
     ] = None,
     model: Model = None,
     corpus: CorpusSpec = None,
@@ -194,15 +197,16 @@ def reproduce_command(
 ) -> None:
     """Make published tables and figures again for a model, with a verdict on each claim.
 
-    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/.
+    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
+    theory alone (localization/figure1 to figure5) need no model; their pages go to runs/localization.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
-        from theodolite.experiments.registry import check_options
-        from theodolite.experiments.study import Focus
+        from theodolite.experiments.registry import check_options, of_theory
+        from theodolite.experiments.study import Focus, theory_run
 
         if name is None:
             print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
@@ -213,6 +217,14 @@ def reproduce_command(
         experiments, focus = find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
+        console = screen if as_json else Console()
+        if of_theory(experiments):
+            unread = {"MODEL": model, "--corpus": corpus, "--length": length, "--device": device}
+            _refuse_unread(name, unread | {"--device-map": device_map, "--revision": revision})
+            pages = out or Path("runs") / experiments[0].name.partition("/")[0]
+            page = run_experiments(experiments, Study(theory_run(seed)), pages, console, as_json=as_json)
+            _say_page(page, as_json)
+            return
         opened = _open(model, dtype, device, device_map, revision)
         read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
         second = other and _read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
@@ -227,8 +239,8 @@ def reproduce_command(
         if not (folder / "report" / "index.html").is_file():
             write_report(run, folder / "report")
         study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
-        page = run_experiments(experiments, study, pages, screen if as_json else Console(), as_json=as_json)
-        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+        page = run_experiments(experiments, study, pages, console, as_json=as_json)
+        _say_page(page, as_json)
 
 
 @app.command("train")
@@ -239,6 +251,9 @@ def train_command(
     ] = "embedded",
     text: Annotated[
         Path | None, typer.Option(help="Text that characters reads, such as Shakespeare's plays.")
+    ] = None,
+    digits: Annotated[
+        str | None, typer.Option(help="Digits of what addition adds, as 10 or 5-10 [default: 5-10].")
     ] = None,
     positions: Annotated[str | None, typer.Option(help="learned or rotary [default: learned].")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None,
@@ -267,9 +282,29 @@ def train_command(
             "learning_rate": rate,
             "series": series or None,
         }
-        for line in train(kind, out, text=text, options=options, seed=seed, threads=threads, console=screen):
+        for line in train(
+            kind,
+            out,
+            text=text,
+            digits=digits,
+            options=options,
+            seed=seed,
+            threads=threads,
+            console=screen,
+        ):
             print(line)
         print(out)
+
+
+def _refuse_unread(name: str, given: Mapping[str, object]) -> None:
+    """Refuse what an experiment of theory alone does not read, rather than ignore it."""
+    for what, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} is theory alone and reads no model and no text: leave out {what}")
+
+
+def _say_page(page: Path | None, as_json: bool) -> None:
+    (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
 
 
 def _open(

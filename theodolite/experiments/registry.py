@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
 from theodolite.errors import UsageError
 from theodolite.experiments.attribution import ATTRIBUTION
 from theodolite.experiments.base import Experiment, place_of
+from theodolite.experiments.behaviour import BEHAVIOUR
 from theodolite.experiments.claims import claims
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.depth import DEPTH
 from theodolite.experiments.heads import HEADS
+from theodolite.experiments.localization_limits import LOCALIZATION_LIMITS
+from theodolite.experiments.localization_theory import LOCALIZATION_THEORY
+from theodolite.experiments.localization_walks import LOCALIZATION_WALKS
 from theodolite.experiments.positional import POSITIONAL
 from theodolite.experiments.positional_logits import POSITIONAL_LOGITS
 from theodolite.experiments.qk import QK
 from theodolite.experiments.separation import SEPARATION
 from theodolite.experiments.smoothness import SMOOTHNESS
 from theodolite.experiments.tables import TABLES
+from theodolite.experiments.text_walk import TEXT_WALK
 from theodolite.experiments.theorems import THEOREMS
 from theodolite.experiments.training import TRAINING
 from theodolite.experiments.weights import WEIGHTS
@@ -51,10 +57,13 @@ _MEASURED = sorted(
     key=lambda experiment: place_of(experiment.name),
 )
 
+_THEORY = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS]
+
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in [*_MEASURED, claims(_MEASURED)]
+    experiment.name: experiment
+    for experiment in [*_MEASURED, claims(_MEASURED), *_THEORY, *BEHAVIOUR, *TEXT_WALK]
 }
-"""All by name, tables and figures in the order of their numbers, and the claims of all of them last."""
+"""All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 
 _OF_FIGURE_1 = {
     9: "GPT-2 on GitHub",
@@ -99,13 +108,15 @@ ALIASES: dict[str, Alias] = {
 def find(name: str) -> list[Experiment]:
     """The experiments of a name (one, or several joined by commas), or of a group such as `geometry`.
 
-    A published figure that is another one on another model or text is that experiment, under its own name.
+    A published figure that is another one on another model or text is that experiment, under its own name. `fig5`
+    is `figure5`, in every group.
 
     Raises:
         UsageError: no such name; the nearest ones are said.
     """
     found: dict[str, Experiment] = {}
     for wanted in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
+        wanted = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", wanted)
         if wanted in EXPERIMENTS:
             chosen = [EXPERIMENTS[wanted]]
         elif wanted in ALIASES:
@@ -120,6 +131,11 @@ def find(name: str) -> list[Experiment]:
     if not found:
         raise UsageError(f"{name!r} names no experiment: `theodolite reproduce` lists them all")
     return list(found.values())
+
+
+def of_theory(experiments: list[Experiment]) -> bool:
+    """Whether all of them are theory alone, so that no model need be opened and no text read."""
+    return all(experiment in _THEORY for experiment in experiments)
 
 
 def check_options(experiments: list[Experiment], given: list[str]) -> None:

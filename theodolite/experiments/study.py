@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pandas as pd
 
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments.base import Experiment, Outcome
 from theodolite.models import OpenModel
 from theodolite.report.data import array, column
-from theodolite.run import Run
+from theodolite.result import versions
+from theodolite.run import SCHEMA_VERSION, Run
 from theodolite.surveyor import survey
 
 Survey = Callable[[OpenModel, Corpus, Path | None], Run]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Study:
     focus: Focus = field(default_factory=Focus)
     _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
     _runs: dict[str, Run] = field(default_factory=dict, repr=False)
+    _shared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
@@ -83,6 +88,13 @@ class Study:
                 self._require(need, experiment.name)
             self._outcomes[experiment.name] = experiment.make(self)
         return self._outcomes[experiment.name]
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What several experiments work on, made by the first that asks for it under this name."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        made: Made = self._shared[name]
+        return made
 
     def opened(self) -> OpenModel:
         """The model.
@@ -146,9 +158,27 @@ def vocabulary_of(model: OpenModel) -> Any:
     return vocabulary
 
 
+def theory_run(seed: int = 0) -> Run:
+    """What stands for the run of experiments that need none: no tables, and the provenance of theory alone."""
+    empty = pd.DataFrame()
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": "theory alone, no model",
+            "sha256": None,
+            "architecture": "no model",
+            "layers": 0,
+            "heads": 0,
+        },
+        "seed": seed,
+    }
+    return Run(empty, empty, empty, empty, empty, {}, provenance)
+
+
 def reproduce(
     name: str,
-    run: Run,
+    run: Run | None = None,
     model: OpenModel | None = None,
     corpus: Corpus | None = None,
     other: Corpus | None = None,
@@ -158,7 +188,7 @@ def reproduce(
 
     Args:
         name: such as `geometry/table1`; `theodolite.experiments.EXPERIMENTS` has them all.
-        run: from `survey` or `Run.load`.
+        run: from `survey` or `Run.load`; None for experiments of theory alone.
         model: the model of the run; only some experiments need it.
         corpus: the text of the run; only some experiments need it.
         other: a second text for those that compare two; None: random tokens.
@@ -167,9 +197,13 @@ def reproduce(
     Raises:
         UsageError: no such experiment, or the run, the model or the text lacks what it needs.
     """
-    from theodolite.experiments.registry import find
+    from theodolite.experiments.registry import find, of_theory
 
     chosen = find(name)
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
+    if run is None:
+        if not of_theory(chosen):
+            raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
+        run = theory_run()
     return Study(run, model, corpus, other, focus=focus or Focus()).outcome(chosen[0])

@@ -1,0 +1,107 @@
+"""Oracles: losses drawn by hand, a training repeated, the tables' own columns."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from theodolite.experiments.collapse import (
+    BEHIND,
+    LENGTH,
+    PACES,
+    RISE,
+    SMOOTHED,
+    STALLED,
+    behind,
+    collapse,
+    noticed,
+    rises,
+    stalls,
+)
+from theodolite.train.small_tasks import Characters
+
+FALLING = 4 - 0.01 * np.arange(200.0)
+"""0.01 nats a step, so 1 nat in the steps over which a stall is judged."""
+
+
+def test_a_falling_loss_is_not_noticed():
+    assert noticed(FALLING) is None
+    assert behind(FALLING, FALLING) is None
+
+
+def test_a_rise_is_noticed_when_the_mean_of_twenty_exceeds_its_minimum():
+    """Oracle: from step 100 on the loss is 1 higher; k of them raise the mean of 20 by k/20 above the fall."""
+    losses = FALLING.copy()
+    losses[100:] = losses[99] + 1 + 0.01 * np.arange(100)
+    means = [losses[t - SMOOTHED + 1 : t + 1].mean() for t in range(SMOOTHED - 1, 200)]
+    lowest = np.minimum.accumulate(means)
+    expected = next(t for t, (mean, low) in enumerate(zip(means, lowest, strict=True)) if mean > low + RISE)
+    assert rises(losses) == expected + SMOOTHED
+    assert noticed(losses) == rises(losses)
+
+
+def test_a_loss_that_is_no_number_is_a_rise():
+    losses = FALLING.copy()
+    losses[50] = math.nan
+    assert rises(losses) == 51
+
+
+def test_a_stall_is_noticed_after_its_steps():
+    """Oracle: constant from step 60 on; 100 steps later the mean of twenty has been constant for 81."""
+    losses = np.minimum(FALLING, 4)
+    losses[60:] = losses[60]
+    means = pd.Series(losses).rolling(SMOOTHED).mean()
+    expected = next(t for t in range(STALLED + SMOOTHED, 200) if means[t - STALLED] - means[t] < 0.01)
+    assert stalls(losses) == expected + 1
+    assert rises(losses) is None
+
+
+def test_behind_by_a_constant():
+    """Oracle: a gap of 2 · BEHIND from step 40 on reaches the mean of 20 halfway, ten steps later."""
+    losses = FALLING.copy()
+    losses[40:] += 2 * BEHIND
+    assert behind(losses, FALLING) in (50, 51)  # the tenth step is a tie, decided by rounding
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Characters:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 300)
+    return Characters.of_file(path, LENGTH)
+
+
+def test_tables_are_whole_and_the_same_again(task):
+    """Oracle: the same call, made twice; numbers of rows by hand."""
+    calls: list[tuple[str, int]] = []
+
+    def tables() -> dict[str, pd.DataFrame]:
+        return collapse(
+            task,
+            paces=PACES[:2],
+            seeds=(3,),
+            steps=24,
+            every=8,
+            show_progress=lambda *what: calls.append(what),
+        )
+
+    first, second = tables(), tables()
+    assert calls[:2] == [(PACES[0].name, 3), (PACES[1].name, 3)]
+    assert len(first["runs"]) == 2
+    assert len(first["losses"]) == 2 * 24
+    assert first["looks"]["step"].tolist() == [0, 8, 16, 24] * 2
+    for name, table in first.items():
+        same = table.drop(columns="time_share", errors="ignore")
+        pd.testing.assert_frame_equal(same, second[name].drop(columns="time_share", errors="ignore"))
+    healthy = first["runs"].iloc[0]
+    assert pd.isna(healthy["first_alarm"])
+    assert pd.isna(healthy["behind_healthy"])
+
+
+def test_the_pace_warms_up_on_a_line():
+    rising = PACES[2]
+    assert rising.at(0) == pytest.approx(rising.rate / rising.warm_up)
+    assert rising.at(rising.warm_up - 1) == rising.at(10_000) == rising.rate
+    assert PACES[1].at(0) == PACES[1].rate
