@@ -29,7 +29,10 @@ types: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.spectra
+	$(BIN)/python -m benchmarks.propagation
 	$(BIN)/python -m benchmarks.survey
+	$(BIN)/python -m benchmarks.locater
+	$(BIN)/python -m benchmarks.monitor
 
 clean:
 	rm -rf $(VENV) runs build dist theodolite.egg-info

@@ -1,1 +1,38 @@
-"""Training: the small trainer (`tiny.py`), and what a user's own training takes from here."""
+"""Training: the trainers of small models, and what a user's own training takes from here.
+
+The public names are imported when they are first used, so that none costs what another needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from theodolite.train.callbacks import GeometryCallback as GeometryCallback
+    from theodolite.train.locater import locater_penalty as locater_penalty
+    from theodolite.train.monitor import GeometryMonitor as GeometryMonitor
+    from theodolite.train.regulariser import Locater as Locater
+    from theodolite.train.regulariser import LocaterCallback as LocaterCallback
+    from theodolite.train.regulariser import warm_up as warm_up
+
+_HOMES = {
+    "GeometryCallback": "theodolite.train.callbacks",
+    "GeometryMonitor": "theodolite.train.monitor",
+    "Locater": "theodolite.train.regulariser",
+    "LocaterCallback": "theodolite.train.regulariser",
+    "locater_penalty": "theodolite.train.locater",
+    "warm_up": "theodolite.train.regulariser",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'theodolite.train' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

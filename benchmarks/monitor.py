@@ -1,0 +1,89 @@
+"""What the monitor costs: a look as a share of the training steps between looks, measured in one run.
+
+`python -m benchmarks.monitor` times, in turns, an AdamW step of a random model of GPT-2's width, a look at it, and a
+look that also reads every head's weights. The probe has its default size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from theodolite.train.geometry import GeometryProbe
+from theodolite.train.monitor import CONTEXTS, LENGTH
+
+EVERY, SPECTRA_EVERY = 100, 5
+"""Defaults of the monitor."""
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=options.vocabulary,
+        n_layer=options.layers,
+        n_embd=options.width,
+        n_head=options.heads,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = torch.randint(options.vocabulary, (options.batch, options.length))
+    probe = GeometryProbe(model, torch.randint(options.vocabulary, (CONTEXTS, LENGTH)))
+
+    def step() -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    works = {
+        "step": step,
+        "look": lambda: probe.look(spectra=False),
+        "look with spectra": lambda: probe.look(spectra=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(options.rounds + 1):
+        for name, work in works.items():
+            times[name].append(seconds(work))
+    steps, looks, spectral = (values[1:] for values in times.values())
+    print(
+        f"GPT-2 of {options.layers} layers, d = {options.width}, {options.heads} heads; steps of {options.batch} × "
+        f"{options.length} tokens, probe of {CONTEXTS} × {LENGTH}; {torch.get_num_threads()} threads, "
+        f"{options.rounds} rounds in turns"
+    )
+    print(f"step {statistics.median(steps):.3f} s")
+    for name, values in (("look", looks), ("look with spectra", spectral)):
+        ratios = [value / own for value, own in zip(values, steps, strict=True)]
+        print(f"{name:18} {statistics.median(ratios):.2f} steps ({min(ratios):.2f} to {max(ratios):.2f})")
+    shares = [
+        ((SPECTRA_EVERY - 1) * look + full) / SPECTRA_EVERY / (EVERY * own)
+        for look, full, own in zip(looks, spectral, steps, strict=True)
+    ]
+    print(
+        f"share of time at every = {EVERY}, spectra_every = {SPECTRA_EVERY}: {statistics.median(shares):.2%} "
+        f"({min(shares):.2%} to {max(shares):.2%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

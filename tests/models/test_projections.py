@@ -1,0 +1,126 @@
+"""W_q and W_k as views of a model's parameters, against the probe's, in every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests import checkpoints
+from theodolite.errors import UsageError
+from theodolite.models.probe import capture_calls, probe_layer
+from theodolite.models.projections import find_projections
+from theodolite.models.structure import find_structure
+
+LAYERS = [0, 1, 2]
+
+
+def sample(family: str) -> dict[str, torch.Tensor]:
+    if family == "vit":
+        return {"pixel_values": torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    return {"input_ids": torch.tensor([[7]]), "use_cache": False}
+
+
+def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[int]):
+    with torch.no_grad():
+        structure = find_structure(model, inputs)
+        calls = capture_calls(model, structure, inputs)
+        return structure, calls, find_projections(model, structure, calls, layers)
+
+
+@pytest.mark.parametrize("family", [f for f in checkpoints.FAMILIES if f != "qwen3"])
+def test_factors_are_those_that_the_probe_reads(family):
+    """Oracle: `probe_layer`, which reads every row of the weights through the tap and no parameter."""
+    model = checkpoints.build(family)
+    structure, calls, layers = found(model, sample(family), LAYERS)
+    atol = 1e-7 if family in ("gpt_oss", "cohere") else 1e-12  # these two rotate in float32
+    for projections, layer in zip(layers, LAYERS, strict=True):
+        assert projections.layer == layer
+        weights = probe_layer(model, structure, layer, calls[layer])
+        w_q, w_k = (w.detach().double() for w in projections.factors())
+        torch.testing.assert_close(w_q, weights.w_q, rtol=0, atol=atol)
+        repeated = w_k.repeat_interleave(len(w_q) // len(w_k), dim=0)
+        torch.testing.assert_close(repeated, weights.w_k, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("family", [f for f in checkpoints.FAMILIES if f != "qwen3"])
+def test_a_gradient_step_through_the_factors_moves_the_weights_that_the_probe_reads(family):
+    """Oracle: the gradient of ½‖W‖² is W, so that a step of −1 leaves exactly zero where W_q and W_k are read."""
+    model = checkpoints.build(family)
+    structure, calls, layers = found(model, sample(family), [1])
+    w_q, w_k = layers[0].factors()
+    ((w_q.square().sum() + w_k.square().sum()) / 2).backward()
+    untouched = probe_layer(model, structure, 1, calls[1]).w_v
+    with torch.no_grad():
+        for parameter in layers[0].parameters:
+            factor = layers[0].query.factor
+            parameter -= parameter.grad if factor is None else parameter.grad / factor[0] ** 2
+    weights = probe_layer(model, structure, 1, calls[1])
+    for name in ("w_q", "w_k"):
+        torch.testing.assert_close(getattr(weights, name), torch.zeros_like(weights.w_q), rtol=0, atol=2e-7)
+    torch.testing.assert_close(weights.w_v, untouched, rtol=0, atol=0)
+
+
+def test_finding_leaves_the_model_as_it_was():
+    """Oracle: bytes of every parameter, and the identity of every module, before and after."""
+    for family in ("gpt2", "bloom", "llama3"):
+        model = checkpoints.build(family)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        modules = [(id(module), module.training) for module in model.modules()]
+        found(model, sample(family), LAYERS)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert [(id(module), module.training) for module in model.modules()] == modules
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_new_parameters_are_read():
+    """Oracle: loading with assign=True gives the modules new parameters, here twice the old ones."""
+    model = checkpoints.build("gpt_neox")
+    _, _, (projections,) = found(model, sample("gpt_neox"), [0])
+    before = [w.detach().clone() for w in projections.factors()]
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    for got, expected in zip(projections.factors(), before, strict=True):
+        assert torch.equal(got, 2 * expected)
+
+
+def test_weights_of_half_precision_are_read_exactly():
+    """Oracle: the parameters by name; a bfloat16 model is found by markers of float64."""
+    model = checkpoints.build("gpt2").to(torch.bfloat16)
+    _, _, (projections,) = found(model, sample("gpt2"), [2])
+    fused = model.transformer.h[2].attn.c_attn.weight
+    w_q, w_k = projections.factors()
+    assert w_q.dtype == torch.bfloat16
+    assert torch.equal(w_q, fused[:, :32].view(32, 4, 8).transpose(0, 1))
+    assert torch.equal(w_k, fused[:, 32:64].view(32, 4, 8).transpose(0, 1))
+
+
+def test_norms_after_the_projection_are_refused_by_name():
+    with pytest.raises(UsageError, match=r"layer 1: .*layers\.1\.self_attn .*q_norm, k_norm.*layers=\[…\]"):
+        found(checkpoints.build("qwen3"), sample("qwen3"), [1])
+
+
+def test_adapters_and_quantised_weights_are_refused_by_name():
+    """The two packages are not installed here: a class of that module, and weights of that dtype, stand in."""
+    model = checkpoints.build("llama2")
+    projection = model.model.layers[0].self_attn.q_proj
+    adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    projection.__class__ = adapter
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_proj carries a PEFT adapter"):
+        found(model, sample("llama2"), [0])
+    model = checkpoints.build("llama2")
+    model.is_quantized = True
+    with pytest.raises(UsageError, match="is quantised"):
+        found(model, sample("llama2"), [0])
+
+
+def test_a_projection_that_is_no_single_matrix_is_refused():
+    """W_q = A B, as in low-rank projections: linear, but no selection of a matrix's entries."""
+    model = checkpoints.build("llama2")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = torch.nn.Sequential(
+        torch.nn.Linear(32, 4, bias=False), torch.nn.Linear(4, 32, bias=False)
+    )
+    with pytest.raises(
+        UsageError, match=r"layer 0: .*not its input times one weight matrix each, so LocAteR"
+    ):
+        found(model, sample("llama2"), [0])

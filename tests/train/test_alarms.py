@@ -1,0 +1,179 @@
+"""Oracles: scipy's Theil-Sen slope; collapses built by hand in real models and in tables; a healthy training."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests import checkpoints
+from theodolite.train.alarms import ADVICE, ENTROPY, RANK, VANISHING, Alarm, Alarms, Limits, theil_sen, told
+from theodolite.train.geometry import Geometry, GeometryProbe
+
+IDS = torch.randint(checkpoints.VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1))
+
+
+def look(
+    step: int,
+    share: float = 0.8,
+    rho: float = 0.7,
+    residual: float = 0.9,
+    distance: float = 0.1,
+    regime: str | None = None,
+) -> Geometry:
+    """A look at one layer of two heads, of which the second is always healthy, and two residual layers."""
+    heads = pd.DataFrame(
+        {
+            "layer": [0, 0],
+            "head": [0, 1],
+            "entropy_share": [share, 0.9],
+            "propagation": [rho, 0.9],
+            "at_distance": [distance, 0.1],
+            "same_token": [math.nan, math.nan],
+            "sink_first": [0.0, 0.0],
+            "sink_learned": [0.0, 0.0],
+        }
+    )
+    if regime is not None:
+        heads["regime"] = [regime, "uniform"]
+    layers = pd.DataFrame({"layer": [0, 1], "rank_collapse": [0.9, residual]})
+    return Geometry(step, heads, layers, 0.0)
+
+
+def heard(looks: list[Geometry], limits: Limits | None = None) -> list[Alarm]:
+    judge = Alarms(limits)
+    return [alarm for geometry in looks for alarm in judge.update(geometry)]
+
+
+def test_theil_sen_equals_scipy():
+    """Oracle: scipy.stats.theilslopes, column by column."""
+    generator = np.random.default_rng(0)
+    x, y = np.sort(generator.choice(100, 7, replace=False)).astype(float), generator.normal(size=(7, 5))
+    expected = [scipy.stats.theilslopes(column, x)[0] for column in y.T]
+    np.testing.assert_allclose(theil_sen(x, y), expected, rtol=1e-12)
+
+
+def test_growing_query_weights_alarm_and_name_their_head():
+    """Oracle: the head whose W_q is doubled again and again, the other eleven left alone."""
+    model = checkpoints.build("gpt2")
+    probe, judge = GeometryProbe(model, IDS), Alarms()
+    found: list[Alarm] = []
+    for number in range(12):
+        found += judge.update(probe.look(100 * number, spectra=False))
+        with torch.no_grad():
+            attention = model.transformer.h[1].attn.c_attn
+            attention.weight[:, 16:24] *= 2  # head 2 of 4, 8 wide, among the queries
+            attention.bias[16:24] *= 2
+    assert {(alarm.kind, alarm.layer, alarm.head) for alarm in found} == {(ENTROPY, 1, 2), (VANISHING, 1, 2)}
+    assert all(alarm.slope < 0 for alarm in found)
+
+
+def test_equal_tokens_alarm_as_rank_collapse():
+    """Oracle: embeddings drawn towards one vector; the residual of the embedding layer itself is known to shrink."""
+    model = checkpoints.build("llama2")
+    embedding = model.get_input_embeddings().weight
+    probe, judge = GeometryProbe(model, IDS), Alarms()
+    found: list[Alarm] = []
+    for number in range(8):
+        found += judge.update(probe.look(10 * number, spectra=False))
+        with torch.no_grad():
+            embedding.copy_(1 + (embedding - 1) / 2)
+    assert {alarm.kind for alarm in found} == {RANK}
+    assert {(alarm.layer, alarm.head) for alarm in found} >= {(0, None)}
+
+
+def test_a_healthy_training_alarms_nobody():
+    """Oracle: a model that learns to count at a usual rate, its loss falling; no alarm is the right answer."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    model = GPT2LMHeadModel(config).train()
+    probe, judge = GeometryProbe(model, (IDS[:, :1] + torch.arange(48)) % 20), Alarms()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    generator = torch.Generator().manual_seed(2)
+    found, losses = [], []
+    for step in range(81):
+        if step % 5 == 0:
+            found += judge.update(probe.look(step, spectra=step % 20 == 0))
+        ids = (torch.randint(20, (8, 1), generator=generator) + torch.arange(48)) % 20
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({"share": 0.08, "rho": 0.3}, {ENTROPY}),
+        ({"share": 0.08, "rho": 0.5}, set()),  # sharp, but its logits do not outgrow the context
+        ({"share": 0.01, "rho": 0.5}, {ENTROPY}),
+        ({"share": 0.01, "rho": 0.5, "distance": 0.9}, set()),  # a previous-token head
+        ({"share": 0.01, "rho": 0.3, "distance": 0.9}, {ENTROPY}),
+        ({"residual": 0.04}, {RANK}),
+        ({"residual": 0.06}, set()),
+        ({"rho": 0.08}, {VANISHING}),
+        ({"rho": 0.3, "regime": "vanishing"}, {VANISHING}),
+        ({"rho": 0.7, "regime": "vanishing"}, set()),
+    ],
+)
+def test_levels(change, kinds):
+    """Oracle: the limits as `Limits` states them, held for three looks."""
+    found = heard([look(10 * n, **change) for n in range(3)])
+    assert {alarm.kind for alarm in found} == kinds
+    places = {(alarm.layer, alarm.head) for alarm in found}
+    assert places <= {(1, None)} if kinds == {RANK} else places <= {(0, 0)}
+
+
+def test_a_fall_alarms_before_the_limit_is_reached():
+    """Oracle: a straight line, 0.3 at the last look, 0.1 lower at each; it meets 0.1 in two looks."""
+    falling = [look(10 * n, share=0.8 - 0.1 * n, rho=0.35) for n in range(6)]
+    (alarm,) = heard(falling)
+    assert alarm.step == 50
+    assert alarm.value == pytest.approx(0.4)  # the median of the last three
+    assert alarm.slope == pytest.approx(-0.01)
+    assert not heard([look(10 * n, share=0.8 - 0.01 * n, rho=0.35) for n in range(6)])
+    assert not heard([look(10 * n, share=0.8 - 0.1 * n, rho=0.6) for n in range(6)])
+
+
+def test_one_odd_look_alarms_nobody():
+    assert not heard(
+        [look(n, residual=0.01 if n == 4 else 0.9, rho=0.01 if n == 6 else 0.7) for n in range(9)]
+    )
+
+
+def test_an_alarm_comes_once_until_it_has_recovered():
+    """Oracle: the steps at which the median of three crosses 0.05 and 0.075, by hand."""
+    residuals = [0.9, 0.04, 0.04, 0.04, 0.06, 0.06, 0.04, 0.04, 0.2, 0.2, 0.2, 0.04, 0.04]
+    judge = Alarms()
+    steps = [n for n, residual in enumerate(residuals) if judge.update(look(n, residual=residual))]
+    assert steps == [2, 12]
+    assert judge.active == 1
+
+
+def test_a_fall_that_pauses_alarms_once():
+    """Oracle: by hand; it alarms while it falls, pauses above the limit, and falls again."""
+    shares = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.05]
+    found = heard([look(10 * n, share=share, rho=0.35) for n, share in enumerate(shares)])
+    assert [alarm.step for alarm in found] == [50]
+
+
+def test_messages_name_place_value_trend_and_remedy():
+    alarms = [Alarm(300, ENTROPY, 2, head, 0.08 + head / 100, -0.001) for head in range(5)]
+    alarms.append(Alarm(300, RANK, 4, None, 0.03, 0.0))
+    entropy, rank = told(alarms)
+    assert entropy == (
+        "step 300: entropy collapse in layer 2 head 0: entropy over its maximum 0.08, falling by 0.1 per 100 steps, "
+        "0 in 80 steps (also layer 2 head 1, layer 2 head 2, layer 2 head 3 and 1 more); " + ADVICE[ENTROPY]
+    )
+    assert rank.startswith(
+        "step 300: rank collapse in layer 4: relative residual 0.03, not falling any more; "
+    )
+    assert told([]) == []

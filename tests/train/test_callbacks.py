@@ -1,0 +1,235 @@
+"""Oracles: TensorBoard's own reader of its event files, the Trainer's log without us, an uninterrupted training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers import Trainer as OriginalTrainer
+
+from theodolite.errors import UsageError
+from theodolite.train.callbacks import GeometryCallback
+from theodolite.train.monitor import GeometryWarning
+
+DATA = [
+    {"input_ids": row, "labels": row}
+    for row in torch.randint(50, (24, 16), generator=torch.Generator().manual_seed(0)).tolist()
+]
+PROBE = torch.tensor([row["input_ids"] for row in DATA[:2]])
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> OriginalTrainer:
+    """A Trainer on the CPU, 6 steps of 4 rows, the loss logged at every second; its bars are its own."""
+    arguments = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "max_steps": 6,
+            "per_device_train_batch_size": 4,
+            "logging_steps": 2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "dataloader_pin_memory": False,
+            **options,
+        }
+    )
+    return OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=list(callbacks))
+
+
+class Ruin(TrainerCallback):
+    """Doubles the queries of layer 1, head 1 after every step."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        with torch.no_grad():
+            attention = kwargs["model"].transformer.h[1].attn.c_attn
+            attention.weight[:, 8:16] *= 4
+
+
+def test_numbers_reach_tensorboard_and_the_log(tmp_path):
+    """Oracle: event files as TensorBoard reads them, beside the table that the callback wrote."""
+    made = trainer(tmp_path, GeometryCallback(every=2, spectra_every=2), report_to="tensorboard")
+    made.train()
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    entropy = events.Scalars("train/geometry/entropy_mean")
+    assert [event.step for event in entropy] == [0, 2, 4, 6]
+    rows = [json.loads(line) for line in (tmp_path / "geometry" / "heads.jsonl").read_text().splitlines()]
+    for event in entropy:
+        expected = [row["entropy"] for row in rows if row["step"] == event.step]
+        assert event.value == pytest.approx(sum(expected) / 4, rel=1e-6)  # event files hold float32
+    tags = events.Tags()["scalars"]
+    assert {"train/geometry/propagation/layer_1", "train/geometry/spectral_norm_max"} <= set(tags)
+    assert not any("head_" in tag for tag in tags)
+    assert [event.step for event in events.Scalars("train/geometry/trace_mean")] == [0, 4]
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
+    logged = [entry for entry in made.state.log_history if "geometry/entropy_mean" in entry]
+    assert [entry["step"] for entry in logged] == [0, 2, 4, 6]
+    assert all("loss" not in entry for entry in logged)
+
+
+def test_a_training_and_its_log_are_the_same_without_us(tmp_path):
+    """Oracle: the Trainer alone; weights to the bit, and every entry of its log but the times."""
+    with_us = trainer(tmp_path / "a", GeometryCallback(PROBE, every=1))
+    with_us.train()  # before the next one is made, which seeds the random numbers
+    alone = trainer(tmp_path / "b")
+    alone.train()
+    assert all(
+        torch.equal(a, b) for a, b in zip(with_us.model.parameters(), alone.model.parameters(), strict=True)
+    )
+
+    def losses(one: OriginalTrainer) -> list[tuple[int, float]]:
+        return [(entry["step"], entry["loss"]) for entry in one.state.log_history if "loss" in entry]
+
+    assert losses(with_us) == losses(alone)
+    assert [step for step, _ in losses(alone)] == [2, 4, 6]
+
+
+def test_every_head_is_logged_when_asked(tmp_path):
+    made = trainer(tmp_path, GeometryCallback(PROBE, every=6, per_head=True))
+    made.train()
+    first = next(entry for entry in made.state.log_history if "geometry/entropy_mean" in entry)
+    assert {f"geometry/entropy/layer_{n // 2}_head_{n % 2}" for n in range(4)} <= set(first)
+
+
+def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
+    """Oracle: the head that `Ruin` ruins."""
+    made = trainer(tmp_path, Ruin(), GeometryCallback(PROBE, every=1), report_to="tensorboard", max_steps=10)
+    with pytest.warns(GeometryWarning) as caught:
+        made.train()
+    assert any(
+        re.search(r"entropy collapse in layer 1 head 1: .* falling by .* per 100 steps", str(one.message))
+        for one in caught
+    )
+    texts = [entry["geometry/alarm"] for entry in made.state.log_history if "geometry/alarm" in entry]
+    assert any("layer 1 head 1" in text for text in texts)
+    lines = (tmp_path / "geometry" / "alarms.jsonl").read_text().splitlines()
+    assert {(alarm["layer"], alarm["head"]) for alarm in map(json.loads, lines)} == {(1, 1)}
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    assert "train/geometry/alarm/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_terminal_is_spared(tmp_path, capsys):
+    """Oracle: what the Trainer prints; it would print our thirty numbers, too."""
+    trainer(tmp_path, GeometryCallback(PROBE, every=1), disable_tqdm=True).train()
+    printed = capsys.readouterr().out
+    assert "loss" in printed
+    assert "geometry" not in printed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
+    """Oracle: the look at the same weights outside of any Trainer, before the first step; finite numbers after it."""
+    callback = GeometryCallback(PROBE, every=6)
+    made = trainer(tmp_path, callback, **options)
+    made.train()
+    logged = [entry for entry in made.state.log_history if "geometry/entropy_mean" in entry]
+    assert [entry["step"] for entry in logged] == [0, 6]
+    assert all(math.isfinite(entry["geometry/entropy_mean"]) for entry in logged)
+    bare = GeometryCallback(PROBE, every=6)
+    other = trainer(tmp_path / "bare", bare)
+    other.train()
+    first = next(entry for entry in other.state.log_history if "geometry/entropy_mean" in entry)
+    assert logged[0]["geometry/entropy_mean"] == first["geometry/entropy_mean"]
+
+
+def test_a_resumed_training_goes_on_with_the_record(tmp_path):
+    """Oracle: the record of a training that was not stopped."""
+
+    def record(folder: Path) -> str:
+        return (folder / "geometry" / "heads.jsonl").read_text()
+
+    trainer(tmp_path / "whole", GeometryCallback(PROBE, every=2)).train()
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    trainer(tmp_path / "cut", GeometryCallback(PROBE, every=2), **saving).train()
+    trainer(tmp_path / "cut", GeometryCallback(PROBE, every=2)).train(
+        resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4")
+    )
+    assert record(tmp_path / "cut") == record(tmp_path / "whole")
+
+
+TWO_PROCESSES = """
+import os, sys
+from pathlib import Path
+from tests.train.test_callbacks import PROBE, GeometryCallback, trainer
+
+callback = GeometryCallback(PROBE, every=3)
+made = trainer(Path(sys.argv[1]), callback, ddp_backend="gloo")
+made.train()
+steps = [entry["step"] for entry in made.state.log_history if "geometry/entropy_mean" in entry]
+total = sum(float(p.detach().double().sum()) for p in made.model.parameters())
+wrapper = type(made.model_wrapped).__name__
+Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {callback.monitor is not None} {steps} {total}")
+"""
+
+
+def test_two_processes_train_together_and_one_looks(tmp_path):
+    """Oracle: DDP itself: both processes end, with the same weights; 2 layers of 2 heads at 3 looks make 12 rows."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    (tmp_path / "run.py").write_text(TWO_PROCESSES)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "run.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first.startswith("DistributedDataParallel True [0, 3, 6] ")
+    assert second.startswith("DistributedDataParallel False [] ")
+    assert first.split()[-1] == second.split()[-1]
+    assert len((tmp_path / "geometry" / "heads.jsonl").read_text().splitlines()) == 12
+
+
+def test_other_processes_do_nothing(tmp_path):
+    """Oracle: the state of a second process, as the Trainer would have it there; no look, no file."""
+    callback = GeometryCallback(PROBE)
+    state = TrainerState(is_world_process_zero=False)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    callback.on_train_begin(arguments, state, TrainerControl(), model=model())
+    callback.on_step_begin(arguments, state, TrainerControl())
+    callback.on_step_end(arguments, state, TrainerControl())
+    assert callback.monitor is None
+    assert not (tmp_path / "geometry").exists()
+
+
+def test_outside_of_a_trainer_it_says_what_to_use(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(UsageError, match="use GeometryMonitor"):
+        GeometryCallback(PROBE).on_train_begin(arguments, TrainerState(), TrainerControl(), model=model())
+
+
+def test_nothing_is_warned_in_a_healthy_training(tmp_path):
+    """Oracle: random tokens at a usual rate teach nothing and ruin nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GeometryWarning)
+        trainer(tmp_path, GeometryCallback(PROBE, every=1), max_steps=12, learning_rate=1e-3).train()

@@ -1,0 +1,261 @@
+"""Oracles: the dense computation of `tests/dense.py`, which shares no code with ours; the model's own eager attention
+and hidden states; its weights by name; and the bytes of a training that nobody looked at."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests import checkpoints, dense
+from theodolite.errors import UsageError, WorkError
+from theodolite.models.structure import find_structure
+from theodolite.train.geometry import QUERIES, GeometryProbe, undisturbed, unwrap
+
+IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+def model_of(family: str) -> PreTrainedModel:
+    return checkpoints.build(family).train()
+
+
+def dropping_gpt2() -> PreTrainedModel:
+    """A GPT-2 whose dropout draws random numbers at every step of its training."""
+    model = model_of("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+@pytest.fixture
+def kept() -> dense.Dense:
+    model = model_of("gpt2").eval()
+    structure = find_structure(model, {"input_ids": IDS[:1, :1], "use_cache": False})
+    return dense.run(model, IDS, list(structure.attention), list(structure.blocks))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama3", "gpt_oss", "bloom"])
+def test_columns_equal_the_dense_computation(family):
+    """Oracle: every matrix kept whole, each column by its definition (`tests/dense.py`)."""
+    model = model_of(family)
+    geometry = GeometryProbe(model, IDS).look(7)
+    other = model_of(family).eval()
+    structure = find_structure(other, {"input_ids": IDS[:1, :1], "use_cache": False})
+    kept = dense.run(other, IDS, list(structure.attention), list(structure.blocks))
+    for name, expected in dense.head_columns(kept, IDS.numpy(), family != "bert").items():
+        np.testing.assert_allclose(geometry.heads[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    columns = dense.layer_columns(kept, np.zeros(len(IDS)))
+    for name in geometry.layers.columns.drop("layer"):
+        np.testing.assert_allclose(geometry.layers[name], columns[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert geometry.step == 7
+    assert geometry.seconds > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "mistral", "gpt_oss"])
+def test_entropy_share_is_one_for_uniform_attention(family):
+    """Oracle: a uniform row has the largest entropy, ln of what it sees; zero queries make all rows uniform."""
+    model = model_of(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "c_attn" in name:
+                parameter[..., : model.config.hidden_size] = 0
+            elif re.search(r"q_proj|\.query\.|sinks", name):
+                parameter.zero_()
+    heads = GeometryProbe(model, IDS).look().heads
+    np.testing.assert_allclose(heads["entropy_share"], 1, rtol=1e-5)
+    assert (heads["propagation"] == 1).all()
+    assert (heads["propagation_queries"] == 1).all()
+    assert (heads["regime"] == "uniform").all()
+
+
+def test_query_columns_equal_their_definitions(kept):
+    """Oracle: logits up to a constant a row are the logarithms of the model's own attention; plain loops over them."""
+    heads = GeometryProbe(model_of("gpt2"), IDS).look().heads
+    length = IDS.shape[1]
+    rows = [(k + 1) * length // QUERIES - 1 for k in range(QUERIES)]
+    for index, attention in enumerate(kept.attention.swapaxes(1, 2).reshape(-1, len(IDS), length, length)):
+        rho = [dense.propagation(np.log(attention[:, t, : t + 1])).mean() for t in rows]
+        assert heads["propagation_queries"][index] == pytest.approx(np.mean(rho), abs=1e-3)
+        assert heads["propagation"][index] == pytest.approx(rho[-1], abs=1e-3)
+        mean = attention.mean(0)
+        by_distance = {
+            distance: np.mean([mean[t, t - distance] for t in rows if t >= distance])
+            for distance in range(length)
+            if sum(t >= distance for t in rows) >= QUERIES // 2
+        }
+        assert heads["at_distance"][index] == pytest.approx(max(by_distance.values()), rel=1e-3)
+
+
+def test_spectra_equal_those_of_the_whole_matrix():
+    """Oracle: W_QK d×d of GPT-2's weights read by name, with numpy."""
+    model = model_of("gpt2")
+    probe = GeometryProbe(model, IDS)
+    heads = probe.look().heads
+    width, heads_of_layer = 32, 4
+    head_width = width // heads_of_layer
+    for _, row in heads.iterrows():
+        weight = model.transformer.h[row["layer"]].attn.c_attn.weight.detach().double().numpy()
+        q, k, _ = np.split(weight, 3, axis=1)
+        part = slice(row["head"] * head_width, (row["head"] + 1) * head_width)
+        w = q[:, part] @ k[:, part].T
+        scaling = head_width**-0.5
+        assert row["trace"] == pytest.approx(np.trace(w), rel=1e-6)
+        assert row["trace_of_square"] == pytest.approx(np.trace(w @ w), rel=1e-6)
+        assert row["frobenius_squared"] == pytest.approx((w**2).sum(), rel=1e-6)
+        assert row["spectral_norm"] == pytest.approx(np.linalg.norm(w, 2) * scaling, rel=1e-6)
+        assert row["r"] == pytest.approx(np.trace(w) * scaling, rel=1e-6)
+        assert 0 <= row["entropy_bound"] <= row["entropy"]
+    assert "trace" not in probe.look(spectra=False).heads
+
+
+@pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
+def test_a_look_leaves_the_model_as_it_was(family):
+    """Oracle: the model before; bytes of weights and gradients, modes, hooks, random numbers."""
+    model = model_of(family)
+    frozen = next(m for m in model.modules() if "Norm" in type(m).__name__)
+    frozen.eval()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    needs = [p.requires_grad for p in model.parameters()]
+    implementation = model.config._attn_implementation
+    random = torch.get_rng_state()
+    GeometryProbe(model, IDS).look()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert [p.requires_grad for p in model.parameters()] == needs
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_training_is_the_same_with_looks_and_without():
+    """Oracle: the weights of the training without; dropout draws random numbers in both."""
+
+    def trained(looks: bool) -> list[torch.Tensor]:
+        model = dropping_gpt2()
+        probe = GeometryProbe(model, IDS) if looks else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(3)
+        for step in range(3):
+            if probe is not None:
+                probe.look(step)
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+def test_dropout_and_checkpointing_and_autocast_change_nothing():
+    """Oracle: the look at a model in evaluation mode, in float32, without any of these."""
+    model = dropping_gpt2()
+    plain = GeometryProbe(model_of("gpt2").eval(), IDS).look()
+    model.activation_checkpointing_enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = GeometryProbe(model, IDS).look()
+        assert torch.is_autocast_enabled("cpu")
+    assert seen.heads.equals(plain.heads)
+    assert seen.layers.equals(plain.layers)
+
+
+def test_half_precision_is_near():
+    """Oracle: the same model in float32; bfloat16 keeps 8 bits, and entropies are means over many rows."""
+    full, half = model_of("llama3"), model_of("llama3").to(torch.bfloat16)
+    ours, expected = GeometryProbe(half, IDS).look().heads, GeometryProbe(full, IDS).look().heads
+    np.testing.assert_allclose(ours["entropy"], expected["entropy"], rtol=0.05)
+
+
+def test_wrapped_models_are_unwrapped(tmp_path):
+    """Oracle: the look at the bare model; wrappers are PyTorch's own."""
+    model = model_of("gpt2")
+    plain = GeometryProbe(model, IDS).look()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        distributed = torch.nn.parallel.DistributedDataParallel(model)
+        compiled = torch.compile(distributed, backend="eager")
+        for wrapped in (torch.nn.DataParallel(model), distributed, compiled):
+            assert unwrap(wrapped) is model
+            assert GeometryProbe(wrapped, IDS).look().heads.equals(plain.heads)
+        distributed(input_ids=IDS, labels=IDS).loss.backward()  # its hooks still stand
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
+    """Oracle: a backend that counts the graphs it is given, and the look before compilation."""
+    model = model_of("gpt2")
+    plain = GeometryProbe(model, IDS).look()
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model.base_model.compile(backend=backend)
+    assert GeometryProbe(model, IDS).look().heads.equals(plain.heads)
+    assert not graphs
+    model(input_ids=IDS)
+    assert graphs
+
+
+def test_undisturbed_restores_after_an_error():
+    """Oracle: the modes before."""
+    model = dropping_gpt2()
+
+    def fail() -> None:
+        with undisturbed(model):
+            assert not model.training
+            assert not torch.is_grad_enabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(module.training for module in model.modules())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (torch.zeros(2, 4, dtype=torch.int64), "8 positions or more"),
+        (torch.zeros(2, 16), "give token ids"),
+        (torch.full((2, 16), 300), "the model has 300 tokens"),
+        (torch.full((2, 16), -100), "from -100 to -100"),
+        (torch.zeros(2, 129, dtype=torch.int64), "positions for 128"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(ids, words):
+    with pytest.raises(UsageError, match=words):
+        GeometryProbe(model_of("gpt2"), ids)
+
+
+def test_models_that_cannot_be_monitored_are_refused():
+    with pytest.raises(UsageError, match="reads pixel_values"):
+        GeometryProbe(checkpoints.build("vit"), IDS)
+    with pytest.raises(UsageError, match="holds no model of transformers"):
+        GeometryProbe(torch.nn.Linear(2, 2), IDS)
+    sharded = model_of("gpt2")
+    next(sharded.parameters()).ds_id = 0  # what DeepSpeed's ZeRO 3 writes on a parameter that it has spread
+    with pytest.raises(UsageError, match=r"transformer\.wte\.weight is spread over ranks"):
+        GeometryProbe(sharded, IDS)
+
+
+def test_numbers_that_are_none_name_their_layer():
+    model = model_of("gpt2")
+    probe = GeometryProbe(model, IDS)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.inf
+    with pytest.raises(WorkError, match="hidden states of layer 2 hold NaN or infinite"):
+        probe.look()
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())

@@ -1,0 +1,207 @@
+"""Oracles: files read back, an uninterrupted monitor, tables by hand, the step at which weights were broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from tests import checkpoints
+from theodolite.errors import UsageError, WorkError
+from theodolite.train.geometry import Geometry
+from theodolite.train.monitor import GeometryMonitor, GeometryWarning, probe_of, scalars
+
+IDS = torch.randint(checkpoints.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def collapsing(model: torch.nn.Module, step: int) -> None:
+    """Double head 1's queries in layer 0."""
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[:, 8:16] *= 2
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_looks_come_when_they_are_due(tmp_path):
+    """Oracle: multiples of `every`; spectra at every second look, the first included."""
+    monitor = GeometryMonitor(
+        checkpoints.build("gpt2"), IDS, every=3, spectra_every=2, folder=tmp_path / "of" / "it"
+    )
+    due = {step: numbers for step in range(8) if (numbers := monitor(step))}
+    assert list(due) == [0, 3, 6]
+    assert ["trace_mean" in numbers for numbers in due.values()] == [True, False, True]
+    assert all(isinstance(value, float) for numbers in due.values() for value in numbers.values())
+    assert 0 < due[6]["time_share"] <= 1
+    assert not monitor(6)
+    heads = pd.read_json(tmp_path / "of" / "it" / "heads.jsonl", lines=True)
+    assert heads.groupby("step").size().to_dict() == {0: 12, 3: 12, 6: 12}
+    assert monitor.last is not None
+    written = [row["entropy"] for row in rows(tmp_path / "of" / "it" / "heads.jsonl") if row["step"] == 6]
+    assert written == monitor.last.heads["entropy"].tolist()
+    layers = pd.read_json(tmp_path / "of" / "it" / "layers.jsonl", lines=True)
+    assert layers["layer"].tolist() == [0, 1, 2, 3] * 3
+
+
+def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
+    """Oracle: one that was not stopped; the killed process had gone on for two looks and left half a line."""
+
+    def run(folder: Path, steps: range, model: torch.nn.Module, begin: int) -> list[object]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GeometryWarning)
+            monitor = GeometryMonitor(model, IDS, every=1, spectra_every=2, folder=folder)
+            for step in steps:
+                monitor(step)
+                collapsing(model, step)
+        return monitor.alarms
+
+    whole = run(tmp_path / "whole", range(12), checkpoints.build("gpt2"), 0)
+    model = checkpoints.build("gpt2")
+    run(tmp_path / "cut", range(8), model, 0)
+    with (tmp_path / "cut" / "heads.jsonl").open("a") as file:
+        file.write('{"step": 8, "lay')
+    again = checkpoints.build("gpt2")
+    for step in range(5):
+        collapsing(again, step)
+    resumed = run(tmp_path / "cut", range(5, 12), again, 5)
+    assert whole
+    assert resumed == whole
+    for name in ("heads", "layers", "alarms"):
+        file = f"{name}.jsonl"
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_new_training_begins_new_files(tmp_path):
+    for _ in range(2):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path)(0)
+    assert len(rows(tmp_path / "heads.jsonl")) == 12
+
+
+def test_warnings_name_head_and_trend():
+    """Oracle: the head whose queries are doubled at every step."""
+    model = checkpoints.build("gpt2")
+    monitor = GeometryMonitor(model, IDS, every=1)
+
+    def train() -> None:
+        for step in range(14):
+            monitor(step)
+            collapsing(model, step)
+
+    with pytest.warns(GeometryWarning) as caught:
+        train()
+    messages = [str(warning.message) for warning in caught]
+    assert any("entropy collapse in layer 0 head 1" in text and "per 100 steps" in text for text in messages)
+    assert len(messages) == len(set(messages)) == 2  # entropy collapse, vanishing signal
+    assert caught[0].filename == __file__
+
+
+def test_weights_that_are_no_numbers_are_said_once():
+    """Oracle: the layer whose weights were broken, and silence afterwards."""
+    model = checkpoints.build("gpt2")
+    monitor = GeometryMonitor(model, IDS, every=1)
+    monitor(0)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[0] = math.nan
+    with pytest.warns(GeometryWarning, match="step 1: hidden states of layer 2 hold NaN"):
+        assert monitor(1) == {}
+    assert monitor(2) == {}
+
+
+def test_scalars_by_hand():
+    """Oracle: two layers of two heads, worked out on paper; a NaN is left out."""
+    heads = pd.DataFrame(
+        {
+            "layer": [0, 0, 1, 1],
+            "head": [0, 1, 0, 1],
+            "entropy": [1.0, 2.0, 3.0, 4.0],
+            "entropy_share": [0.1, 0.2, 0.3, 0.4],
+            "propagation": [0.5, 0.5, 1.0, 1.0],
+            "sink_first": [0.0, 0.0, 1.0, 1.0],
+            "sink_later": [0.0, 0.0, 0.0, 1.0],
+            "spectral_norm": [math.nan] * 4,
+            "eta_symmetric": [1.0, 2.0, 3.0, 0.5],
+            "trace": [1.0, 1.0, 1.0, 5.0],
+            "regime": ["uniform", "vanishing", "vanishing", "uniform"],
+        }
+    )
+    layers = pd.DataFrame(
+        {
+            "layer": [0, 1, 2],
+            "norm": [1.0, 5.0, 2.0],
+            "rank_collapse": [0.9, 0.3, 0.4],
+            "massive_activations": [0.0, 1.0, 2.0],
+            "outlier_dimensions": [0.0, 3.0, 1.0],
+        }
+    )
+    assert scalars(Geometry(0, heads, layers, 0.1), per_head=True) == {
+        "entropy_mean": 2.5,
+        "entropy_min": 1.0,
+        "entropy_share_min": 0.1,
+        "propagation_mean": 0.75,
+        "propagation_min": 0.5,
+        "sink_first_mean": 0.5,
+        "sink_later_mean": 0.25,
+        "rank_collapse_min": 0.3,
+        "norm_max": 5.0,
+        "massive_activations": 3.0,
+        "outlier_dimensions": 3.0,
+        "eta_max": 3.0,
+        "trace_mean": 2.0,
+        "vanishing_heads": 2.0,
+        "entropy/layer_0": 1.5,
+        "entropy/layer_1": 3.5,
+        "propagation/layer_0": 0.5,
+        "propagation/layer_1": 1.0,
+        "rank_collapse/layer_0": 0.9,
+        "rank_collapse/layer_1": 0.3,
+        "rank_collapse/layer_2": 0.4,
+        **{f"entropy/layer_{n // 2}_head_{n % 2}": n + 1.0 for n in range(4)},
+        **{f"propagation/layer_{n // 2}_head_{n % 2}": float(0.5 + n // 2 * 0.5) for n in range(4)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([20] * 5, (3, 16)), ([4, 20, 9, 12, 3], (3, 9)), ([4, 10], (1, 10))]
+)
+def test_probe_takes_the_first_long_enough_rows(lengths, expected):
+    """Oracle: the rows by hand; token k of row n is 100 n + k."""
+    data = [{"input_ids": [100 * n + k for k in range(length)]} for n, length in enumerate(lengths)]
+    probe = probe_of(data, contexts=3, length=16)
+    assert probe.shape == expected
+    taken = [n for n, length in enumerate(lengths) if length >= expected[1]][: expected[0]]
+    assert probe[:, 0].tolist() == [100 * n for n in taken]
+    assert probe[:, -1].tolist() == [100 * n + expected[1] - 1 for n in taken]
+
+
+def test_probe_leaves_padding_out():
+    row = {"input_ids": torch.arange(12), "attention_mask": torch.tensor([0] * 2 + [1] * 10)}
+    assert probe_of([row]).tolist() == [list(range(2, 12))]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((n for n in range(3)), "is a stream"),
+        (None, "is a stream"),
+        ([{"labels": [1]}], "no input_ids"),
+        ([], "has 8 tokens or more"),
+        ([{"input_ids": [1, 2]}], "has 8 tokens or more"),
+    ],
+)
+def test_data_without_a_probe_is_refused(data, words):
+    with pytest.raises(UsageError, match=words):
+        probe_of(data)
+
+
+def test_impossible_numbers_and_folders_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="must be 1 or more"):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS, every=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkError, match="cannot be written"):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path / "file")(0)

@@ -1,0 +1,251 @@
+"""`Locater` on models and `LocaterCallback` in the Trainer, against plain loops with the d×d penalty by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+
+from tests import checkpoints
+from theodolite.errors import UsageError
+from theodolite.theory import qk_moments
+from theodolite.train import Locater, LocaterCallback, warm_up
+
+SCALE, MEAN, RATE = 0.02, 0.5, 0.1
+
+
+def dense_penalty(model: PreTrainedModel, layers: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+    """The definition with d×d matrices in float64, from a Llama's parameters by name; 2 or 4 key heads of 4."""
+    total = torch.zeros((), dtype=torch.float64)
+    for layer in layers:
+        attention = model.model.layers[layer].self_attn
+        w_q = attention.q_proj.weight.double().unflatten(0, (4, 8))
+        w_k = attention.k_proj.weight.double().unflatten(0, (-1, 8))
+        for head in range(4):
+            matrix = w_q[head].T @ w_k[head * len(w_k) // 4]
+            total = total + SCALE * matrix.square().sum() + MEAN * (torch.trace(matrix) - 1) ** 2
+    return total
+
+
+def examples(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Random tokens; how many of them count in the loss differs from one to the next."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for number in range(count):
+        ids = torch.randint(checkpoints.VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: number % 7] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def batch(data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([example[name] for example in data]) for name in data[0]}
+
+
+def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Trainer:
+    """The model after training on `data` with plain gradient descent; one step unless told otherwise."""
+    options = {
+        "max_steps": 1,
+        "per_device_train_batch_size": len(data),
+        "max_grad_norm": 0.0,
+        "learning_rate": RATE,
+    } | arguments
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=data,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return trainer
+
+
+def assert_same_weights(model: PreTrainedModel, other: PreTrainedModel, atol: float = 1e-6) -> None:
+    others = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter, others[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1,)])
+def test_penalty_of_a_model_and_its_gradient(family, layers):
+    """Oracle: the d×d matrices in float64 from the parameters by name, and autograd through them."""
+    model = checkpoints.build(family)
+    dense = dense_penalty(model, layers)
+    dense.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    penalty = Locater(model, SCALE, MEAN, layers=layers)()
+    penalty.backward()
+    torch.testing.assert_close(penalty.double(), dense, rtol=1e-6, atol=0)
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "gpt_oss", "vit"])
+def test_table_holds_the_moments_of_the_survey(family, opened):
+    """Oracle: `qk_moments` of the probe's weights."""
+    model = opened(family)
+    table = Locater(copy.deepcopy(model.hf).requires_grad_(), 1.0, 1.0).table()
+    for layer, rows in table.groupby("layer"):
+        weights = model.head_weights(layer)
+        moments = qk_moments(weights.w_q, weights.w_k)
+        torch.testing.assert_close(torch.tensor(rows["trace"].array), moments.trace, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(rows["frobenius_squared"].array), moments.frobenius_squared, rtol=1e-5, atol=0
+        )
+    assert len(table) == model.layers * model.heads
+
+
+def test_wrapped_models_are_unwrapped_and_left_as_they_are():
+    """Oracle: the penalty of the bare model; modes of every module and the state of the random numbers."""
+    model = checkpoints.build("llama3").train()
+    model.model.layers[1].eval()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    expected = Locater(model, SCALE, MEAN)()
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    for wrapped in (torch.nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert torch.equal(Locater(wrapped, SCALE, MEAN)(), expected)
+
+
+def test_strengths_may_be_functions_of_the_step():
+    """Oracle: the warm-up's line, in numbers; the penalty is linear in both strengths."""
+    model = checkpoints.build("llama2")
+    rising = warm_up(SCALE, 4)
+    assert [rising(step) for step in (0, 1, 4, 9)] == [0.0, SCALE / 4, SCALE, SCALE]
+    scheduled = Locater(model, rising, MEAN)
+    at_zero, at_end = Locater(model, 0.0, MEAN)(), Locater(model, SCALE, MEAN)()
+    torch.testing.assert_close(scheduled(0), at_zero)
+    torch.testing.assert_close(scheduled(1), at_zero + (at_end - at_zero) / 4)
+    with pytest.raises(UsageError, match="scale is a function of the step"):
+        scheduled()
+    with pytest.raises(UsageError, match=r"mean is -1\.0: give a number of 0 or more"):
+        Locater(model, SCALE, lambda step: -1.0)(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"layers": [3]}, "layer 3 does not exist: this model has layers 0 to 2"),
+        ({"layers": [1, 1]}, "each once"),
+        ({"layers": []}, "one layer or more"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"gradient": "printed"}, "choose exact or published"),
+    ],
+)
+def test_a_wrong_call_is_refused(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        Locater(checkpoints.build("llama2"), **({"scale": SCALE, "mean": MEAN} | arguments))
+
+
+def test_models_that_cannot_be_penalised_are_refused():
+    with pytest.raises(UsageError, match="holds no model of transformers"):
+        Locater(torch.nn.Linear(3, 3), SCALE, MEAN)
+    with pytest.raises(UsageError, match="frozen"):
+        Locater(checkpoints.build("llama2").requires_grad_(False), SCALE, MEAN)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batches, tmp_path):
+    """Oracle: a plain loop with one batch, loss + d×d penalty, joint clipping. With 4 micro-batches as with 1."""
+    start, data = checkpoints.build("llama3"), examples(8)
+    expected = copy.deepcopy(start).train()
+    loss = expected(**batch(data), use_cache=False).loss + dense_penalty(expected)
+    loss.backward()
+    if clip:
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), clip)
+        assert norm > 2 * clip  # else clipping would not be tested
+    torch.optim.SGD(expected.parameters(), RATE).step()
+    trained(
+        start,
+        data,
+        tmp_path,
+        [LocaterCallback(SCALE, MEAN)],
+        per_device_train_batch_size=8 // micro_batches,
+        gradient_accumulation_steps=micro_batches,
+        max_grad_norm=clip,
+    )
+    assert_same_weights(start, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}, {}],
+    ids=["bfloat16", "compiled", "checkpointed"],
+)
+def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path):
+    """Oracle: of one step with and one without it, the difference is −rate times the float64 d×d gradient."""
+    models = [checkpoints.build("llama3") for _ in range(2)]
+    before = copy.deepcopy(models[0])
+    dense_penalty(before).backward()
+    for model, callbacks in zip(models, ([LocaterCallback(SCALE, MEAN)], []), strict=True):
+        if not arguments:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its name
+                model.gradient_checkpointing_enable()
+        trained(model, examples(4), tmp_path, callbacks, **arguments)
+    without = dict(models[1].named_parameters())
+    slopes = {name: p.grad for name, p in before.named_parameters()}
+    for name, parameter in models[0].named_parameters():
+        slope = torch.zeros_like(parameter) if slopes[name] is None else slopes[name]
+        torch.testing.assert_close(parameter - without[name], -RATE * slope, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
+    """Oracle: the strengths that the callback asked for, and the penalty of a copy at the first step."""
+    model, asked = checkpoints.build("llama2"), []
+    first = dense_penalty(model).item()
+
+    def scale(step: int) -> float:
+        asked.append(step)
+        return SCALE
+
+    trainer = trained(
+        model, examples(4), tmp_path, [LocaterCallback(scale, MEAN)], max_steps=3, learning_rate=0.01
+    )
+    assert asked == [0, 1, 2]
+    logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 3
+    assert logged[0] == pytest.approx(first, rel=1e-5)
+    assert logged[2] < logged[0]
+
+
+def test_gradients_are_scaled_with_the_loss_in_float16():
+    """Oracle: a GradScaler's factor, 1024. (The Trainer's float16 needs a GPU, so the callback is called by hand.)"""
+    model = checkpoints.build("llama2")
+    dense_penalty(model).backward()
+    expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    callback = LocaterCallback(SCALE, MEAN)
+    callback.on_train_begin(SimpleNamespace(deepspeed=None, fsdp=None), TrainerState(), None, model=model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for times in (1, 2):  # the second adds to what is there
+        callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
+        got = model.model.layers[0].self_attn.q_proj.weight.grad
+        torch.testing.assert_close(got, times * 1024 * expected, rtol=1e-5, atol=1e-3)
+
+
+def test_sharded_training_is_refused():
+    callback = LocaterCallback(SCALE, MEAN)
+    with pytest.raises(UsageError, match="train with DDP"):
+        callback.on_train_begin(SimpleNamespace(deepspeed="zero.json", fsdp=None), TrainerState(), None)

@@ -1,0 +1,249 @@
+"""Where a model keeps W_q and W_k of every head, so that they can be read as differentiable views of its parameters.
+
+No parameter name is known here. As in `probe.py`, the tap tells: with a copy of the attention module whose
+matrices hold markers (ones, their own number, each entry's row, each entry's column) in place of weights, what
+arrives at the tap for the input e_1 says which entries of which matrix it has picked, whatever the layout (fused,
+interleaved, grouped, transposed). A copy with random weights then verifies the finding. Weights are read here,
+never changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError
+from theodolite.models.probe import Call, copied, norms_inside, raise_captured, run_until_tap
+from theodolite.models.structure import Structure, first_tensor
+from theodolite.models.tap import tapped
+
+
+@dataclass(frozen=True)
+class Place:
+    """One projection, `W[h, i, j] = factor · weight[rows[h·d_h + j], i]`, or with the two indices swapped.
+
+    Attributes:
+        module: the submodule that holds the matrix under the attribute `name`. It is looked up at every reading,
+            since a model may be given new parameters.
+        dimension: that of the output features: 0 as in `nn.Linear`, 1 as in GPT-2's `Conv1D`.
+        rows: which output features, head by head.
+        heads: how many heads they make.
+        factor: what else multiplies them before the logit (YaRN's attention factor), or None for 1.
+    """
+
+    module: nn.Module
+    name: str
+    dimension: int
+    rows: Int64[Tensor, " features"]
+    heads: int
+    factor: Float[Tensor, " features"] | None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The matrix, as it is now."""
+        return getattr(self.module, self.name)
+
+    @functools.cached_property
+    def span(self) -> slice | Tensor:
+        """The rows as a slice where they follow one another."""
+        return _compact(self.rows)
+
+    def factor_of(self, picked: Tensor) -> Float[Tensor, "heads width head_width"]:
+        """W of every head, from its entries of the matrix."""
+        if self.dimension == 0:
+            by_head = picked.unflatten(0, (self.heads, -1)).mT
+        else:
+            by_head = picked.unflatten(1, (self.heads, -1)).transpose(0, 1)
+        if self.factor is None:
+            return by_head
+        dtype = torch.promote_types(picked.dtype, torch.float32)
+        return by_head * self.factor.view(self.heads, 1, -1).to(picked.device, dtype)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The query and the key projection of one layer; biases are left aside."""
+
+    layer: int
+    query: Place
+    key: Place
+
+    def factors(
+        self,
+    ) -> tuple[Float[Tensor, "heads width head_width"], Float[Tensor, "key_heads width head_width"]]:
+        """W_q and W_k as differentiable views (or copies) of the parameters, in their dtype.
+
+        The same numbers as `HeadWeights.w_q` and `.w_k`, but grouped keys are not repeated.
+        """
+        query, key = self.query, self.key
+        if query.weight is not key.weight:
+            return query.factor_of(_picked(query, query.span)), key.factor_of(_picked(key, key.span))
+        # One reading, so that the backward pass fills one gradient of the fused matrix and not two.
+        both = _picked(query, self._joint_span)
+        w_q, w_k = both.split([len(query.rows), len(key.rows)], dim=query.dimension)
+        return query.factor_of(w_q), key.factor_of(w_k)
+
+    @functools.cached_property
+    def _joint_span(self) -> slice | Tensor:
+        return _compact(torch.cat([self.query.rows, self.key.rows]))
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The one or two matrices that hold W_q and W_k."""
+        query, key = self.query.weight, self.key.weight
+        return (query,) if query is key else (query, key)
+
+
+def find_projections(
+    model: PreTrainedModel, structure: Structure, calls: list[Call], layers: list[int]
+) -> list[Projections]:
+    """Find W_q and W_k of some layers; `calls` is what `capture_calls` gave. Call it without gradients.
+
+    Raises:
+        UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
+            normalised after the projection, carry an adapter, or are quantised.
+    """
+    _refuse_replaced_weights(model)
+    with tapped(model, raise_captured):
+        return [_find(structure, layer, calls[layer]) for layer in layers]
+
+
+def _refuse_replaced_weights(model: PreTrainedModel) -> None:
+    if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
+        raise UsageError(
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be penalised: load it in bfloat16 "
+            "or float32"
+        )
+    adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
+    if adapters:
+        raise UsageError(
+            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be penalised: "
+            "merge the adapter (merge_and_unload) or train without one"
+        )
+
+
+def _find(structure: Structure, layer: int, call: Call) -> Projections:
+    live = structure.attention[layer]
+    if any(p.is_meta for p in live.parameters()):
+        raise UsageError(
+            f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
+        )
+    module = copied(live, torch.float64).eval()
+    places = _places(_Marked(module, call))
+    if places is None or not _verified(module, call, places):
+        norms = ", ".join(name for name, _ in norms_inside(live))
+        why = f" (it has norms inside: {norms})" if norms else ""
+        raise UsageError(
+            f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
+            f"matrix each{why}, so LocAteR is not defined for it; leave it out by layers=[…]"
+        )
+    name_of = {id(part): name for name, part in module.named_modules()}
+    query, key = (replace(place, module=live.get_submodule(name_of[id(place.module)])) for place in places)
+    return Projections(layer, query, key)
+
+
+class _Marked:
+    """A copy of an attention module, asked what its tap gets for e_1 and e_2 while its matrices hold markers."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self.module = module
+        self.matrices = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
+        self._call = call
+        width = first_tensor(*call).shape[-1]
+        device = next(module.parameters()).device
+        self._inputs = torch.eye(2, width, dtype=torch.float64, device=device).unsqueeze(1)
+
+    def ask(self, marker: Callable[[int, Tensor], Tensor | float]) -> list[Tensor]:
+        """Queries and keys, each (2, heads, head_width), where matrix number n holds `marker(n, matrix)`."""
+        for parameter in self.module.parameters():
+            parameter.data.zero_()
+        for number, name in enumerate(self.matrices):
+            parameter = self.module.get_parameter(name)
+            parameter.data.add_(marker(number, parameter.data))
+        inputs = run_until_tap(self.module, self._call, self._inputs)
+        return [inputs.query[:, :, 0].double().cpu(), inputs.key[:, :, 0].double().cpu()]
+
+
+def _places(marked: _Marked) -> tuple[Place, Place] | None:
+    """The places of queries and keys, or None where the answers are not those of picked entries."""
+
+    def counted(parameter: Tensor, dimension: int) -> Tensor:
+        shape = [1, 1]
+        shape[dimension] = -1
+        return torch.arange(1, parameter.shape[dimension] + 1).to(parameter).view(shape)
+
+    answers = zip(
+        marked.ask(lambda number, parameter: 1.0),
+        marked.ask(lambda number, parameter: number + 1.0),
+        marked.ask(lambda number, parameter: counted(parameter, 0)),
+        marked.ask(lambda number, parameter: counted(parameter, 1)),
+        strict=True,
+    )
+    query, key = (_place(marked, *answer) for answer in answers)
+    return None if query is None or key is None else (query, key)
+
+
+def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, second: Tensor) -> Place | None:
+    if not torch.isfinite(factor).all() or (factor == 0).any() or not torch.equal(factor[0], factor[1]):
+        return None
+    number, first, second = ((answer / factor).round().long() - 1 for answer in (number, first, second))
+    matrices = number.unique().tolist()
+    if len(matrices) != 1 or not 0 <= matrices[0] < len(marked.matrices):
+        return None
+    # The inputs are e_1 and e_2, so one of the two indices is that of the input, and the other one the feature's.
+    inputs = torch.tensor([0, 1])[:, None, None].expand_as(number)
+    for dimension, (rows, columns) in enumerate(((first, second), (second, first))):
+        if torch.equal(rows[0], rows[1]) and torch.equal(columns, inputs):
+            owner, _, name = marked.matrices[matrices[0]].rpartition(".")
+            return Place(
+                module=marked.module.get_submodule(owner),
+                name=name,
+                dimension=dimension,
+                rows=rows[0].flatten(),
+                heads=rows.shape[1],
+                factor=None if bool((factor == 1).all()) else factor[0].flatten(),
+            )
+    return None
+
+
+def _verified(module: nn.Module, call: Call, places: tuple[Place, Place]) -> bool:
+    """Whether random weights of the copy, read by `places`, give the queries and keys of random inputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    for parameter in module.parameters():
+        parameter.data.copy_(random(*parameter.shape))
+    device = next(module.parameters()).device
+    width = first_tensor(*call).shape[-1]
+    rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
+    got = run_until_tap(module, call, rows.unsqueeze(1))
+    w_q, w_k = Projections(0, *places).factors()
+    for weights, answer in ((w_q, got.query[:, :, 0]), (w_k, got.key[:, :, 0])):
+        expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
+        # Some families rotate in float32 whatever their dtype, which is all the precision there is then.
+        tolerance = 32 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+        if not torch.allclose(answer[1:].double() - answer[0], expected, rtol=0, atol=tolerance):
+            return False
+    return True
+
+
+def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
+    first, count = int(rows[0]), len(rows)
+    in_order = torch.equal(rows, torch.arange(first, first + count))
+    return slice(first, first + count) if in_order else rows
+
+
+def _picked(place: Place, span: slice | Tensor) -> Tensor:
+    """The entries of the place's matrix whose output features `span` names."""
+    weight, dimension = place.weight, place.dimension
+    if isinstance(span, slice):
+        return weight.narrow(dimension, span.start, span.stop - span.start)
+    return weight.index_select(dimension, span.to(weight.device))

@@ -1,0 +1,220 @@
+"""What in the geometry of a training is alarming: entropy collapse, rank collapse, vanishing signal.
+
+Each is judged from the values of the last few looks, never from a single one: the level is their median, the trend
+the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; an `Alarm` is data with a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from theodolite.train.geometry import Geometry
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+ENTROPY = "entropy collapse"
+RANK = "rank collapse"
+VANISHING = "vanishing signal"
+
+ADVICE = {
+    ENTROPY: "lower the learning rate, warm up longer, or penalise W_QK",
+    RANK: "lower the learning rate, warm up longer, or scale the residual branches down",
+    VANISHING: "lower the learning rate, warm up longer, or penalise W_QK: its logits outgrow the context's length",
+}
+
+LEVEL = 3
+"""Looks whose median is the level: one odd look alarms nobody."""
+
+TREND = 8
+"""Looks, at most, whose Theil-Sen slope is the trend."""
+
+PATTERN = 0.5
+"""Attention from which a head counts as sharp on purpose: to one distance, to equal tokens, to the first token or
+a learned sink. A previous-token head of a healthy model has an entropy of 3 % of its maximum."""
+
+RECOVERED = 1.5
+"""An alarm is over when its level is this many times its limit, or what it was at the alarm if that was more."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Levels below which something has collapsed, and from which a fall towards them is taken seriously.
+
+    Attributes:
+        entropy: mean entropy over its maximum, of a head whose signal is weak, too (`weak`).
+        entropy_alone: the same whatever the signal, but not of a head that is sharp on purpose (`PATTERN`).
+        rank: ‖X − 1x̄ᵀ‖/‖X‖ of a layer; at 0.05 two tokens have a cosine of 0.9975.
+        propagation: mean ρ of the last query of a head; 0.1 as for the regime of this name (`theory/regimes.py`).
+        entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ. A fall of the rank
+            never does: it dips and recovers in the first steps of healthy trainings.
+        weak: ρ below which a signal is weak. Logits that spread symmetrically over less than the context's length
+            leave ½ of the keys propagating however sharp the head; healthy heads here had 0.45 or more.
+        horizon: looks; a fall counts if it reaches the limit within so many.
+    """
+
+    entropy: float = 0.1
+    entropy_alone: float = 0.02
+    rank: float = 0.05
+    propagation: float = 0.1
+    entropy_falling: float = 0.5
+    weak: float = 0.4
+    horizon: float = 5.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One head or layer that collapses.
+
+    Attributes:
+        step: the look at which it was noticed.
+        kind: `ENTROPY`, `RANK` or `VANISHING`.
+        layer, head: where; the head is None for a layer of the residual stream.
+        value: entropy over its maximum, relative residual, or ρ: the median of the last looks.
+        slope: its Theil-Sen slope a step.
+    """
+
+    step: int
+    kind: str
+    layer: int
+    head: int | None
+    value: float
+    slope: float
+
+    @property
+    def place(self) -> str:
+        """`layer 2 head 5`, or `layer 2`."""
+        return f"layer {self.layer}" + ("" if self.head is None else f" head {self.head}")
+
+    @property
+    def trend(self) -> str:
+        """The value and where it goes, in words."""
+        name = {ENTROPY: "entropy over its maximum", RANK: "relative residual", VANISHING: "ρ"}[self.kind]
+        if not self.slope < 0:
+            return f"{name} {self.value:.2g}, not falling any more"
+        return (
+            f"{name} {self.value:.2g}, falling by {-100 * self.slope:.2g} per 100 steps, 0 in "
+            f"{max(self.value, 0) / -self.slope:.0f} steps"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is written to a file."""
+        return asdict(self)
+
+
+def told(alarms: list[Alarm]) -> list[str]:
+    """One line for each kind among alarms of one step: the worst in full, the others by name, what to do."""
+    lines = []
+    for kind in ADVICE:
+        same = sorted((alarm for alarm in alarms if alarm.kind == kind), key=lambda alarm: alarm.value)
+        if not same:
+            continue
+        others = ", ".join(alarm.place for alarm in same[1:4])
+        more = f" and {len(same) - 4} more" if len(same) > 4 else ""
+        also = f" (also {others}{more})" if others else ""
+        lines.append(f"step {same[0].step}: {kind} in {same[0].place}: {same[0].trend}{also}; {ADVICE[kind]}")
+    return lines
+
+
+class Alarms:
+    """Judges look after look; a head or layer alarms once for each kind until it has recovered.
+
+    Args:
+        limits: the levels.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._steps: deque[int] = deque(maxlen=TREND)
+        self._values: dict[str, deque[Floats]] = {}
+        self._patterned: deque[Flags] = deque(maxlen=LEVEL)
+        self._vanishing: Flags | None = None
+        self._over_at: dict[str, Floats] = {}
+
+    @property
+    def active(self) -> int:
+        """Heads and layers that are alarming now, counted once for each kind."""
+        return sum(int(np.isfinite(levels).sum()) for levels in self._over_at.values())
+
+    def update(self, geometry: Geometry) -> list[Alarm]:
+        """Take in a look; what is newly alarming."""
+        heads, layers = geometry.heads, geometry.layers
+        values = {
+            ENTROPY: heads["entropy_share"],
+            VANISHING: heads["propagation"],
+            RANK: layers["rank_collapse"],
+        }
+        self._steps.append(geometry.step)
+        for kind, column in values.items():
+            history = self._values.setdefault(kind, deque(maxlen=TREND))
+            history.append(column.to_numpy(dtype=np.float64))
+        patterns = heads[["at_distance", "same_token", "sink_first", "sink_learned"]]
+        # No token came twice: NaN, which is no pattern.
+        self._patterned.append((patterns.to_numpy(dtype=np.float64) >= PATTERN).any(axis=1))
+        if "regime" in heads:
+            self._vanishing = (heads["regime"] == "vanishing").to_numpy()
+        if len(self._steps) < LEVEL:
+            return []
+        found = self._judge()
+        places = {RANK: [(layer, None) for layer in layers["layer"]]}
+        by_head = list(zip(heads["layer"], heads["head"], strict=True))
+        return list(self._new(geometry.step, found, {ENTROPY: by_head, VANISHING: by_head} | places))
+
+    def _judge(self) -> dict[str, Flags]:
+        limits = self.limits
+        weak = self._level(VANISHING) < limits.weak
+        purposeful = np.mean(self._patterned, axis=0) > 0.5
+        sharp = self._collapsing(ENTROPY, limits.entropy, limits.entropy_falling)
+        lost = self._level(ENTROPY) < limits.entropy_alone
+        vanishing = self._collapsing(VANISHING, limits.propagation, limits.weak)
+        if self._vanishing is not None:
+            vanishing |= weak & self._vanishing
+        return {
+            ENTROPY: (sharp & weak) | (lost & ~purposeful),
+            RANK: self._level(RANK) < limits.rank,
+            VANISHING: vanishing,
+        }
+
+    def _new(
+        self, step: int, found: dict[str, Flags], places: dict[str, list[tuple[int, int | None]]]
+    ) -> Iterator[Alarm]:
+        limit = {
+            ENTROPY: self.limits.entropy,
+            RANK: self.limits.rank,
+            VANISHING: self.limits.propagation,
+        }
+        for kind, flags in found.items():
+            level, slope = self._level(kind), self._slope(kind)
+            over_at = self._over_at.setdefault(kind, np.full(len(flags), np.nan))  # NaN: it is not alarming
+            over_at[~flags & (level >= over_at)] = np.nan
+            new = flags & np.isnan(over_at)
+            over_at[new] = RECOVERED * np.maximum(level[new], limit[kind])
+            for index in np.flatnonzero(new):
+                layer, head = places[kind][index]
+                own = None if head is None else int(head)
+                yield Alarm(step, kind, int(layer), own, float(level[index]), float(slope[index]))
+
+    def _collapsing(self, kind: str, limit: float, below: float) -> Flags:
+        """Below the limit, or below `below` and falling fast enough to be there within the horizon."""
+        level = self._level(kind)
+        steps = np.array(self._steps)
+        ahead = self.limits.horizon * float(np.median(np.diff(steps)))
+        return (level < limit) | ((level < below) & (level + self._slope(kind) * ahead < limit))
+
+    def _level(self, kind: str) -> Floats:
+        return np.median(list(self._values[kind])[-LEVEL:], axis=0)
+
+    def _slope(self, kind: str) -> Floats:
+        return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values[kind]))
+
+
+def theil_sen(x: Floats, y: Floats) -> Floats:
+    """Median of the slopes of all pairs of points, for every column of y (points, columns); x increases."""
+    first, second = np.triu_indices(len(x), 1)
+    return np.median((y[second] - y[first]) / (x[second] - x[first])[:, None], axis=0)

@@ -1,0 +1,143 @@
+"""The monitor inside the `transformers` Trainer: its numbers go wherever the Trainer's own numbers go.
+
+A callback sees neither the Trainer nor its trackers, and those come before it. So this one finds the handler that
+calls it, and passes its numbers on as `Trainer.log` would. Nothing is measured or judged here.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import CallbackHandler
+
+from theodolite.errors import UsageError
+from theodolite.train.alarms import Limits, told
+from theodolite.train.geometry import unwrap
+from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
+
+FOLDER = "geometry"
+"""Folder of the tables, in the Trainer's `output_dir`."""
+
+
+class GeometryCallback(TrainerCallback):
+    """Logs the geometry of attention during training, and warns when it collapses.
+
+        Trainer(model, args, train_dataset=data, callbacks=[GeometryCallback()]).train()
+
+    The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
+    `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Every head's
+    and layer's go to `output_dir/geometry/*.jsonl`. Only the first process measures, on the model without its
+    wrappers, in its weights' own precision.
+
+    Args:
+        probe: token ids (contexts, positions) without padding; None: the first long enough rows of the training
+            data, 8 × 128 tokens.
+        every: optimizer steps between looks.
+        spectra_every: looks between those that also read every head's weights.
+        per_head: log every head's entropy and ρ, too.
+        limits: the levels of alarm.
+
+    Attributes:
+        monitor: the `GeometryMonitor` of the training under way, or of the last one, on the first process.
+
+    Raises:
+        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `probe_of` have; or the
+            callback is called by something other than the Trainer's handler.
+    """
+
+    def __init__(
+        self,
+        probe: Int[Tensor, "contexts positions"] | None = None,
+        every: int = 100,
+        *,
+        spectra_every: int = 5,
+        per_head: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        self.monitor: GeometryMonitor | None = None
+        self._probe = probe
+        self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
+        self._per_head = per_head
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find model, probe and handler. Every process looks whether the model can be monitored."""
+        model = unwrap(kwargs["model"])
+        if not state.is_world_process_zero:
+            return
+        _handler()
+        ids = self._probe
+        if ids is None:
+            ids = probe_of(getattr(kwargs["train_dataloader"], "dataset", None))
+        folder = Path(args.output_dir or ".") / FOLDER
+        self.monitor = GeometryMonitor(model, ids, folder=folder, **self._options)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look before the first step."""
+        if self.monitor is not None and self.monitor.last is None:
+            self._look(args, state, control)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look after a step, if a look is due."""
+        self._look(args, state, control)
+
+    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        if self.monitor is None or not state.is_world_process_zero:
+            return
+        numbers = self.monitor(state.global_step)
+        if not numbers or self.monitor.last is None:
+            return
+        if self._per_head:
+            numbers |= scalars(self.monitor.last, per_head=True)
+        logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
+        alarms = told(self.monitor.new_alarms)
+        if alarms:
+            logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
+        # As `Trainer.log` does, but for two things: the bars and prints in the terminal would drown the loss in
+        # these numbers, and a log of the loss that is due at this step must stay due.
+        handler = copy.copy(_handler())
+        handler.callbacks = [
+            c for c in handler.callbacks if not isinstance(c, PrinterCallback | ProgressCallback)
+        ]
+        due = control.should_log
+        handler.on_log(args, state, control, logs)
+        control.should_log = due
+
+
+def _handler() -> CallbackHandler:
+    """The handler that is calling this callback.
+
+    Raises:
+        UsageError: there is none.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back
+    raise UsageError(
+        "GeometryCallback works inside the Trainer of transformers only; in a loop of your own use GeometryMonitor"
+    )

@@ -1,0 +1,370 @@
+"""One look at a model in training: what its heads and its residual stream do on a fixed batch of tokens.
+
+The batch (the probe) goes once through the backbone, in evaluation mode, under the accumulators of a survey. The
+model is left as it was: modes, weights, gradients, hooks, random numbers. What is alarming is not decided here.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.accumulate.attention import AttentionStatistics, Tokens
+from theodolite.accumulate.means import Means, Sample
+from theodolite.accumulate.outliers import Outliers
+from theodolite.accumulate.sums import GROUPS, State
+from theodolite.errors import UsageError, WorkError
+from theodolite.measure.geometry import stream as residual_columns
+from theodolite.measure.heads import head_columns
+from theodolite.measure.localization import entropy_bound
+from theodolite.models import OpenModel
+from theodolite.models.probe import capture_calls
+from theodolite.models.structure import backbone, find_structure, first_tensor
+from theodolite.models.tap import tapped
+from theodolite.models.watch import watched
+from theodolite.theory.attention import MASKED, AttentionInputs, attend
+from theodolite.theory.propagation import empirical_propagation
+from theodolite.theory.regimes import UNDEFINED, regime
+from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
+
+QUERIES = 8
+"""Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
+
+LEAST_LENGTH = 8
+"""Tokens that a context of the probe must have at least, for its queries to be distinct."""
+
+MOMENTS = (
+    "trace",
+    "trace_of_square",
+    "frobenius_squared",
+    "xi",
+    "eta",
+    "xi_symmetric",
+    "eta_symmetric",
+    "r",
+)
+SPECTRA = (*MOMENTS, "spectral_norm", "regime", "entropy_bound")
+"""Columns of the heads table that only a look with `spectra` has."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What was seen at one step.
+
+    Attributes:
+        step: optimizer steps done.
+        heads: one row a head: layer, head; entropy (nats, mean over queries and contexts) and entropy_share (over
+            its maximum, that of a uniform row); propagation (mean ρ of the last query) and propagation_queries
+            (of `QUERIES` queries t with T := t); at_distance (the most mean attention that any one distance gets);
+            sink_first, sink_later, sink_learned, previous_token, same_token as in a survey. With spectra, of W_QK
+            at relative distance 0: `SPECTRA`.
+        layers: one row a residual layer, 0 being the input of the first block: norm, norm_first, rank_collapse,
+            massive_activations, massive_activations_first, outlier_dimensions, as in a survey.
+        seconds: wall time that the look took.
+    """
+
+    step: int
+    heads: pd.DataFrame
+    layers: pd.DataFrame
+    seconds: float
+
+
+class GeometryProbe:
+    """A model, and the tokens on which it is looked at again and again.
+
+    Args:
+        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT.
+        ids: token ids (contexts, positions), without padding.
+
+    Raises:
+        UsageError: the model is of no supported family, is sharded over ranks, or the ids do not fit it.
+        WorkError: its attention, computed from its queries, keys and values, is not its own.
+    """
+
+    def __init__(self, model: nn.Module, ids: Int[Tensor, "contexts positions"]) -> None:
+        unwrapped = unwrap(model)
+        if unwrapped.main_input_name != "input_ids":
+            raise UsageError(
+                f"{type(unwrapped).__name__} reads {unwrapped.main_input_name}: only models of tokens can be monitored"
+            )
+        self.ids = checked_ids(unwrapped, ids)
+        with undisturbed(unwrapped):
+            self.model = _opened(unwrapped, self.ids)
+        self._tokens = Tokens.of(self.ids, self.model.device)
+
+    def look(self, step: int = 0, spectra: bool = True) -> Geometry:
+        """Measure now.
+
+        Args:
+            step: optimizer steps done, for the record.
+            spectra: also read every head's weights, which costs about as much again as the rest.
+
+        Raises:
+            WorkError: hidden states are NaN or infinite; the layer is named.
+        """
+        started = time.perf_counter()
+        watcher = _Watcher(self.model, self._tokens, spectra)
+        with undisturbed(self.model.hf):
+            with watched(self.model, watcher):
+                _forward(self.model.hf, self.ids)
+            attention = watcher.attention_statistics.state()
+            columns = _head_columns(attention, watcher.queries)
+            if spectra:
+                columns |= _spectra(self.model, attention)
+        layers, heads = self.model.layers, self.model.heads
+        places = {
+            "layer": [layer for layer in range(layers) for _ in range(heads)],
+            "head": list(range(heads)) * layers,
+        }
+        rows = [{"layer": layer, **row} for layer, row in enumerate(watcher.residual)]
+        table = pd.DataFrame(rows).drop(columns="cosine_previous")
+        return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The `transformers` model inside DDP, DataParallel, `torch.compile` or PEFT.
+
+    Raises:
+        UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone.
+    """
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        elif callable(getattr(inner, "get_base_model", None)):
+            inner = inner.get_base_model()
+        else:
+            raise UsageError(f"{type(model).__name__} holds no model of transformers; give one that does")
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" or not parameter.numel():
+            raise UsageError(
+                f"{name} is spread over ranks (FSDP, ZeRO 3 or tensor parallel), and one rank alone cannot run "
+                "such a model: train without sharding to monitor it, or survey its checkpoints"
+            )
+    return inner
+
+
+def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts positions"]:
+    """The ids on the CPU, found to fit the model.
+
+    Raises:
+        UsageError: wrong shape or dtype, contexts too short or too long, ids beyond the vocabulary.
+    """
+    if ids.ndim != 2 or ids.dtype.is_floating_point or not len(ids) or ids.shape[1] < LEAST_LENGTH:
+        raise UsageError(
+            f"the probe has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids (contexts, positions), "
+            f"{LEAST_LENGTH} positions or more"
+        )
+    ids = ids.detach().cpu().long()
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise UsageError(
+            f"the probe holds ids from {int(ids.min())} to {int(ids.max())}, the model has {vocabulary} tokens: "
+            "use the model's own tokenizer, and no padding"
+        )
+    return ids
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, no autocast, no compilation; on leaving, all is as it was.
+
+    That is the mode of every single module (some may be frozen in evaluation mode on purpose) and the state of
+    PyTorch's random numbers.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters()}
+    with ExitStack() as undo:
+        if "torch._dynamo" in sys.modules:  # else nothing here is compiled, and the import takes seconds
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(torch.random.fork_rng([d for d in devices if d.type == "cuda"]))
+        for kind in {device.type for device in devices}:
+            undo.enter_context(torch.autocast(kind, enabled=False))
+        undo.enter_context(torch.no_grad())
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The last hidden states, (contexts, positions, d)."""
+    return backbone(model)(input_ids=ids.to(model.device), use_cache=False)[0]
+
+
+def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
+    """The model as the survey sees one, after the tap was found to leave its output as it is."""
+    sample = {"input_ids": ids[:1, :1].to(model.device), "use_cache": False}
+    structure = find_structure(model, sample)
+    calls = capture_calls(model, structure, sample)
+    seen: list[AttentionInputs] = []
+
+    def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+        seen.append(inputs)
+        return attend(inputs)
+
+    few = ids[:1, :LEAST_LENGTH]
+    own = _forward(model, few)
+    with tapped(model, listener):
+        ours = _forward(model, few)
+    error = float((ours - own).double().norm() / own.double().norm().clamp_min(1e-30))
+    # Some families take their softmax in float32 whatever their dtype, ours is; the error grows with depth.
+    if torch.isfinite(own).all() and not error <= 100 * torch.finfo(own.dtype).eps * len(seen):
+        raise WorkError(
+            f"{type(model).__name__}: with attention recomputed from queries, keys and values, its hidden states "
+            f"differ from its own by {error:.1e}; this family cannot be monitored"
+        )
+    causal = all(s.causal if s.mask is None else not bool(s.mask.triu(1).any()) for s in seen)
+    opened = OpenModel(
+        hf=model,
+        tokenizer=None,
+        structure=structure,
+        width=first_tensor(*calls[0]).shape[-1],
+        causal=causal,
+        positions="other",
+        id=type(model).__name__,
+        revision=None,
+        sha256=None,
+        _calls=calls,
+    )
+    if opened.longest is not None and ids.shape[1] > opened.longest:
+        raise UsageError(
+            f"the probe's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
+            "give shorter ones"
+        )
+    return opened
+
+
+class _Watcher:
+    """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
+
+    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
+        contexts, length = tokens.ids.shape
+        self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples=0)
+        self.queries: list[dict[str, Float[Tensor, " heads"]]] = []
+        self.residual: list[dict[str, float]] = []
+        self._tokens = tokens
+        self._spectra = spectra
+        none = torch.empty(0, dtype=torch.int64)
+        self._sample = Sample(torch.full((contexts,), -1), none, none)
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Measure one layer; its sums are dropped at once, for they are as large as a batch of its own."""
+        if not torch.isfinite(hidden.sum(dtype=torch.float32)):
+            raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values")
+        contexts, length, width = hidden.shape
+        means = Means(1, length, width, self._sample)
+        outliers = Outliers(1, width, contexts)
+        means.update(0, hidden, 0)
+        outliers.update(0, hidden, 0)
+        everything = torch.ones(GROUPS, dtype=torch.float64)
+        self.residual.append(residual_columns(means.state(), outliers.state(), 0, everything))
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Only the entropy bound needs the norm of what attention reads."""
+        if self._spectra:
+            self.attention_statistics.update_input(layer, hidden)
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Measure one layer's attention, and compute its output."""
+        self.queries.append(query_columns(inputs))
+        return self.attention_statistics.update(layer, inputs, self._tokens, 0)
+
+
+def query_columns(inputs: AttentionInputs) -> dict[str, Float[Tensor, " heads"]]:
+    """What `QUERIES` queries of each context, evenly spaced up to the last, tell of every head.
+
+    propagation_queries: mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
+    with T := t for query t); over contexts and keys first, then over queries. at_distance: mean attention over
+    contexts and queries to the key at one distance, at the distance where it is largest.
+    """
+    batch, heads, length, _ = inputs.query.shape
+    keys, device = inputs.key.shape[2], inputs.query.device
+    rows = torch.arange(1, QUERIES + 1, device=device) * length // QUERIES - 1
+    mask, bias = inputs.mask, inputs.bias
+    if mask is not None:
+        mask = mask[:, :, rows].expand(batch, heads, -1, -1)
+    elif inputs.causal:
+        mask = (torch.arange(keys, device=device) <= rows[:, None]).expand(batch, heads, -1, -1)
+    if bias is not None:
+        bias = (bias[:, :, rows] if bias.shape[2] > 1 else bias).expand(batch, heads, -1, -1)
+    few = replace(inputs, query=inputs.query[:, :, rows], mask=mask, bias=bias, causal=False)
+    # The rows are a block of their own, so that key j stands in column j but for the keys that none of them sees.
+    (block,) = few.blocks(QUERIES)
+    shares = []
+    for row in block.logits.unbind(dim=2):
+        seen = row[0, 0] > MASKED / 2
+        shares.append(empirical_propagation(row[..., seen]).double().mean(dim=(0, 2)))
+    logits = block.logits.double()
+    if inputs.sink is not None:
+        column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = logits.softmax(dim=-1)
+    distances = rows[:, None] - torch.arange(block.first, block.last, device=device)
+    return {
+        "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
+        "at_distance": _largest_at_distance(weights.mean(dim=0), distances).cpu(),
+    }
+
+
+def _largest_at_distance(
+    weights: Float[Tensor, "heads queries keys"], distances: Int[Tensor, "queries keys"]
+) -> Float[Tensor, " heads"]:
+    """The largest mean weight at one distance, among distances that half of the queries have."""
+    index = (distances - distances.min()).flatten()
+    counts = torch.bincount(index)
+    sums = weights.new_zeros(weights.shape[0], len(counts)).index_add_(1, index, weights.flatten(1))
+    return (sums / counts)[:, counts >= QUERIES // 2].amax(dim=1)
+
+
+def _head_columns(attention: State, queries: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+    columns = head_columns(attention)
+    # A learned sink column is one more outcome beside the keys.
+    outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=1) > 0)[:, None]
+    most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
+    share = torch.tensor(columns["entropy"], dtype=torch.float64) / most
+    of_queries = {name: torch.cat([layer[name] for layer in queries]).tolist() for name in queries[0]}
+    return columns | {"entropy_share": share.tolist()} | of_queries
+
+
+def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
+    """`SPECTRA` of every head; NaN where queries and keys are no affine function of what attention reads."""
+    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
+    for layer in range(model.layers):
+        for name, values in _layer_spectra(model, layer, attention).items():
+            columns[name].extend(values.tolist())
+    return columns
+
+
+def _layer_spectra(model: OpenModel, layer: int, attention: State) -> dict[str, Any]:
+    nan = torch.full((model.heads,), float("nan"), dtype=torch.float64)
+    try:
+        weights = model.head_weights(layer)
+    except WorkError:
+        undefined = regime(nan, nan)
+        return dict.fromkeys(SPECTRA, nan) | {"regime": undefined}
+    moments = qk_moments(weights.w_q, weights.w_k, temperature=1 / weights.scaling)
+    values: dict[str, Any] = {name: getattr(moments, name) for name in MOMENTS}
+    names = regime(moments.xi_symmetric, moments.eta_symmetric)
+    norm = qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling
+    if weights.projection != "projection":
+        # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
+        names[:] = UNDEFINED
+        norm = nan
+    bound = entropy_bound(float(attention["gram_norm"][layer]), norm, attention["visible_keys"][layer])
+    return values | {"spectral_norm": norm, "regime": names, "entropy_bound": bound}

@@ -1,0 +1,215 @@
+"""LocAteR on a model of `transformers`: for a loop of one's own (`Locater`) and for the Trainer (`LocaterCallback`).
+
+The penalty itself is in `locater.py`, and where a model keeps its factors is found by `models/projections.py`.
+Nothing here computes either. No weight is changed: the optimizer does that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from theodolite.errors import UsageError
+from theodolite.models.open import _input as small_input
+from theodolite.models.probe import capture_calls
+from theodolite.models.projections import find_projections
+from theodolite.models.structure import find_structure
+from theodolite.train.geometry import undisturbed, unwrap
+from theodolite.train.locater import Gradient, check_gradient, head_moments, penalty_of_moments
+
+Strength = float | Callable[[int], float]
+"""κ: a number, or a function of how many optimizer steps are done."""
+
+
+class Locater:
+    """The LocAteR penalty of a model, as a differentiable function of its own parameters.
+
+        locater = Locater(model, scale=1e-3, mean=1e-2)
+        loss = model(**batch).loss + locater()
+
+    Args:
+        model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
+            `torch.compile`. Its weights may be trained, loaded and moved to another device afterwards.
+        scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
+        mean: κ₂, on (tr W_QK − 1)².
+        layers: which attention layers, counted from 0; None: all.
+        gradient: "exact" or "published", as in `locater_penalty`.
+
+    W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
+
+    Raises:
+        UsageError: no model of `transformers`, or sharded over ranks; no such layer; a layer whose logits are not
+            a form W_q W_kᵀ of its weights (normalised queries and keys, adapters, quantised weights); all of
+            these weights are frozen; κ is negative or no number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: Strength,
+        mean: Strength,
+        *,
+        layers: Iterable[int] | None = None,
+        gradient: Gradient = "exact",
+    ) -> None:
+        check_gradient(gradient)
+        self._strengths = {"scale": scale, "mean": mean}
+        self._gradient: Gradient = gradient
+        for name, strength in self._strengths.items():
+            if not callable(strength):
+                _check_strength(name, strength)
+        inner = unwrap(model)
+        with undisturbed(inner):
+            sample = small_input(inner, 1)
+            structure = find_structure(inner, sample)
+            calls = capture_calls(inner, structure, sample)
+            self.layers = _selected(layers, len(structure.attention))
+            self._projections = find_projections(inner, structure, calls, self.layers)
+        if not self.parameters:
+            raise UsageError(
+                "all query and key weights of these layers are frozen (requires_grad=False): unfreeze those that "
+                "LocAteR is to change"
+            )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The matrices that the penalty depends on and that are trained, each once."""
+        held = (parameter for layer in self._projections for parameter in layer.parameters)
+        return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
+
+    def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
+        """The penalty now, in float32 or better, summed over heads and layers; `backward` reaches the parameters.
+
+        Args:
+            step: how many optimizer steps are done; needed where a strength is a function of it.
+
+        Raises:
+            UsageError: a strength is a function and no step was given, or it gives a negative or no number.
+        """
+        scale, mean = (self._strength(name, step) for name in ("scale", "mean"))
+        moments = [head_moments(*layer.factors()) for layer in self._projections]
+        device = moments[0][0].device  # layers may be spread over devices
+        traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
+        return penalty_of_moments(traces, squares, scale, mean, self._gradient)
+
+    def table(self) -> pd.DataFrame:
+        """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        rows: list[dict[str, float]] = []
+        with torch.no_grad():
+            for layer in self._projections:
+                pairs = zip(*(moment.tolist() for moment in head_moments(*layer.factors())), strict=True)
+                rows += [
+                    {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
+                    for head, (trace, square) in enumerate(pairs)
+                ]
+        return pd.DataFrame(rows)
+
+    def _strength(self, name: str, step: int | None) -> float:
+        strength = self._strengths[name]
+        if not callable(strength):
+            return strength
+        if step is None:
+            raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
+        return _check_strength(name, strength(step))
+
+
+class LocaterCallback(TrainerCallback):
+    """LocAteR in the Trainer: `Trainer(…, callbacks=[LocaterCallback(scale=1e-3, mean=1e-2)])`.
+
+    At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
+    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
+    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
+    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
+    strengths, is added to it as `locater` in `state.log_history` and for the callbacks that come after this one.
+
+    Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
+    beginning of training on.
+
+    Raises, when training begins:
+        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
+    """
+
+    def __init__(
+        self,
+        scale: Strength,
+        mean: Strength,
+        *,
+        layers: Iterable[int] | None = None,
+        gradient: Gradient = "exact",
+    ) -> None:
+        check_gradient(gradient)
+        self.locater: Locater | None = None
+        self._scale, self._mean = scale, mean
+        self._layers = None if layers is None else list(layers)
+        self._gradient: Gradient = gradient
+        self._penalty: Tensor | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the weights."""
+        if args.deepspeed or args.fsdp:
+            raise UsageError(
+                "LocAteR needs whole query and key weights, and gradients that are the parameters' own: train "
+                "with DDP, without DeepSpeed and FSDP"
+            )
+        self.locater = Locater(
+            kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the penalty's gradient where those of the micro-batches will be added."""
+        assert self.locater is not None  # on_train_begin comes first
+        penalty = self.locater(state.global_step)
+        self._penalty = penalty.detach()
+        scaler = getattr(kwargs["optimizer"], "scaler", None)  # of float16; accelerate keeps it there
+        parameters = self.locater.parameters
+        # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
+        gradients = torch.autograd.grad(penalty if scaler is None else scaler.scale(penalty), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the penalty of the last step to what is logged of the training loss."""
+        logs = kwargs.get("logs") or {}
+        if self._penalty is not None and "loss" in logs:
+            logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
+
+
+def warm_up(strength: float, steps: int) -> Callable[[int], float]:
+    """κ that grows linearly from 0 at step 0 to `strength` at step `steps`, and stays there.
+
+    Raises:
+        UsageError: the strength is negative or no number, or there are no steps.
+    """
+    _check_strength("strength", strength)
+    if steps < 1:
+        raise UsageError(f"steps is {steps}: a warm-up needs one or more")
+    return lambda step: strength * min(step / steps, 1.0)
+
+
+def _check_strength(name: str, strength: float) -> float:
+    if not (math.isfinite(strength) and strength >= 0):
+        raise UsageError(f"{name} is {strength}: give a number of 0 or more")
+    return strength
+
+
+def _selected(layers: Iterable[int] | None, count: int) -> list[int]:
+    selected = list(range(count)) if layers is None else list(layers)
+    wrong = [layer for layer in selected if not 0 <= layer < count]
+    if wrong:
+        raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")
+    if not selected or len(set(selected)) < len(selected):
+        raise UsageError(f"layers is {selected}: name one layer or more, each once")
+    return selected
