@@ -232,4 +232,5 @@ def test_nothing_is_warned_in_a_healthy_training(tmp_path):
     """Oracle: random tokens at a usual rate teach nothing and ruin nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", GeometryWarning)
-        trainer(tmp_path, GeometryCallback(PROBE, every=1), max_steps=12, learning_rate=1e-3).train()
+        done = trainer(tmp_path, GeometryCallback(PROBE, every=1), max_steps=12, learning_rate=1e-3).train()
+    assert done.global_step == 12

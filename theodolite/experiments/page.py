@@ -35,6 +35,12 @@ from theodolite.report.text import visible
 from theodolite.run import Run, writing
 
 RESULT = "result.json"
+SOURCES = {
+    "geometry": "Song & Zhong 2024: Uncovering hidden geometry in Transformers via disentangling position and context.",
+    "localization": "Bao et al. 2024: Self-attention networks localize when QK-eigenspectrum concentrates.",
+}
+"""The paper of each group of experiments."""
+
 MARKS = {HOLDS: "✓", FAILS: "✗", UNTESTABLE: "–"}
 SCHEMA_VERSION = 1
 
@@ -103,6 +109,7 @@ def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
             "title": experiment.title,
             "paper": experiment.paper,
             "model": visible(run.provenance["model"]["id"], 80),
+            "source": SOURCES[experiment.name.partition("/")[0]],
             "subtitle": content.subtitle(run),
             "text_line": content.text_line(run),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],

@@ -326,6 +326,8 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
 def subtitle(run: Run) -> str:
     """One line: what was surveyed on what."""
     model = provenance(run, "model") or {}
+    if model.get("layers") == 0:
+        return "theory alone"
     shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
@@ -340,6 +342,8 @@ def subtitle(run: Run) -> str:
 def text_line(run: Run) -> str:
     """One line on the text that was read, or that none was."""
     corpus = provenance(run, "corpus")
+    if provenance(run, "model", "layers") == 0:
+        return "no model and no text were read"
     if not corpus:
         return "from its weights alone, no text read"
     size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"
