@@ -162,8 +162,8 @@ def open_model(
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     _refuse_bad_numbers(model)
-    structure = find_structure(model, _input(model, 1))
-    calls = capture_calls(model, structure, _input(model, 1))
+    structure = find_structure(model, small_input(model, 1))
+    calls = capture_calls(model, structure, small_input(model, 1))
     causal, bias = _verify(model, structure)
     return OpenModel(
         hf=model,
@@ -282,7 +282,7 @@ def _refuse_bad_numbers(model: nn.Module) -> None:
             )
 
 
-def _input(model: PreTrainedModel, length: int) -> dict[str, Any]:
+def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     """A small valid input: the first `length` token ids, or an image of noise."""
     generator = torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
@@ -310,7 +310,7 @@ def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
         seen.append(inputs)
         return attend(inputs)
 
-    sample = _input(model, VERIFIED_LENGTH)
+    sample = small_input(model, VERIFIED_LENGTH)
     own = _attention_outputs(model, structure, sample)
     with tapped(model, listener):
         ours = _attention_outputs(model, structure, sample)

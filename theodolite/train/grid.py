@@ -37,7 +37,7 @@ from theodolite.train.grid_text import TextFiles, kept_text, load_text
 from theodolite.train.localizing import Recipe, Setting, Training
 from theodolite.train.locater import Gradient
 from theodolite.train.loop import threads as using
-from theodolite.train.loop import writing
+from theodolite.train.loop import write_whole, writing
 
 ROUND = 5000
 """Steps by which every training goes on before any goes further."""
@@ -129,9 +129,8 @@ def _claim(job: Job) -> None:
     place = job.folder / "grid.json"
     if not place.exists():
         with writing(job.folder):
-            temporary = place.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(claim, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, place)
+            text = json.dumps(claim, indent=2) + "\n"
+            write_whole(place, lambda path: path.write_text(text, encoding="utf-8"), f".{os.getpid()}")
     if json.loads(place.read_text(encoding="utf-8")) != claim:
         raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.texts import Document
-from theodolite.train.loop import writing
+from theodolite.train.loop import write_whole, writing
 from theodolite.train.tiny_text import Source, train_tokenizer
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
@@ -120,15 +120,14 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
         text = files.read()
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = place.with_suffix(f".{os.getpid()}")
             facts = {
                 "sha256": text.sha256,
                 "tokens_per_word": text.tokens_per_word,
                 "tokenizer": text.tokenizer.to_str(),
             }
             metadata = {"text": json.dumps(facts)}  # one entry: safetensors keeps no order of several
-            save_file({"train": text.train, "held_out": text.held_out}, temporary, metadata=metadata)
-            os.replace(temporary, place)
+            tensors = {"train": text.train, "held_out": text.held_out}
+            write_whole(place, lambda path: save_file(tensors, path, metadata=metadata), f".{os.getpid()}")
     text = load_text(folder)
     if text.sha256 != files.sha256():
         raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")

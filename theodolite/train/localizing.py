@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,7 +28,7 @@ from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.decoder import Decoder, DecoderShape, as_opt
 from theodolite.train.grid_text import GridText
 from theodolite.train.locater import Gradient, locater_penalty
-from theodolite.train.loop import SEEDS, writing
+from theodolite.train.loop import SEEDS, write_whole, writing
 
 BETAS = (0.9, 0.999)
 EARLY = (1, 2, 5, 10, 20, 50, 100)
@@ -183,7 +181,7 @@ class Training:
         with writing(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
-            _replace(
+            write_whole(
                 place, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             )
 
@@ -203,12 +201,12 @@ class Training:
         metadata = {"step": str(self.step)}
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self._checkpoint, lambda path: save_file(tensors, path, metadata=metadata))
+            write_whole(self._checkpoint, lambda path: save_file(tensors, path, metadata=metadata))
             losses, heads = self.tables()
-            _replace(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
-            _replace(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
+            write_whole(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
+            write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             kept = {name: self.history[name] for name in ("steps", "propagation")}
-            _replace(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
+            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -231,7 +229,7 @@ class Training:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not place.exists():
-                _replace(place, lambda path: path.write_text(claim, encoding="utf-8"))
+                write_whole(place, lambda path: path.write_text(claim, encoding="utf-8"))
         if place.read_text(encoding="utf-8") != claim:
             raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
         if not self._checkpoint.exists():
@@ -320,9 +318,3 @@ class Training:
 def _standard_error(values: Float[Tensor, " windows"]) -> float:
     """Over windows, as if they were independent."""
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_suffix(".temporary")
-    write(temporary)
-    os.replace(temporary, path)

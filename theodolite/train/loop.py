@@ -28,6 +28,7 @@ from theodolite.interrupt import interruptible
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
+TEMPORARY = ".temporary"
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
@@ -137,7 +138,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
     A folder that does not say has to have a checkpoint, which `_restore` has judged by what is written in it.
     """
     folder = checkpoint.parent
-    claim, temporary = folder / "identity.json", folder / "identity.temporary"
+    claim = folder / "identity.json"
     if claim.exists():
         try:
             found = json.loads(claim.read_text(encoding="utf-8"))
@@ -146,12 +147,12 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
         if found != identity:
             raise _another(folder)
         return
-    if folder.is_dir() and not checkpoint.exists() and set(folder.iterdir()) - {temporary}:
+    if folder.is_dir() and not checkpoint.exists() and set(folder.iterdir()) - {claim.with_suffix(TEMPORARY)}:
         raise UsageError(f"{folder} does not say which training it holds; remove it to begin anew.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, claim)
+        text = json.dumps(identity, indent=2) + "\n"
+        write_whole(claim, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _another(folder: Path) -> UsageError:
@@ -167,11 +168,9 @@ def _checkpoint(
         tensors[name] = parameter.detach()
         tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
-    temporary = path.with_suffix(".temporary")
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
+        write_whole(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
 
 
 def _restore(
@@ -190,6 +189,16 @@ def _restore(
             moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     return step
+
+
+def write_whole(path: Path, write: Callable[[Path], object], suffix: str = TEMPORARY) -> None:
+    """Let `write` make the file under another name and rename it: what has the name is whole.
+
+    `suffix` is that of the other name; several processes that write the same file need one each.
+    """
+    temporary = path.with_suffix(suffix)
+    write(temporary)
+    os.replace(temporary, path)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
-from theodolite.models.open import _input as small_input
+from theodolite.models.open import small_input
 from theodolite.models.probe import capture_calls
 from theodolite.models.projections import find_projections
 from theodolite.models.structure import find_structure
