@@ -143,12 +143,33 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
     assert len([name for name in others if "." not in name]) == 1
 
 
+def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("the angle is read twice and the mean of both is kept as the angle " * 400)
+    grid = tmp_path / "grid"
+    train = ("train", "locater", "--text", words, "--held-out", words, "--vocabulary", "words", "--out", grid)
+    status, stdout, stderr = call(*train, "--steps", 1, "--means", "0,1", "--decays", "0.01", "--seeds", 2)
+    assert status == 0, stderr
+    assert stdout.count("held-out perplexity") == 6
+    assert stdout.rstrip().endswith(str(grid))
+    status, stdout, stderr = call("reproduce", "localization/fig8,localization/fig9,localization/fig1", grid)
+    assert status == 0, stderr
+    said = " ".join(stdout.split())
+    assert "With stronger κ₂ the attention entropy increases" in said
+    assert "localization/figure9 is left out: the grid has no training of 3 layers" in said
+    assert said.endswith(f"Page: {grid}/reproduce/index.html")
+    assert (grid / "reproduce" / "localization-figure1" / "index.html").is_file()
+    status, stdout, _ = call("reproduce", "localization/fig7", grid, "--json")
+    assert json.loads(stdout)["name"] == "localization/figure7"
+
+
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
     def file(name: str, data: bytes) -> Path:
         (tmp_path / name).write_bytes(data)
         return tmp_path / name
 
-    survey = ["survey", model, "--out", tmp_path / "run", "--corpus"]
+    out = tmp_path / "run"
+    survey = ["survey", model, "--out", out, "--corpus"]
     return {
         "missing text": ([*survey, tmp_path / "no.txt"], "no file or folder"),
         "empty text": ([*survey, file("empty.txt", b"")], "empty"),
@@ -190,6 +211,28 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         "head without layer": (
             ["reproduce", "geometry/figure6", model, "--head", 1],
             "both --layer and --head",
+        ),
+        "a grid's figure without a grid": (
+            ["reproduce", "localization/figure8", model],
+            "give the folder that `theodolite train locater` wrote",
+        ),
+        "theory with a model": (["reproduce", "localization/figure1", model], "leave out MODEL"),
+        "a grid of nothing": (
+            [
+                "train",
+                "locater",
+                "--text",
+                text,
+                "--held-out",
+                text,
+                "--means",
+                "",
+                "--decays",
+                "",
+                "--out",
+                out,
+            ],
+            "at least one",
         ),
         "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
         "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),

@@ -18,6 +18,7 @@ from theodolite import __version__
 from theodolite.errors import UsageError
 from theodolite.interrupt import interruptible
 from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
+from theodolite.training_cli import training
 
 if TYPE_CHECKING:
     from theodolite.corpus import Corpus
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
 )
+app.add_typer(training, name="train")
 
 Model = Annotated[
     str | None,
@@ -198,7 +200,8 @@ def reproduce_command(
     """Make published tables and figures again for a model, with a verdict on each claim.
 
     The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
-    theory alone (localization/figure1 to figure5) need no model; their pages go to runs/localization.
+    theory alone (localization/figure1 to figure5) need no model; their pages go to runs/localization. Those of
+    trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
@@ -206,105 +209,57 @@ def reproduce_command(
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
         from theodolite.experiments.registry import check_options, of_theory
+        from theodolite.experiments.regularised import grid_run, of_grid
         from theodolite.experiments.study import Focus, theory_run
+        from theodolite.report.page import write_report
+        from theodolite.surveyor import survey
+        from theodolite.train.grid import is_grid
 
         if name is None:
             print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
             return
-        from theodolite.report.page import write_report
-        from theodolite.surveyor import survey
-
         experiments, focus = find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
-        console = screen if as_json else Console()
-        if of_theory(experiments):
-            unread = {"MODEL": model, "--corpus": corpus, "--length": length, "--device": device}
-            _refuse_unread(name, unread | {"--device-map": device_map, "--revision": revision})
+        unread: dict[str, object] = {"--corpus": corpus, "--length": length, "--device": device}
+        unread |= {"--device-map": device_map, "--revision": revision}
+        if model is not None and is_grid(model):
+            _refuse_unread(f"{name} of a grid reads no text and opens no model", unread)
+            study, pages = Study(grid_run(model)), out or Path(model) / "reproduce"
+        elif of_grid(experiments):
+            raise UsageError(
+                f"{name} is read from a grid of trainings: give the folder that `theodolite train locater` wrote"
+            )
+        elif of_theory(experiments):
+            _refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]
-            page = run_experiments(experiments, Study(theory_run(seed)), pages, console, as_json=as_json)
-            _say_page(page, as_json)
-            return
-        opened = _open(model, dtype, device, device_map, revision)
-        read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
-        second = other and _read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
+            study = Study(theory_run(seed))
+        else:
+            opened = _open(model, dtype, device, device_map, revision)
+            read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
+            second = other and _read_corpus(
+                opened, other, read.contexts.shape[1], contexts, seed, text_column
+            )
+            folder = out or _default_folder(opened, read)
+            pages = folder / "reproduce"
 
-        def surveyed(a_model: OpenModel, text: Any, place: Path | None) -> Run:
-            with progress(f"surveying {_short(text.name)}", "contexts", stopped) as show:
-                return survey(a_model, text, place, seed=seed, show_progress=show)
+            def surveyed(a_model: OpenModel, text: Any, place: Path | None) -> Run:
+                with progress(f"surveying {_short(text.name)}", "contexts", stopped) as show:
+                    return survey(a_model, text, place, seed=seed, show_progress=show)
 
-        folder = out or _default_folder(opened, read)
-        pages = folder / "reproduce"
-        run = surveyed(opened, read, folder)
-        if not (folder / "report" / "index.html").is_file():
-            write_report(run, folder / "report")
-        study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
-        page = run_experiments(experiments, study, pages, console, as_json=as_json)
-        _say_page(page, as_json)
-
-
-@app.command("train")
-def train_command(
-    out: Annotated[Path, typer.Option(help="Folder for the model and its tokenizer.")],
-    kind: Annotated[
-        str, typer.Argument(help="embedded (the model inside this package), characters or addition.")
-    ] = "embedded",
-    text: Annotated[
-        Path | None, typer.Option(help="Text that characters reads, such as Shakespeare's plays.")
-    ] = None,
-    digits: Annotated[
-        str | None, typer.Option(help="Digits of what addition adds, as 10 or 5-10 [default: 5-10].")
-    ] = None,
-    positions: Annotated[str | None, typer.Option(help="learned or rotary [default: learned].")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None,
-    batch: Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")] = None,
-    rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")] = None,
-    series: Annotated[
-        bool, typer.Option("--series", help="Keep weights along the way, as OUT/series.")
-    ] = False,
-    seed: Seed = 0,
-    threads: Annotated[int, typer.Option(help="Processor cores to use.")] = 2,
-) -> None:
-    """Train a small model: the embedded one again, one of characters, or one that adds.
-
-    Example: theodolite train addition --positions rotary --out adder --seed 0
-    """
-    with one_line_errors():
-        import transformers
-
-        from theodolite.train.command import train
-
-        transformers.utils.logging.disable_progress_bar()
-        options = {
-            "positions": positions,
-            "steps": steps,
-            "batch": batch,
-            "learning_rate": rate,
-            "series": series or None,
-        }
-        for line in train(
-            kind,
-            out,
-            text=text,
-            digits=digits,
-            options=options,
-            seed=seed,
-            threads=threads,
-            console=screen,
-        ):
-            print(line)
-        print(out)
+            run = surveyed(opened, read, folder)
+            if not (folder / "report" / "index.html").is_file():
+                write_report(run, folder / "report")
+            study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
+        page = run_experiments(experiments, study, pages, screen if as_json else Console(), as_json=as_json)
+        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
 
 
-def _refuse_unread(name: str, given: Mapping[str, object]) -> None:
-    """Refuse what an experiment of theory alone does not read, rather than ignore it."""
+def _refuse_unread(who: str, given: Mapping[str, object]) -> None:
+    """Refuse what is not read, rather than ignore it."""
     for what, value in given.items():
         if value is not None:
-            raise UsageError(f"{name} is theory alone and reads no model and no text: leave out {what}")
-
-
-def _say_page(page: Path | None, as_json: bool) -> None:
-    (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+            raise UsageError(f"{who}: leave out {what}")
 
 
 def _open(

@@ -155,7 +155,6 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"held_out": None}, "--held-out"),
         ({"gradient": "best"}, "exact or published"),
         ({"means": "0,x"}, "numbers with commas"),
         ({"layers": "1.5"}, "numbers with commas"),

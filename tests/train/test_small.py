@@ -7,7 +7,9 @@ import io
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from theodolite.arithmetic import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
 from theodolite.train import command, small
-from theodolite.train.command import train
+from theodolite.train.command import train_addition, train_characters, train_embedded
 from theodolite.train.small import PUBLISHED, learning_rate, train_small
 from theodolite.train.small_tasks import IGNORED, Additions, Characters
 
@@ -215,28 +217,28 @@ def test_rates_are_as_published() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "options", "says"),
+    ("text", "options", "says"),
     [
-        ("poems", None, {}, "no kind of model; choose embedded, characters or addition"),
-        ("characters", None, {}, "give --text FILE"),
-        ("addition", "x.txt", {}, "--text is for characters"),
-        ("embedded", None, {"positions": "rotary"}, "--positions is for characters and addition"),
-        ("addition", None, {"positions": "alibi"}, "choose learned or rotary"),
-        ("addition", None, {"steps": 0}, "steps is 0; it must be positive"),
-        ("characters", "missing.txt", {}, "cannot be read as UTF-8 text"),
+        (None, {"positions": "alibi"}, "choose learned or rotary"),
+        (None, {"steps": 0}, "steps is 0; it must be positive"),
+        ("missing.txt", {}, "cannot be read as UTF-8 text"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_line(
-    tmp_path: Path, kind: str, text: str | None, options: dict, says: str
+    tmp_path: Path, text: str | None, options: dict, says: str
 ) -> None:
     """Oracle: the words."""
-    path = None if text is None else tmp_path / text
+    train = (
+        partial(train_addition, digits="10")
+        if text is None
+        else partial(train_characters, text=tmp_path / text)
+    )
     with pytest.raises(UsageError, match=says):
-        train(kind, tmp_path / "m", text=path, options=options, seed=0, threads=1, console=quiet())
+        train(tmp_path / "m", options=options, seed=0, threads=1, console=quiet())
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["embedded", "addition"])
+@pytest.mark.parametrize("train", [train_embedded, partial(train_addition, digits="10")])
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -246,12 +248,11 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     ],
 )
 def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(
-    tmp_path: Path, kind: str, change: dict, says: str
+    tmp_path: Path, train: Callable[..., list[str]], change: dict, says: str
 ) -> None:
     """Oracle: the words."""
-    numbers = {"seed": 0, "threads": 1} | change
     with pytest.raises(UsageError, match=says):
-        train(kind, tmp_path / "m", text=None, options={}, **numbers, console=quiet())
+        train(tmp_path / "m", options={}, console=quiet(), **({"seed": 0, "threads": 1} | change))
     assert not list(tmp_path.iterdir())
 
 
@@ -259,5 +260,5 @@ def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, monkeypatch: 
     """Oracle: English."""
     result = {"accuracy": 0.5, "accuracy_by_digits": {"1": 0.0, "2": 0.25}}
     monkeypatch.setattr(command, "train_small", lambda *_, **__: result)
-    lines = train("addition", tmp_path, text=None, options={}, seed=0, threads=1, console=quiet())
+    lines = train_addition(tmp_path, "10", {}, seed=0, threads=1, console=quiet())
     assert lines == ["accuracy 50.0% in distribution; 1 digit 0.0%, 2 digits 25.0%"]

@@ -271,7 +271,7 @@ def test_the_card_states_data_steps_losses_and_the_call(trained: tuple[Path, tin
     assert "384 tokens in all" in text
     assert "train_tiny('model', sources=…, config=TinyConfig(layers=1, heads=2, width=16, length=16" in text
     named = tiny.card(result, replace(TinyConfig(), steps=9, seed=4), True)
-    assert "`theodolite train --out model --steps 9 --seed 4 --threads 1`" in named
+    assert "`theodolite train embedded --out model --steps 9 --seed 4 --threads 1`" in named
     assert "psfl" in named
 
 

@@ -20,6 +20,7 @@ from theodolite.experiments.localization_walks import LOCALIZATION_WALKS
 from theodolite.experiments.positional import POSITIONAL
 from theodolite.experiments.positional_logits import POSITIONAL_LOGITS
 from theodolite.experiments.qk import QK
+from theodolite.experiments.regularised import REGULARISED
 from theodolite.experiments.separation import SEPARATION
 from theodolite.experiments.smoothness import SMOOTHNESS
 from theodolite.experiments.tables import TABLES
@@ -61,7 +62,7 @@ _THEORY = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for experiment in [*_MEASURED, claims(_MEASURED), *_THEORY, *BEHAVIOUR, *TEXT_WALK]
+    for experiment in [*_MEASURED, claims(_MEASURED), *_THEORY, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 }
 """All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 

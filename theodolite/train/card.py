@@ -85,7 +85,7 @@ def command(result: TinyResult, config: TinyConfig, python_text: bool) -> str:
     }
     if python_text and changed.keys() <= {"steps", "seed"}:
         options = {"out": result.folder.name, **changed, "threads": result.threads}
-        return "theodolite train " + " ".join(f"--{name} {value}" for name, value in options.items())
+        return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     text = "" if python_text else "sources=…, "
     return (

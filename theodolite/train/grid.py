@@ -43,6 +43,7 @@ ROUND = 5000
 """Steps by which every training goes on before any goes further."""
 
 POINTS = "points"
+CLAIM = "grid.json"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def train_grid(
 def _claim(job: Job) -> None:
     """Write into the folder how its trainings are made, unless it says the same already."""
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
-    place = job.folder / "grid.json"
+    place = job.folder / CLAIM
     if not place.exists():
         with writing(job.folder):
             text = json.dumps(claim, indent=2) + "\n"
@@ -270,6 +271,11 @@ class Point:
     summary: dict[str, Any] | None
 
 
+def is_grid(folder: str | Path) -> bool:
+    """Whether a grid of trainings is there, finished or not."""
+    return (Path(folder) / CLAIM).is_file()
+
+
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
     """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
 
@@ -278,7 +284,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
     """
     folder = Path(folder)
     try:
-        recipe = json.loads((folder / "grid.json").read_text(encoding="utf-8"))
+        recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
     points = [_point(place) for place in sorted((folder / POINTS).glob("*")) if _readable(place)]

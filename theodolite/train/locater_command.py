@@ -37,8 +37,8 @@ class LocaterOptions:
         device: of all of them.
     """
 
-    text: Path | None
-    held_out: Path | None
+    text: Path
+    held_out: Path
     layers: str | None = None
     widths: str | None = None
     means: str | None = None
@@ -58,10 +58,6 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
         UsageError: an option is wrong, or as `train_grid`.
         WorkError: as `train_grid`.
     """
-    if options.text is None or options.held_out is None:
-        raise UsageError(
-            "locater needs a text to read and one to judge on; give --text FILE and --held-out FILE."
-        )
     if options.gradient not in get_args(Gradient):
         raise UsageError(f"--gradient is '{options.gradient}'; choose {' or '.join(get_args(Gradient))}.")
     if options.seeds < 1:

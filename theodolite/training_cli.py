@@ -1,0 +1,175 @@
+"""`theodolite train KIND`: the commands of the trainers. Nothing is trained here, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.screen import one_line_errors, screen
+
+training = typer.Typer(
+    help="Train a small model: the embedded one again, one of characters, one that adds, or a grid with LocAteR.\n\n"
+    "Example: theodolite train addition --digits 10 --series --out adder",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Out = Annotated[Path, typer.Option(help="Folder for the model and its tokenizer.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps [default: as published].")]
+Batch = Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")]
+Rate = Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")]
+Positions = Annotated[str, typer.Option(help="learned or rotary.")]
+Series = Annotated[bool, typer.Option("--series", help="Keep weights along the way, as OUT/series.")]
+Seed = Annotated[int, typer.Option(help="Of every random choice.")]
+Threads = Annotated[int, typer.Option(help="Processor cores to use.")]
+
+
+@training.command("embedded")
+def embedded_command(
+    out: Out,
+    steps: Steps = None,
+    batch: Batch = None,
+    rate: Rate = None,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Train the model inside this package again, on the text inside every Python.
+
+    Example: theodolite train embedded --out topics --seed 0
+    """
+    with one_line_errors():
+        from theodolite.train.command import train_embedded
+
+        options = {"steps": steps, "batch": batch, "learning_rate": rate}
+        _say(train_embedded(out, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+
+
+@training.command("characters")
+def characters_command(
+    out: Out,
+    text: Annotated[Path, typer.Option(help="Text to read, such as Shakespeare's plays.")],
+    positions: Positions = "learned",
+    steps: Steps = None,
+    batch: Batch = None,
+    rate: Rate = None,
+    series: Series = False,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Train a model of the characters of a text.
+
+    Song & Zhong 2024, appendix A.2, has sizes, rate and steps.
+
+    Example: theodolite train characters --text shakespeare.txt --series --out shakespeare
+    """
+    with one_line_errors():
+        from theodolite.train.command import train_characters
+
+        options = {
+            "positions": positions,
+            "steps": steps,
+            "batch": batch,
+            "learning_rate": rate,
+            "series": series,
+        }
+        _say(train_characters(out, text, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+
+
+@training.command("addition")
+def addition_command(
+    out: Out,
+    digits: Annotated[str, typer.Option(help="Digits of what is added, as 10 or 5-10.")] = "5-10",
+    positions: Positions = "learned",
+    steps: Steps = None,
+    batch: Batch = None,
+    rate: Rate = None,
+    series: Series = False,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Train a model that adds two numbers.
+
+    Song & Zhong 2024, appendices A.2 and D.3, has sizes, rate and steps.
+
+    Example: theodolite train addition --digits 10 --positions rotary --series --out adder
+    """
+    with one_line_errors():
+        from theodolite.train.command import train_addition
+
+        options = {
+            "positions": positions,
+            "steps": steps,
+            "batch": batch,
+            "learning_rate": rate,
+            "series": series,
+        }
+        _say(train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+
+
+@training.command("locater")
+def locater_command(
+    out: Annotated[Path, typer.Option(help="Folder of the grid; one that is there is gone on with.")],
+    text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")],
+    held_out: Annotated[Path, typer.Option(help="Text to judge on.")],
+    layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None,
+    widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None,
+    means: Annotated[
+        str | None,
+        typer.Option(help="κ₂ of trainings with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
+    ] = None,
+    decays: Annotated[
+        str | None,
+        typer.Option(help="Weight decays of trainings without; '' for none [default: 0,0.01,0.1,1,10]."),
+    ] = None,
+    gradient: Annotated[
+        str, typer.Option(help="Of LocAteR's second term: exact, or published (as printed, and wrong).")
+    ] = "exact",
+    vocabulary: Annotated[
+        str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
+    side_by_side: Annotated[int, typer.Option(help="Trainings at a time, on a core each.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+) -> None:
+    """Train with LocAteR and without: every depth, width, κ₂ or weight decay, and seed.
+
+    Bao et al. 2024, section 7. Numbers have commas between them. The trainings go on in rounds of 5,000 steps, and
+    can be stopped and started again at any time.
+
+    Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2
+    """
+    with one_line_errors():
+        from theodolite.train.locater_command import LocaterOptions, train_locater
+
+        options = LocaterOptions(
+            text,
+            held_out,
+            layers,
+            widths,
+            means,
+            decays,
+            gradient,
+            vocabulary,
+            seeds,
+            steps,
+            side_by_side,
+            device,
+        )
+        _say(train_locater(out, options, _quiet_screen()), out)
+
+
+def _quiet_screen() -> Console:
+    """Where trainers say how they are, without the bars of `transformers` between their lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return screen
+
+
+def _say(lines: list[str], out: Path) -> None:
+    for line in [*lines, str(out)]:
+        print(line)
