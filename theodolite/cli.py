@@ -200,7 +200,7 @@ def reproduce_command(
     """Make published tables and figures again for a model, with a verdict on each claim.
 
     The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
-    theory alone (localization/figure1 to figure5) need no model; their pages go to runs/localization. Those of
+    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Those of
     trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
@@ -208,7 +208,7 @@ def reproduce_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
-        from theodolite.experiments.registry import check_options, of_theory
+        from theodolite.experiments.registry import check_options, stand_alone
         from theodolite.experiments.regularised import grid_run, of_grid
         from theodolite.experiments.study import Focus, theory_run
         from theodolite.report.page import write_report
@@ -221,19 +221,25 @@ def reproduce_command(
         experiments, focus = find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
+
+        def say(line: str) -> None:
+            if stopped():
+                raise KeyboardInterrupt
+            screen.print(line, style="dim", markup=False, highlight=False)
+
         unread: dict[str, object] = {"--corpus": corpus, "--length": length, "--device": device}
         unread |= {"--device-map": device_map, "--revision": revision}
         if model is not None and is_grid(model):
             _refuse_unread(f"{name} of a grid reads no text and opens no model", unread)
-            study, pages = Study(grid_run(model)), out or Path(model) / "reproduce"
+            study, pages = Study(grid_run(model), say=say), out or Path(model) / "reproduce"
         elif of_grid(experiments):
             raise UsageError(
                 f"{name} is read from a grid of trainings: give the folder that `theodolite train locater` wrote"
             )
-        elif of_theory(experiments):
+        elif stand_alone(experiments):
             _refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]
-            study = Study(theory_run(seed))
+            study = Study(theory_run(seed), say=say)
         else:
             opened = _open(model, dtype, device, device_map, revision)
             read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
@@ -250,8 +256,12 @@ def reproduce_command(
             run = surveyed(opened, read, folder)
             if not (folder / "report" / "index.html").is_file():
                 write_report(run, folder / "report")
-            study = Study(run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus)
-        page = run_experiments(experiments, study, pages, screen if as_json else Console(), as_json=as_json)
+            study = Study(
+                run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus, say=say
+            )
+        page = run_experiments(
+            experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
+        )
         (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
 
 

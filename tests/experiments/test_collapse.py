@@ -12,12 +12,11 @@ from theodolite.experiments.collapse import (
     BEHIND,
     LENGTH,
     PACES,
-    RISE,
     SMOOTHED,
     STALLED,
+    Signs,
     behind,
     collapse,
-    noticed,
     rises,
     stalls,
 )
@@ -27,8 +26,12 @@ FALLING = 4 - 0.01 * np.arange(200.0)
 """0.01 nats a step, so 1 nat in the steps over which a stall is judged."""
 
 
+SIGNS = Signs(rise=0.05, gain=0.01)
+
+
 def test_a_falling_loss_is_not_noticed():
-    assert noticed(FALLING) is None
+    assert rises(FALLING, SIGNS) is None
+    assert stalls(FALLING, SIGNS) is None
     assert behind(FALLING, FALLING) is None
 
 
@@ -38,15 +41,14 @@ def test_a_rise_is_noticed_when_the_mean_of_twenty_exceeds_its_minimum():
     losses[100:] = losses[99] + 1 + 0.01 * np.arange(100)
     means = [losses[t - SMOOTHED + 1 : t + 1].mean() for t in range(SMOOTHED - 1, 200)]
     lowest = np.minimum.accumulate(means)
-    expected = next(t for t, (mean, low) in enumerate(zip(means, lowest, strict=True)) if mean > low + RISE)
-    assert rises(losses) == expected + SMOOTHED
-    assert noticed(losses) == rises(losses)
+    expected = next(t for t, (mean, low) in enumerate(zip(means, lowest, strict=True)) if mean > low + 0.05)
+    assert rises(losses, SIGNS) == expected + SMOOTHED
 
 
 def test_a_loss_that_is_no_number_is_a_rise():
     losses = FALLING.copy()
     losses[50] = math.nan
-    assert rises(losses) == 51
+    assert rises(losses, SIGNS) == 51
 
 
 def test_a_stall_is_noticed_after_its_steps():
@@ -55,8 +57,20 @@ def test_a_stall_is_noticed_after_its_steps():
     losses[60:] = losses[60]
     means = pd.Series(losses).rolling(SMOOTHED).mean()
     expected = next(t for t in range(STALLED + SMOOTHED, 200) if means[t - STALLED] - means[t] < 0.01)
-    assert stalls(losses) == expected + 1
-    assert rises(losses) is None
+    assert stalls(losses, SIGNS) == expected + 1
+    assert rises(losses, SIGNS) is None
+
+
+def test_signs_are_the_weakest_that_no_healthy_loss_shows():
+    """Oracle: noisy losses; at the signs none is noticed, and just inside them one rises and one stalls."""
+    random = np.random.default_rng(0)
+    healthy = [4 - 0.01 * np.arange(300) + random.normal(0, 0.3, 300) for _ in range(3)]
+    signs = Signs.beyond(healthy)
+    assert [rises(losses, signs) for losses in healthy] == [None] * 3
+    assert [stalls(losses, signs) for losses in healthy] == [None] * 3
+    weaker = Signs(signs.rise * (1 - 1e-9), signs.gain * (1 + 1e-9))
+    assert sum(rises(losses, weaker) is not None for losses in healthy) == 1
+    assert sum(stalls(losses, weaker) is not None for losses in healthy) == 1
 
 
 def test_behind_by_a_constant():

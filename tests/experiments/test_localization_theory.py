@@ -24,7 +24,7 @@ from theodolite.experiments.localization_theory import (
     best_clamped_line,
 )
 from theodolite.experiments.localization_walks import PREDICTED, beyond
-from theodolite.experiments.registry import EXPERIMENTS, of_theory
+from theodolite.experiments.registry import EXPERIMENTS, stand_alone
 from theodolite.experiments.shapes import THETA, centre, spread, width
 from theodolite.experiments.study import theory_run
 from theodolite.experiments.walks import Simulation, WalkSetting, simulate
@@ -171,8 +171,8 @@ def test_limits_in_which_both_variances_agree_only_in_the_middle_of_the_shape():
 
 def test_theory_needs_no_run_and_says_so(tmp_path):
     theory = find("localization/figure1,localization/figure4")
-    assert of_theory(theory)
-    assert not of_theory([*theory, EXPERIMENTS["localization/walk"]])
+    assert stand_alone(theory)
+    assert not stand_alone([*theory, EXPERIMENTS["localization/walk"]])
     with pytest.raises(UsageError, match="needs a run"):
         reproduce("localization/walk")
     run = theory_run(seed=5)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from tests import checkpoints
@@ -54,6 +55,7 @@ def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Tra
         "per_device_train_batch_size": len(data),
         "max_grad_norm": 0.0,
         "learning_rate": RATE,
+        "report_to": "none",
     } | arguments
     trainer = Trainer(
         model=model,
@@ -62,7 +64,6 @@ def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Tra
             use_cpu=True,
             optim="sgd",
             lr_scheduler_type="constant",
-            report_to="none",
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
@@ -228,6 +229,19 @@ def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
     assert len(logged) == 3
     assert logged[0] == pytest.approx(first, rel=1e-5)
     assert logged[2] < logged[0]
+
+
+def test_the_penalty_reaches_tensorboard(tmp_path):
+    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log."""
+    model = checkpoints.build("llama2")
+    trainer = trained(
+        model, examples(4), tmp_path, [LocaterCallback(SCALE, MEAN)], max_steps=2, report_to="tensorboard"
+    )
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
+    found = events.Scalars("train/locater")
+    assert [event.step for event in found] == [1, 2]
+    assert [event.value for event in found] == pytest.approx(logged, rel=1e-6)
 
 
 def test_gradients_are_scaled_with_the_loss_in_float16():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,13 @@ def list_as_json() -> list[dict[str, Any]]:
 
 
 def run_experiments(
-    experiments: list[Experiment], study: Study, place: Path, console: Console, *, as_json: bool
+    experiments: list[Experiment],
+    study: Study,
+    place: Path,
+    console: Console,
+    *,
+    as_json: bool,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Path | None:
     """Make, write and show each experiment, and return the page to open: its own, or the index of several.
 
@@ -63,12 +69,15 @@ def run_experiments(
     Raises:
         UsageError: none of them could be made.
         WorkError: the pages cannot be written.
+        KeyboardInterrupt: `stopped` said so between two of them.
     """
     results: list[dict[str, Any]] = []
     said: set[Verdict] = set()
     passed: list[str] = []
     page: Path | None = None
     for experiment in experiments:
+        if stopped():
+            raise KeyboardInterrupt
         try:
             outcome = study.outcome(experiment)
         except UsageError as error:

@@ -17,6 +17,7 @@ from theodolite.experiments.heads import HEADS
 from theodolite.experiments.localization_limits import LOCALIZATION_LIMITS
 from theodolite.experiments.localization_theory import LOCALIZATION_THEORY
 from theodolite.experiments.localization_walks import LOCALIZATION_WALKS
+from theodolite.experiments.monitored import MONITORED
 from theodolite.experiments.positional import POSITIONAL
 from theodolite.experiments.positional_logits import POSITIONAL_LOGITS
 from theodolite.experiments.qk import QK
@@ -58,11 +59,12 @@ _MEASURED = sorted(
     key=lambda experiment: place_of(experiment.name),
 )
 
-_THEORY = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS]
+_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
+"""These need no model and no text: theory, and trainings of their own."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for experiment in [*_MEASURED, claims(_MEASURED), *_THEORY, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
+    for experiment in [*_MEASURED, claims(_MEASURED), *_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 }
 """All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 
@@ -134,9 +136,9 @@ def find(name: str) -> list[Experiment]:
     return list(found.values())
 
 
-def of_theory(experiments: list[Experiment]) -> bool:
-    """Whether all of them are theory alone, so that no model need be opened and no text read."""
-    return all(experiment in _THEORY for experiment in experiments)
+def stand_alone(experiments: list[Experiment]) -> bool:
+    """Whether no model need be opened and no text read for any of them."""
+    return all(experiment in _ALONE for experiment in experiments)
 
 
 def check_options(experiments: list[Experiment], given: list[str]) -> None:

@@ -58,6 +58,7 @@ class Study:
         folder: where surveys of other texts are kept and looked for; None: in memory.
         survey: how a further text is surveyed.
         focus: the prompt and the head of the experiments that have one.
+        say: what an experiment that works for minutes tells of its progress.
     """
 
     run: Run
@@ -67,6 +68,7 @@ class Study:
     folder: Path | None = None
     survey: Survey = survey
     focus: Focus = field(default_factory=Focus)
+    say: Callable[[str], None] = lambda line: None
     _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
     _runs: dict[str, Run] = field(default_factory=dict, repr=False)
     _shared: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -197,13 +199,13 @@ def reproduce(
     Raises:
         UsageError: no such experiment, or the run, the model or the text lacks what it needs.
     """
-    from theodolite.experiments.registry import find, of_theory
+    from theodolite.experiments.registry import find, stand_alone
 
     chosen = find(name)
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
     if run is None:
-        if not of_theory(chosen):
+        if not stand_alone(chosen):
             raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
         run = theory_run()
     return Study(run, model, corpus, other, focus=focus or Focus()).outcome(chosen[0])

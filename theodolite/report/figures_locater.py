@@ -60,7 +60,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
             "title": {"text": "step" if row == down - 1 else ""},
         }
         layout[f"yaxis{suffix}"] = {
-            "domain": [top - height, top],
+            "domain": [max(0.0, top - height), top],  # rounding may leave the last row below 0
             "anchor": f"x{suffix}",
             "type": "log" if panel.logarithmic else "linear",
             "exponentformat": "power",

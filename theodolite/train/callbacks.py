@@ -1,33 +1,21 @@
 """The monitor inside the `transformers` Trainer: its numbers go wherever the Trainer's own numbers go.
 
-A callback sees neither the Trainer nor its trackers, and those come before it. So this one finds the handler that
-calls it, and passes its numbers on as `Trainer.log` would. Nothing is measured or judged here.
+Nothing is measured or judged here.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from theodolite.errors import UsageError
+from theodolite.models.live import unwrap
 from theodolite.train.alarms import Limits, told
-from theodolite.train.geometry import unwrap
 from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
+from theodolite.train.trackers import find_handler, pass_on
 
 FOLDER = "geometry"
 """Folder of the tables, in the Trainer's `output_dir`."""
@@ -80,7 +68,7 @@ class GeometryCallback(TrainerCallback):
         model = unwrap(kwargs["model"])
         if not state.is_world_process_zero:
             return
-        _handler()
+        find_handler()
         ids = self._probe
         if ids is None:
             ids = probe_of(getattr(kwargs["train_dataloader"], "dataset", None))
@@ -115,29 +103,4 @@ class GeometryCallback(TrainerCallback):
         if state.epoch is not None:
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
-        # As `Trainer.log` does, but for two things: the bars and prints in the terminal would drown the loss in
-        # these numbers, and a log of the loss that is due at this step must stay due.
-        handler = copy.copy(_handler())
-        handler.callbacks = [
-            c for c in handler.callbacks if not isinstance(c, PrinterCallback | ProgressCallback)
-        ]
-        due = control.should_log
-        handler.on_log(args, state, control, logs)
-        control.should_log = due
-
-
-def _handler() -> CallbackHandler:
-    """The handler that is calling this callback.
-
-    Raises:
-        UsageError: there is none.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler):
-            return caller
-        frame = frame.f_back
-    raise UsageError(
-        "GeometryCallback works inside the Trainer of transformers only; in a loop of your own use GeometryMonitor"
-    )
+        pass_on(args, state, control, logs)

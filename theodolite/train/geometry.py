@@ -6,10 +6,7 @@ model is left as it was: modes, weights, gradients, hooks, random numbers. What 
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +25,7 @@ from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns
 from theodolite.measure.localization import entropy_bound
 from theodolite.models import OpenModel
+from theodolite.models.live import undisturbed, unwrap
 from theodolite.models.probe import capture_calls
 from theodolite.models.structure import backbone, find_structure, first_tensor
 from theodolite.models.tap import tapped
@@ -131,31 +129,6 @@ class GeometryProbe:
         return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The `transformers` model inside DDP, DataParallel, `torch.compile` or PEFT.
-
-    Raises:
-        UsageError: there is none, or its weights are spread over ranks, so that no rank can run it alone.
-    """
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
-            inner = inner._orig_mod
-        elif isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
-        elif callable(getattr(inner, "get_base_model", None)):
-            inner = inner.get_base_model()
-        else:
-            raise UsageError(f"{type(model).__name__} holds no model of transformers; give one that does")
-    for name, parameter in inner.named_parameters():
-        if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" or not parameter.numel():
-            raise UsageError(
-                f"{name} is spread over ranks (FSDP, ZeRO 3 or tensor parallel), and one rank alone cannot run "
-                "such a model: train without sharding to monitor it, or survey its checkpoints"
-            )
-    return inner
-
-
 def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts positions"]:
     """The ids on the CPU, found to fit the model.
 
@@ -175,30 +148,6 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
             "use the model's own tokenizer, and no padding"
         )
     return ids
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no autocast, no compilation; on leaving, all is as it was.
-
-    That is the mode of every single module (some may be frozen in evaluation mode on purpose) and the state of
-    PyTorch's random numbers.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {parameter.device for parameter in model.parameters()}
-    with ExitStack() as undo:
-        if "torch._dynamo" in sys.modules:  # else nothing here is compiled, and the import takes seconds
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(torch.random.fork_rng([d for d in devices if d.type == "cuda"]))
-        for kind in {device.type for device in devices}:
-            undo.enter_context(torch.autocast(kind, enabled=False))
-        undo.enter_context(torch.no_grad())
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
 
 def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
+from theodolite.models.live import undisturbed, unwrap
 from theodolite.models.open import small_input
 from theodolite.models.probe import capture_calls
 from theodolite.models.projections import find_projections
 from theodolite.models.structure import find_structure
-from theodolite.train.geometry import undisturbed, unwrap
 from theodolite.train.locater import Gradient, check_gradient, head_moments, penalty_of_moments
+from theodolite.train.trackers import pass_on
 
 Strength = float | Callable[[int], float]
 """κ: a number, or a function of how many optimizer steps are done."""
@@ -127,7 +128,7 @@ class LocaterCallback(TrainerCallback):
     theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
     averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
     through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
-    strengths, is added to it as `locater` in `state.log_history` and for the callbacks that come after this one.
+    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers.
 
     Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
     beginning of training on.
@@ -185,6 +186,7 @@ class LocaterCallback(TrainerCallback):
         logs = kwargs.get("logs") or {}
         if self._penalty is not None and "loss" in logs:
             logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
+            pass_on(args, state, control, {"locater": self._penalty.item()})  # the trackers had `logs` before
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:

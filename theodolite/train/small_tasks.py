@@ -91,6 +91,11 @@ class Characters:
             ) from error
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
+        return cls.of_text(text, length)
+
+    @classmethod
+    def of_text(cls, text: str, length: int = 128) -> Characters:
+        """The characters of a text of at least 20 contexts."""
         characters = "".join(sorted(set(text)))
         index = {character: i for i, character in enumerate(characters)}
         ids = np.array([index[character] for character in text], dtype=np.int64)
