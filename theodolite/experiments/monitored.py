@@ -80,7 +80,7 @@ def _compared(runs: pd.DataFrame) -> list[Comparison]:
     found = []
     for pace, rows in runs.groupby("pace", sort=False):
         moments = (
-            f"{what} at step {_steps(rows[column])}"
+            f"{what} {_steps(rows[column])}"
             for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
         )
         final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
@@ -89,10 +89,15 @@ def _compared(runs: pd.DataFrame) -> list[Comparison]:
 
 
 def _steps(values: pd.Series) -> str:
-    return ", ".join("never" if pd.isna(value) else f"{value:.0f}" for value in values)
+    if values.isna().all():
+        return "never"
+    return "at step " + ", ".join("never" if pd.isna(value) else f"{value:.0f}" for value in values)
 
 
 def _moments(runs: pd.DataFrame) -> Exhibit:
+    runs = runs.sort_values(
+        "pace", key=lambda names: names.map([pace.name for pace in PACES].index), kind="stable"
+    )
     rows = [f"{row.pace}, seed {row.seed}" for row in runs.itertuples()]
     columns = ("first_alarm", "loss_notices", "behind_healthy")
     moments = [runs[name].to_numpy(dtype=np.float64) for name in columns]

@@ -161,13 +161,13 @@ def vocabulary_of(model: OpenModel) -> Any:
 
 
 def theory_run(seed: int = 0) -> Run:
-    """What stands for the run of experiments that need none: no tables, and the provenance of theory alone."""
+    """What stands for the run of experiments that need none: no tables, and the provenance of nothing read."""
     empty = pd.DataFrame()
     provenance = {
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": "theory alone, no model",
+            "id": "no model",
             "sha256": None,
             "architecture": "no model",
             "layers": 0,
@@ -190,7 +190,7 @@ def reproduce(
 
     Args:
         name: such as `geometry/table1`; `theodolite.experiments.EXPERIMENTS` has them all.
-        run: from `survey` or `Run.load`; None for experiments of theory alone.
+        run: from `survey` or `Run.load`; None for experiments that read none.
         model: the model of the run; only some experiments need it.
         corpus: the text of the run; only some experiments need it.
         other: a second text for those that compare two; None: random tokens.

@@ -327,7 +327,7 @@ def subtitle(run: Run) -> str:
     """One line: what was surveyed on what."""
     model = provenance(run, "model") or {}
     if model.get("layers") == 0:
-        return "theory alone"
+        return "theory, or trainings of its own"
     shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
