@@ -19,6 +19,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.onepass import OnePass
 from theodolite.run import Run
 from theodolite.surveyor import spectra, survey
+from theodolite.theory.regimes import regime_margins
 
 LENGTH = 40
 
@@ -190,6 +191,16 @@ def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoin
         assert 0.1 < row.entropy_bound <= row.entropy
 
 
+def test_the_margin_of_a_regime_is_how_far_its_name_reaches(opened, corpus):
+    """Oracle: `regime_margins` of the table's own ξ and η, whose tests have oracles of their own."""
+    run = survey(opened("llama2"), corpus)
+    for suffix in ("", "_data"):
+        xi, eta = (run.heads[f"{name}_symmetric{suffix}"].to_numpy() for name in ("xi", "eta"))
+        expected = regime_margins(xi, eta)
+        assert run.heads[f"regime{suffix}"].tolist() == expected.name.tolist()
+        np.testing.assert_allclose(run.heads[f"regime_margin{suffix}"], expected.margin, rtol=1e-9)
+
+
 def test_what_follows_from_logits_is_left_open_where_no_matrix_gives_them(opened, corpus):
     """Qwen 3 normalises queries and keys: scaling W_q would change the spectrum and not the attention."""
     run = survey(opened("qwen3"), corpus)
@@ -197,6 +208,7 @@ def test_what_follows_from_logits_is_left_open_where_no_matrix_gives_them(opened
     assert run.heads.trace.notna().all()
     assert run.heads.entropy_bound.isna().all()
     assert set(run.heads.regime) == {"undefined"}
+    assert run.heads.regime_margin.isna().all()
     assert run.arrays["propagation_predicted"].isnan().all()
 
 

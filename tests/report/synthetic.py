@@ -212,6 +212,7 @@ def _heads(generator: np.random.Generator, blocks: int, heads: int, length: int)
             f"eta_symmetric{suffix}": np.sqrt(np.abs(square) + 1) / 8,
             f"r{suffix}": trace / 8,
             f"regime{suffix}": [REGIMES[int(i)] for i in generator.integers(0, 6, count)],
+            f"regime_margin{suffix}": np.abs(trace) / 100,
         }
     first = generator.random(count) ** 3
     first[-1] = 0.97

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
-from theodolite.theory.regimes import UNDEFINED, regime
+from theodolite.theory.regimes import UNDEFINED, regime_margins
 from theodolite.theory.spectrum import QKMoments, qk_eigenvalues, qk_moments, qk_spectral_norm
 
 MOMENTS = (
@@ -95,17 +95,18 @@ class Localization:
         nan = torch.full((heads,), math.nan, dtype=torch.float64)
         if weights is None:
             values: dict[str, list[float | str]] = {name: nan.tolist() for name in MOMENTS}
-            values["regime"] = [UNDEFINED] * heads
+            values |= {"regime": [UNDEFINED] * heads, "regime_margin": nan.tolist()}
             spectrum = nan[:, None, None].expand(heads, head_width, 2)
             predicted = nan[:, None].expand(heads, length or 0)
         else:
             moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
             values = {name: getattr(moments, name).tolist() for name in MOMENTS}
-            values["regime"] = regime(moments.xi_symmetric, moments.eta_symmetric).tolist()
+            named = regime_margins(moments.xi_symmetric, moments.eta_symmetric)
+            values |= {"regime": named.name.tolist(), "regime_margin": named.margin.tolist()}
             spectrum = torch.view_as_real(qk_eigenvalues(weights.w_q, weights.w_k, covariance))
             predicted = _predicted(moments, weights.scaling, length)
             if not weights.exact:
-                values["regime"] = [UNDEFINED] * heads
+                values |= {"regime": [UNDEFINED] * heads, "regime_margin": nan.tolist()}
                 predicted = torch.full_like(predicted, math.nan)
         for name, column in values.items():
             self.columns.setdefault(name + suffix, []).extend(column)

@@ -217,6 +217,15 @@ _SPECTRAL = [
         f"{BAO}, Lemma 2",
     ),
     Measure(
+        "regime_margin",
+        "margin of the regime",
+        SPECTRUM,
+        "How far the quantity that decides the regime is from its nearest threshold: 0.02 is a name by a hair, 0.3 a "
+        "clear one.",
+        "share",
+        f"{BAO}, Lemma 2",
+    ),
+    Measure(
         "r",
         "r = ξη",
         SPECTRUM,
