@@ -27,7 +27,7 @@ from theodolite.surveyor import survey
 
 OF_THE_SURVEY = [*TABLES, *POSITIONAL, *CONTEXTS, *SMOOTHNESS, *DEPTH]
 FROM_THE_RUN = [made.name for made in OF_THE_SURVEY if "model" not in made.needs]
-CLAIMS = claims(OF_THE_SURVEY)
+CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
 
 
 def changed(run: Run, **columns: object) -> Run:

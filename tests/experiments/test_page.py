@@ -19,7 +19,7 @@ from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.tables import TABLES
 from theodolite.run import Run
 
-CLAIMS = replace(claims([*TABLES, *CONTEXTS]), name="geometry/some-claims")
+CLAIMS = replace(claims("geometry", "all", [*TABLES, *CONTEXTS]), name="geometry/some-claims")
 FIGURE_2 = EXPERIMENTS["geometry/figure2"]
 
 

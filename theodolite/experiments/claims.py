@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from theodolite.experiments.study import Study
 
 
-def claims(experiments: list[Experiment]) -> Experiment:
-    """The experiment that collects the verdicts of `experiments`."""
+def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
+    """The experiment that collects the verdicts of `experiments`.
+
+    Args:
+        group: their name before the slash. paper: what the paper claims, in a sentence.
+    """
 
     def make(study: Study) -> Outcome:
         verdicts: list[Verdict] = []
@@ -37,9 +41,9 @@ def claims(experiments: list[Experiment]) -> Experiment:
         return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)
 
     return Experiment(
-        "geometry/claims",
+        f"{group}/claims",
         "Every claim that the other experiments judge, on one page",
-        "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent (section 2)",
+        paper,
         (),
         make,
         tuple(sorted({option for experiment in experiments for option in experiment.options})),

@@ -62,9 +62,26 @@ _MEASURED = sorted(
 _ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
 """These need no model and no text: theory, and trainings of their own."""
 
+_LOCALIZATION = [*_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
+
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for experiment in [*_MEASURED, claims(_MEASURED), *_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
+    for experiment in [
+        *_MEASURED,
+        claims(
+            "geometry",
+            "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent "
+            "(section 2)",
+            _MEASURED,
+        ),
+        *sorted(_LOCALIZATION, key=lambda experiment: place_of(experiment.name)),
+        claims(
+            "localization",
+            "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and entropy "
+            "collapses (abstract)",
+            _LOCALIZATION,
+        ),
+    ]
 }
 """All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 
