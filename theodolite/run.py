@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.files import write_whole, writing
 
 SCHEMA_VERSION = 2
 
@@ -228,31 +229,13 @@ class Workspace:
     def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
         """Replace what was saved before, at once or not at all."""
         metadata = {"notes": json.dumps({**notes, "fingerprint": self.fingerprint})}
-        temporary = self._file.with_suffix(".writing")
+        whole = {name: t.contiguous() for name, t in tensors.items()}
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata)
-                os.replace(temporary, self._file)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_whole(self._file, lambda path: save_file(whole, path, metadata))
 
     def finish(self, run: Run) -> Run:
         """Write the run and forget the progress."""
         saved = run.save(self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
         return saved
-
-
-@contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Turn what a disk says into one line that names the target."""
-    try:
-        yield
-    except safetensors.SafetensorError as error:  # how safetensors reports a full disk
-        raise WorkError(f"cannot write {target}: {error}") from error
-    except (FileExistsError, NotADirectoryError) as error:
-        raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
-    except OSError as error:
-        raise WorkError(f"cannot write {target}: {error.strerror or error}") from error

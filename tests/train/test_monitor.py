@@ -203,5 +203,5 @@ def test_impossible_numbers_and_folders_are_refused(tmp_path):
     with pytest.raises(UsageError, match="must be 1 or more"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, every=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(WorkError, match="cannot be written"):
+    with pytest.raises(WorkError, match="cannot write"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path / "file")(0)

@@ -28,11 +28,12 @@ from theodolite.experiments.base import (
     harmless,
     place_of,
 )
+from theodolite.files import write_text, writing
 from theodolite.report import content
-from theodolite.report.page import PLOTLY, block_of, environment, replace_file, themes
+from theodolite.report.page import PLOTLY, block_of, environment, themes
 from theodolite.report.payload import script_json
 from theodolite.report.text import visible
-from theodolite.run import Run, writing
+from theodolite.run import Run
 
 RESULT = "result.json"
 SOURCES = {
@@ -84,7 +85,7 @@ def write_outcome(experiment: Experiment, outcome: Outcome, run: Run, place: str
         temporary.mkdir(parents=True)
         try:
             if not (place / PLOTLY).is_file():
-                replace_file(place / PLOTLY, get_plotlyjs())
+                write_text(place / PLOTLY, get_plotlyjs())
             (temporary / "index.html").write_text(page, encoding="utf-8")
             (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
             for name, table in outcome.tables.items():
@@ -145,7 +146,7 @@ def write_index(place: str | Path) -> Path | None:
     }
     page = _rendered("experiments.html.j2", values)
     with writing(place):
-        replace_file(place / "index.html", page)
+        write_text(place / "index.html", page)
     return place / "index.html"
 
 

@@ -7,7 +7,6 @@ The page's strings come from anybody's files: the template escapes all of them, 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from dataclasses import dataclass
 from importlib import resources
@@ -17,13 +16,14 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from theodolite.files import write_text, writing
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, summarise
 from theodolite.report.text import visible
-from theodolite.run import Run, writing
+from theodolite.run import Run
 
 SECTIONS = ("position", "context", "depth", "heads", "constituents", "head", "sinks", "outliers")
 PLOTLY = "plotly.min.js"
@@ -55,8 +55,8 @@ def write_report(run: Run, folder: str | Path) -> Path:
     with writing(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / PLOTLY, get_plotlyjs())
-            replace_file(folder / "index.html", page)
+            write_text(folder / PLOTLY, get_plotlyjs())
+            write_text(folder / "index.html", page)
         except BaseException:
             if not existed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -145,14 +145,3 @@ def themes() -> dict[str, Any]:
         "dark": style.template(dark=True).to_plotly_json(),
         "swaps": style.dark_swaps(),
     }
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path` under a temporary name and rename it."""
-    temporary = path.with_name(path.name + ".writing")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

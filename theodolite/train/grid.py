@@ -32,12 +32,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.files import write_whole, writing
 from theodolite.interrupt import interruptible
 from theodolite.train.grid_text import TextFiles, kept_text, load_text
 from theodolite.train.localizing import Recipe, Setting, Training
 from theodolite.train.locater import Gradient
 from theodolite.train.loop import threads as using
-from theodolite.train.loop import write_whole, writing
 
 ROUND = 5000
 """Steps by which every training goes on before any goes further."""

@@ -23,8 +23,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.files import write_whole, writing
 from theodolite.texts import Document
-from theodolite.train.loop import write_whole, writing
 from theodolite.train.tiny_text import Source, train_tokenizer
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"

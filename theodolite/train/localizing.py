@@ -24,11 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.files import write_text, write_whole, writing
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.decoder import Decoder, DecoderShape, as_opt
 from theodolite.train.grid_text import GridText
 from theodolite.train.locater import Gradient, locater_penalty
-from theodolite.train.loop import SEEDS, write_whole, writing
+from theodolite.train.loop import SEEDS
 
 BETAS = (0.9, 0.999)
 EARLY = (1, 2, 5, 10, 20, 50, 100)
@@ -181,9 +182,7 @@ class Training:
         with writing(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
-            write_whole(
-                place, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-            )
+            write_text(place, json.dumps(summary, indent=2) + "\n")
 
     def save(self) -> None:
         """Write the checkpoint, and what was measured as tables; each file whole or not at all.
@@ -229,7 +228,7 @@ class Training:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not place.exists():
-                write_whole(place, lambda path: path.write_text(claim, encoding="utf-8"))
+                write_text(place, claim)
         if place.read_text(encoding="utf-8") != claim:
             raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
         if not self._checkpoint.exists():

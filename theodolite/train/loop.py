@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,17 +17,17 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.files import TEMPORARY, write_text, write_whole, writing
 from theodolite.interrupt import interruptible
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
-TEMPORARY = ".temporary"
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
@@ -147,12 +146,16 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
         if found != identity:
             raise _another(folder)
         return
-    if folder.is_dir() and not checkpoint.exists() and set(folder.iterdir()) - {claim.with_suffix(TEMPORARY)}:
+    if (
+        folder.is_dir()
+        and not checkpoint.exists()
+        and set(folder.iterdir()) - {claim.with_name(claim.name + TEMPORARY)}
+    ):
         raise UsageError(f"{folder} does not say which training it holds; remove it to begin anew.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(identity, indent=2) + "\n"
-        write_whole(claim, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(claim, text)
 
 
 def _another(folder: Path) -> UsageError:
@@ -189,27 +192,6 @@ def _restore(
             moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     return step
-
-
-def write_whole(path: Path, write: Callable[[Path], object], suffix: str = TEMPORARY) -> None:
-    """Let `write` make the file under another name and rename it: what has the name is whole.
-
-    `suffix` is that of the other name; several processes that write the same file need one each.
-    """
-    temporary = path.with_suffix(suffix)
-    write(temporary)
-    os.replace(temporary, path)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong while writing into one line."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise WorkError(
-            f"{folder} cannot be written ({error}); free some space or give another folder."
-        ) from error
 
 
 @contextmanager

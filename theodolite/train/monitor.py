@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Sized
@@ -22,6 +21,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.files import write_text, writing
 from theodolite.train.alarms import Alarm, Alarms, Limits, told
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryProbe
 
@@ -143,17 +143,13 @@ class Record:
         if self._folder is None:
             return []
         tables: dict[str, list[dict[str, Any]]] = {}
-        try:
+        with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for name in FILES:
                 path = self._folder / f"{name}.jsonl"
                 lines = path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []
                 tables[name] = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
-                temporary = path.with_suffix(".writing")
-                temporary.write_text("".join(_line(row) for row in tables[name]), encoding="utf-8")
-                os.replace(temporary, path)
-        except OSError as error:
-            raise WorkError(f"{self._folder} cannot be written: {error.strerror or error}") from error
+                write_text(path, "".join(_line(row) for row in tables[name]))
         heads, layers = (_by_step(tables[name]) for name in ("heads", "layers"))
         return [Geometry(at, heads[at], layers[at], 0.0) for at in sorted(heads.keys() & layers.keys())]
 
@@ -171,12 +167,10 @@ class Record:
             "layers": [at | row for row in geometry.layers.to_dict("records")],
             "alarms": [alarm.as_dict() for alarm in alarms],
         }
-        try:
+        with writing(self._folder):
             for name, lines in rows.items():
                 with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
                     file.write("".join(map(_line, lines)))
-        except OSError as error:
-            raise WorkError(f"{self._folder} cannot be written: {error.strerror or error}") from error
 
 
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:

@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
-from theodolite.train.loop import Loop, check_numbers, fit, warmed_up, writing
+from theodolite.files import writing
+from theodolite.train.loop import Loop, check_numbers, fit, warmed_up
 from theodolite.train.loop import threads as using
 from theodolite.train.small_tasks import Task
 

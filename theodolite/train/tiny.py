@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError
+from theodolite.files import writing
 from theodolite.train.card import card
-from theodolite.train.loop import Loop, check_numbers, fit, warmed_up, writing
+from theodolite.train.loop import Loop, check_numbers, fit, warmed_up
 from theodolite.train.loop import threads as using
 from theodolite.train.tiny_text import (
     END_OF_TEXT,
