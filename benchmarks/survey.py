@@ -2,6 +2,9 @@
 
 `python -m benchmarks.survey` builds a random model of GPT-2's size and compares, on the same batches and in
 turns, the bare `sdpa` forward pass of its backbone with the same pass under all accumulators of a survey.
+
+Once as the `theodolite` command runs, whose process keeps the memory that it has got from the system, and once as a
+library is called, with the C library's own settings.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from theodolite.allocator import keep_pages
 from theodolite.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.models.structure import backbone
@@ -85,6 +89,7 @@ def time_ratios(rounds: int, contexts: int) -> None:
 
 def peak_memory(contexts: int) -> None:
     """Print the peak memory of a survey; run in a process of its own."""
+    keep_pages()
     model = gpt2(layers=4)
     survey(model, Corpus.random_tokens(50257, LENGTH, contexts), batch=2)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -112,10 +117,18 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ratios", choices=["command", "library"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
         peak_memory(arguments.memory)
-    else:
+    elif arguments.ratios:
+        if arguments.ratios == "command":
+            keep_pages()
         time_ratios(arguments.rounds, arguments.contexts)
+    else:
+        for how in ("command", "library"):
+            print(f"as a {how}:", flush=True)
+            command = [sys.executable, "-m", "benchmarks.survey", "--ratios", how, *sys.argv[1:]]
+            subprocess.run(command, check=True)
         memory_ratio()
         start_up()

@@ -13,7 +13,7 @@ PACKAGE = Path(theodolite.__file__).parent
 
 # From the ground up; a module may import from its own line and from those before it.
 LAYERS = [
-    {"errors", "interrupt"},
+    {"allocator", "errors", "interrupt"},
     {"files"},
     {"texts", "arithmetic", "theory"},
     {"corpus", "models", "accumulate"},

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from theodolite import __version__
+from theodolite.allocator import keep_pages
 from theodolite.errors import UsageError
 from theodolite.interrupt import interruptible
 from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
@@ -320,4 +321,5 @@ def _short(name: str) -> str:
 
 def main() -> None:
     """The entry point of the `theodolite` command."""
+    keep_pages()
     app(prog_name="theodolite")

@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import Outliers
-from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
+from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums
 from theodolite.corpus import Corpus
 from theodolite.errors import WorkError
@@ -119,13 +119,14 @@ class OnePass:
                 f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32"
             )
         self.means.update(layer, hidden, self._first)
-        self.residual.update(layer, hidden[:, 1:].flatten(0, 1))
-        self.sketches.update(layer, hidden[:, 1:], self._first)
+        centred = Centred.of(hidden[:, 1:])
+        self.residual.update_centred(layer, centred)
+        self.sketches.update_centred(layer, centred, self._first)
         self.outliers.update(layer, hidden, self._first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
-        self.inputs.update(layer, hidden[:, 1:].flatten(0, 1))
+        self.inputs.update_centred(layer, Centred.of(hidden[:, 1:]))
         self.attention_statistics.update_input(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:

@@ -25,7 +25,9 @@ from theodolite.theory.decomposition import PARTS, Decomposition
 SPLIT_CONTEXTS = 8
 """Contexts of a corpus whose logits are split in a survey: a fixed cost, whatever the corpus."""
 
-TOKENS_A_PASS = 4096
+TOKENS_A_PASS = 2048
+"""Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
+a second pass."""
 
 COLUMNS = ["layer", "head", "query", "key", "share", "standard_error"]
 

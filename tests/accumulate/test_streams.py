@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from theodolite.accumulate.means import Means, Sample, decomposed_means
 from theodolite.accumulate.outliers import Outliers
-from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
-from theodolite.accumulate.sums import GROUPS, Groups
+from theodolite.accumulate.second_moments import (
+    MomentSketches,
+    SecondMoments,
+    _square,
+    covariance,
+    low_rank,
+)
+from theodolite.accumulate.sums import GROUPS, Groups, each_part
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
 
@@ -85,6 +91,52 @@ def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):
     expected = np.atleast_2d(np.cov(rows.double().numpy().T, bias=True))
     scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal())) + 1e-12 * offset**2
     assert (np.abs(covariance(one.state(), 0).numpy() - expected) <= 2e-6 * scale + 1e-12).all()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(4088, 64), (50, 7), (9, 1)])
+def test_a_product_of_float32_rows_is_within_their_rounding(rows, width):
+    """Oracle: numpy in float64. A sum of n products is off by at most n·2⁻²⁴ of the rows' norms, mostly by √n."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    x[:, 0] *= 1e3
+    product = _square(x)
+    assert torch.equal(product, product.T)
+    exact = x.double().numpy()
+    norms = np.linalg.norm(exact, axis=0)
+    error = np.abs(product.double().numpy() - exact.T @ exact)
+    assert (error <= 8 * np.sqrt(rows) * 2.0**-24 * np.outer(norms, norms)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hidden_states_are_read_and_not_written(dtype):
+    h = hidden(dtype)
+    before = h.clone()
+    filled(h, [3, 4])
+    _sketched(h[0], [(0, 7)])
+    SecondMoments(1, WIDTH).update(0, h[0].flatten(0, 1))
+    assert torch.equal(h, before)
+
+
+def test_parts_side_by_side_are_those_one_by_one():
+    """In order, each on one thread, in the caller's mode; the caller's threads are as they were, errors come out."""
+    before = torch.get_num_threads()
+
+    def work(part: slice) -> tuple[int, int, bool]:
+        return part.start, torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def fail(part: slice) -> None:
+        raise ValueError(part.start)
+
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    assert each_part(work, 7, torch.device("cpu")) == [(i, 1, inference) for i in range(7)]
+            with pytest.raises(ValueError, match="0"):
+                each_part(fail, 7, torch.device("cpu"))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_empty_parts_merge_to_nothing():

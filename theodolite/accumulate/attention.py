@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, State, cache_sized
+from theodolite.accumulate.sums import LayerSums, State, each_part
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
 from theodolite.theory.propagation import empirical_propagation
 from theodolite.theory.singular import largest_singular_value
 
 BLOCK = 64
 """Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
+
+GRAM_TOLERANCE = 1e-4
+"""Relative residual at which ‖X‖₂ is known: its own error is of second order in it, below float32's rounding."""
 
 SINK_THRESHOLD = 0.3
 """ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
@@ -89,11 +93,22 @@ class AttentionStatistics(LayerSums):
     ) -> Float[Tensor, "batch queries heads value_width"]:
         """Take in one layer's attention and return its output."""
         batch, heads, length, _ = inputs.query.shape
-        value = inputs.value
+        value, device = inputs.value, inputs.value.device
         output = value.new_empty(batch, length, heads, value.shape[-1])
-        for part in cache_sized(batch, value.device):
-            self._update(layer, _part(inputs, part), tokens, part, first_context + part.start, output[part])
-        device = value.device
+        seen_by = inputs.visible_queries()
+        enough = seen_by - 1 >= least_queries(length)
+
+        def work(part: slice) -> dict[str, Tensor]:
+            return _statistics(inputs.of_contexts(part), tokens, part, output[part])
+
+        found = each_part(work, batch, device)
+        received = torch.cat([sums.pop("received") for sums in found]) / seen_by.clamp_min(1)
+        for sums in found:
+            for name, sum_ in sums.items():
+                self.add(name, layer, sum_)
+        self.add("received", layer, received.sum(dim=0))
+        self._sinks(layer, (received > SINK_THRESHOLD) & enough, tokens.ids)
+        self._examples(layer, received * enough, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         self.add("contexts", layer, torch.tensor(float(batch), dtype=torch.float64, device=device))
         self.add("repeated", layer, torch.tensor(float(tokens.repeated), dtype=torch.float64, device=device))
@@ -101,55 +116,13 @@ class AttentionStatistics(LayerSums):
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Take in the attention module's input X: ‖XXᵀ‖₂ = ‖X‖₂², the largest over contexts."""
-        for part in cache_sized(hidden.shape[0], hidden.device):
+
+        def work(part: slice) -> Tensor:
             x = hidden[part].to(torch.promote_types(hidden.dtype, torch.float32))
-            self.add("gram_norm", layer, largest_singular_value(x).max() ** 2)
+            return largest_singular_value(x, tolerance=GRAM_TOLERANCE).max() ** 2
 
-    def _update(
-        self,
-        layer: int,
-        inputs: AttentionInputs,
-        tokens: Tokens,
-        part: slice,
-        first_context: int,
-        output: Tensor,
-    ) -> None:
-        batch, heads, length, _ = inputs.query.shape
-        received = output.new_zeros(batch, heads, length, dtype=torch.float64)
-        for number, block in enumerate(inputs.blocks(BLOCK)):
-            start, stop, first, last = block.start, block.stop, block.first, block.last
-            if stop == length:
-                self._last_query(layer, block.logits[:, :, -1], first)
-            weights, share, entropy, learned = _softmax(block.logits, inputs.sink)
-            summed = weigh(weights, inputs.value[:, :, first:last]) * share.unsqueeze(-1)
-            output[:, start:stop] = summed.transpose(1, 2)
-            received[:, :, first:last] += (share.unsqueeze(-2) @ weights).squeeze(-2)
-            self.at("entropy", layer, output.device)[:, start:stop] += entropy.double().sum(dim=0)
-            if learned is not None:
-                self.add("learned", layer, learned.double().sum(dim=(0, 2)))
-            # Column c of the block is key first + c; row r's previous key is start + r − 1.
-            diagonal = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-            previous = diagonal * share[:, :, -diagonal.shape[-1] :]
-            self.add("previous", layer, previous.double().sum(dim=(0, 2)))
-            for context, (row, key) in enumerate(tokens.pairs[number][part]):
-                row, key = row.to(output.device), key.to(output.device)  # layers may be on several devices
-                seen = (key >= first) & (key < last)
-                row, key = row[seen], key[seen]
-                same = weights[context][:, row, key - first] * share[context][:, row]
-                self.add("same", layer, same.double().sum(dim=1))
-        seen_by = inputs.visible_queries()
-        received /= seen_by.clamp_min(1)
-        self.add("received", layer, received.sum(dim=0))
-        counts = seen_by - 1 >= least_queries(length)
-        self._sinks(layer, (received > SINK_THRESHOLD) & counts, tokens.ids[part])
-        self._examples(layer, received * counts, first_context)
-
-    def _last_query(self, layer: int, logits: Float[Tensor, "batch heads keys"], first: int) -> None:
-        # The last query of every context and head sees the same keys: all of them, or a window's.
-        seen = (logits[0, 0] > MASKED / 2).nonzero().flatten()
-        propagates = empirical_propagation(logits[..., seen]).double().sum(dim=0)
-        self.at("propagates", layer, logits.device)[:, seen + first] += propagates
-        self.at("last_sees", layer, logits.device)[:, seen + first] += logits.shape[0]
+        for norm in each_part(work, hidden.shape[0], hidden.device):
+            self.add("gram_norm", layer, norm)
 
     def _sinks(
         self, layer: int, sink: Bool[Tensor, "batch heads keys"], ids: Int[Tensor, "batch keys"]
@@ -191,41 +164,60 @@ def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple
         yield (layer, head, token, first), (contexts, positions)
 
 
-def _part(inputs: AttentionInputs, part: slice) -> AttentionInputs:
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[part]
+def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:
+    """Sums over the contexts of one part, and by context what each key received; `output` is written."""
+    batch, heads, length, _ = inputs.query.shape
+    device = output.device
+    received = output.new_zeros(batch, heads, length, dtype=torch.float64)
+    sums = {name: torch.zeros_like(received[0]) for name in ("entropy", "propagates", "last_sees")}
+    sums |= {name: torch.zeros_like(received[0, :, 0]) for name in ("previous", "same", "learned")}
+    for number, block in enumerate(inputs.blocks(BLOCK)):
+        start, stop, first, last = block.start, block.stop, block.first, block.last
+        if stop == length:
+            seen, propagates = _last_query(block.logits[:, :, -1])
+            sums["propagates"][:, seen + first] = propagates
+            sums["last_sees"][:, seen + first] = float(batch)
+        weights, entropy, learned = _softmax(block.logits, inputs.sink)
+        output[:, start:stop] = weigh(weights, inputs.value[:, :, first:last]).transpose(1, 2)
+        received[:, :, first:last] += weights.sum(dim=-2)
+        sums["entropy"][:, start:stop] = entropy.double().sum(dim=0)
+        if learned is not None:
+            sums["learned"] += learned.double().sum(dim=(0, 2))
+        # Column c of the block is key first + c; row r's previous key is start + r − 1.
+        previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
+        sums["previous"] += previous.double().sum(dim=(0, 2))
+        for context, (row, key) in enumerate(tokens.pairs[number][part]):
+            row, key = row.to(device), key.to(device)  # layers may be on several devices
+            visible = (key >= first) & (key < last)
+            row, key = row[visible], key[visible]
+            sums["same"] += weights[context][:, row, key - first].double().sum(dim=1)
+    return sums | {"received": received}
 
-    return replace(
-        inputs,
-        query=inputs.query[part],
-        key=inputs.key[part],
-        value=inputs.value[part],
-        mask=cut(inputs.mask),
-        bias=cut(inputs.bias),
-    )
+
+def _last_query(logits: Float[Tensor, "batch heads keys"]) -> tuple[Tensor, Tensor]:
+    """Which keys the last query sees, and in how many contexts each propagates to it, by head."""
+    # The last query of every context and head sees the same keys: all of them, or a window's.
+    seen = (logits[0, 0] > MASKED / 2).nonzero().flatten()
+    return seen, empirical_propagation(logits[..., seen]).double().sum(dim=0)
 
 
 def _softmax(
     logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Unnormalised weights, 1/Z a row, the entropy a row in nats, the weight of the learned sink column.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights, the entropy a row in nats, the weight of the learned sink column.
 
-    With x = logit − max, the entropy is ln Z − Σ e^x x / Z: no logarithm of a weight, no digits lost to a large
-    common logit. `logits` is overwritten. The entropy counts the learned column as one more outcome.
+    With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x: no logarithm of another weight,
+    no digits lost to a large common logit. `logits` is overwritten. The learned column counts as one more outcome:
+    with its weight λ, the entropy is that of (λ, 1 − λ) and 1 − λ times that of the others.
     """
     largest = logits.amax(dim=-1)
-    column = None
-    if sink is not None:
-        column = sink.to(logits.dtype).view(1, -1, 1).expand_as(largest)
-        largest = torch.maximum(largest, column)
-        column = column - largest
     shifted = logits.sub_(largest.unsqueeze(-1))
-    weights = shifted.exp()
-    total = weights.sum(dim=-1)
-    product = torch.linalg.vecdot(weights, shifted)
-    if column is not None:
-        total += column.exp()
-        product += column.exp() * column
-    share = 1 / total
-    learned = None if column is None else column.exp() * share
-    return weights, share, total.log() - product * share, learned
+    weights = shifted.softmax(dim=-1)
+    log_total = -weights.amax(dim=-1).log()
+    entropy = log_total - torch.linalg.vecdot(weights, shifted)
+    if sink is None:
+        return weights, entropy, None
+    odds = sink.to(logits.dtype).view(1, -1, 1) - largest - log_total
+    learned, others = odds.sigmoid(), (-odds).sigmoid()
+    either = F.softplus(-odds) * learned + F.softplus(odds) * others
+    return weights.mul_(others.unsqueeze(-1)), either + others * entropy, learned

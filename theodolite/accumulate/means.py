@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
+from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State, each_part
 
 
 @dataclass(frozen=True)
@@ -59,47 +59,34 @@ class Means(LayerSums):
         self.length = length
         self.sample = sample
         self.groups = Groups(len(sample.slot))
-        self._previous: Tensor | None = None
+        self._previous: tuple[Tensor, Tensor] | None = None
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Take in one layer's hidden states of contexts `first_context …`; layers come in order."""
-        for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
-            previous = None if layer == 0 else self._previous_part(part)
-            self._update(layer, group, hidden[part], previous)
-        self._keep(layer, hidden, first_context)
-        self._previous = hidden
-
-    def _previous_part(self, part: slice) -> Tensor:
-        if self._previous is None:
+        if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
-        return self._previous[part]
+        previous = self._previous if layer else None
+        found = each_part(lambda part: _lengths(hidden, previous, part), len(hidden), hidden.device)
+        sums = {name: torch.cat([some[name] for some in found]) for name in found[0]}
+        context_mean, norm = sums.pop("context_mean"), sums.pop("norm")
+        self._previous = hidden, norm
+        sums |= {"norm_sum": norm[:, 1:].mean(dim=1), "norm_first_sum": norm[:, 0]}
+        for group, part in self.groups.parts(first_context, len(hidden)):
+            count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
+            self.add("contexts", layer, count, group)
+            for name, values in sums.items():
+                self.add(name, layer, values[part].sum(), group)
+        for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
+            several = part.stop - part.start > 1
+            self.add(
+                "position_sum", layer, hidden[part].double().sum(0) if several else hidden[part.start], group
+            )
+        self._keep(layer, hidden, context_mean, first_context)
 
-    def _update(self, layer: int, group: int, hidden: Tensor, previous: Tensor | None) -> None:
-        h = hidden.double()
-        norm = torch.linalg.vector_norm(h, dim=-1)
-        x = h[:, 1:]
-        centred = x - x.mean(dim=1, keepdim=True)
-        size = torch.linalg.vector_norm(norm[:, 1:], dim=-1)
-        collapse = torch.linalg.vector_norm(centred, dim=(1, 2)) / size.clamp_min(1e-300)
-        count = torch.tensor(float(len(h)), dtype=torch.float64, device=h.device)
-        self.add("contexts", layer, count, group)
-        self.add("position_sum", layer, h.sum(dim=0), group)
-        self.add("norm_sum", layer, norm[:, 1:].mean(dim=1).sum(), group)
-        self.add("norm_first_sum", layer, norm[:, 0].sum(), group)
-        self.add("collapse_sum", layer, collapse.sum(), group)
-        if previous is not None:
-            p = previous[:, 1:].to(h.device).double()
-            product = norm[:, 1:] * torch.linalg.vector_norm(p, dim=-1)
-            cosine = torch.linalg.vecdot(x, p) / product.clamp_min(1e-300)
-            self.add("cosine_sum", layer, cosine.mean(dim=1).sum(), group)
-
-    def _keep(self, layer: int, hidden: Tensor, first_context: int) -> None:
+    def _keep(self, layer: int, hidden: Tensor, context_mean: Tensor, first_context: int) -> None:
         batch = hidden.shape[0]
-        slots = self.sample.slot[first_context : first_context + batch]
-        kept = (slots >= 0).nonzero().flatten()
-        if len(kept):
-            mean = hidden[kept.to(hidden.device), 1:].double().mean(dim=1)
-            self.at("context_mean", layer, hidden.device)[slots[kept].to(hidden.device)] = mean
+        slots = self.sample.slot[first_context : first_context + batch].to(hidden.device)
+        self.at("context_mean", layer, hidden.device)[slots[slots >= 0]] = context_mean[slots >= 0]
         local = self.sample.token_context - first_context
         here = ((local >= 0) & (local < batch)).nonzero().flatten()
         if len(here):
@@ -107,6 +94,26 @@ class Means(LayerSums):
                 local[here].to(hidden.device), self.sample.token_position[here].to(hidden.device)
             ]
             self.at("token", layer, hidden.device)[here.to(hidden.device)] = vectors.double()
+
+
+def _lengths(
+    hidden: Float[Tensor, "batch positions width"], previous: tuple[Tensor, Tensor] | None, part: slice
+) -> dict[str, Tensor]:
+    """Of each context of a part: its mean, the norms of its tokens, and the terms of the sums over contexts.
+
+    `previous` has the hidden states and the norms of the layer before.
+    """
+    h = hidden[part].to(torch.float64, copy=True)
+    norm = torch.linalg.vector_norm(h, dim=-1)
+    x, mean = h[:, 1:], h[:, 1:].mean(dim=1)
+    values = {"context_mean": mean, "norm": norm}
+    if previous is not None:
+        p, p_norm = (tensor[part, 1:].to(h) for tensor in previous)
+        cosine = torch.linalg.vecdot(x, p) / (norm[:, 1:] * p_norm).clamp_min(1e-300)
+        values["cosine_sum"] = cosine.mean(dim=1)
+    size = torch.linalg.vector_norm(norm[:, 1:], dim=-1)
+    spread = torch.linalg.vector_norm(x.sub_(mean.unsqueeze(1)), dim=(1, 2))
+    return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
 
 
 def decomposed_means(state: State) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,12 +9,19 @@ What a standard error is wanted of is summed apart for each of a few groups of c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
@@ -107,3 +114,36 @@ def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:
     step = 1 if device.type == "cpu" else max(batch, 1)
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
+
+
+def each_part(work: Callable[[slice], Result], batch: int, device: torch.device) -> list[Result]:
+    """What `work` gives for each of the `cache_sized` parts of a batch; on a CPU, side by side."""
+    return side_by_side(work, list(cache_sized(batch, device)))
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """What `work` gives for each item, in order; as many at a time as torch has threads, each on one of them.
+
+    Operations on one context are so short that threads which share one of them mostly wait for each other. `work`
+    must not add to sums: in which order it is called is not known.
+    """
+    threads = torch.get_num_threads()
+    if min(threads, len(items)) < 2:
+        return [work(item) for item in items]
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def alone(item: Item) -> Result:
+        torch.set_num_threads(1)
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return work(item)
+
+    try:
+        return list(_workers(threads, os.getpid()).map(alone, items))
+    finally:
+        torch.set_num_threads(threads)  # a new thread begins with what any thread set last
+
+
+@functools.cache
+def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads that stay: what is allocated in them stays with them. A forked process needs its own."""
+    return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")

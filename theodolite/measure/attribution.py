@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from theodolite.accumulate.sums import each_part
 from theodolite.measure.constituents import BLOCK, COARSE, GROUPS, paired_groups, share_sums, softmax
 from theodolite.theory.attention import AttentionInputs
 from theodolite.theory.decomposition import PARTS
@@ -44,19 +45,26 @@ class Attribution:
 
 def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
     """Mean attention along each pattern, over contexts and the pattern's queries."""
-    batch, heads = inputs.query.shape[:2]
-    scores = torch.zeros(len(patterns), heads, dtype=torch.float64, device=inputs.query.device)
+    batch, device = inputs.query.shape[0], inputs.query.device
+    sums = each_part(lambda part: _paid(inputs.of_contexts(part), patterns), batch, device)
+    counts = torch.tensor([batch * len(p.queries) for p in patterns])
+    return torch.stack(sums).sum(dim=0).cpu() / counts[:, None]
+
+
+def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
+    """Attention along each pattern, summed over contexts and the pattern's queries."""
+    device = inputs.query.device
+    scores = torch.zeros(len(patterns), inputs.query.shape[1], dtype=torch.float64, device=device)
     for block in inputs.blocks(BLOCK):
         weights = softmax(block.logits, inputs.sink)
-        every = torch.arange(block.start, block.stop, device=scores.device)
+        every = torch.arange(block.start, block.stop, device=device)
         for number, pattern in enumerate(patterns):
             key = every - pattern.distance
             inside = (every >= pattern.queries.start) & (every < pattern.queries.stop)
             inside &= (key >= block.first) & (key < block.last)
             paid = weights[:, :, every[inside] - block.start, key[inside] - block.first]
             scores[number] += paid.sum(dim=(0, 2), dtype=torch.float64)
-    counts = torch.tensor([batch * len(p.queries) for p in patterns], device=scores.device)
-    return (scores / counts[:, None]).cpu()
+    return scores
 
 
 def attribute(

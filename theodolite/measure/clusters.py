@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 
 import numpy as np
@@ -21,6 +22,8 @@ from torch import Tensor
 
 STARTS = 10
 """Seeded starts of k-means, of which the tightest clustering is taken."""
+
+_LIMITED = threading.Lock()
 
 
 def clusters(
@@ -49,8 +52,8 @@ def clusters(
         return {"silhouette": math.nan, "cluster_ari": math.nan}, found
     truth = inverse[taken].numpy()
     direction = torch.nn.functional.normalize(ctx[taken].double(), dim=-1).numpy()
-    # Sums over threads would depend on how many there are.
-    with _thread_pools().limit(limits=1):
+    # Sums over threads would depend on how many there are; and their number is one for all of the process.
+    with _LIMITED, _thread_pools().limit(limits=1):
         silhouette = silhouette_score(direction, truth, metric="cosine")
         assigned = _k_means(direction, len(np.unique(truth)), None if start is None else start[taken].numpy())
     found[taken] = torch.from_numpy(assigned).to(found.dtype)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from theodolite.accumulate.sums import each_part
 from theodolite.errors import UsageError
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
 from theodolite.theory.decomposition import PARTS
@@ -195,6 +196,14 @@ def share_sums(
     over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
     token is an outlier in most models, is left out as a query and as a key. No T×T matrix is kept.
     """
+
+    def work(part: slice) -> ShareSums:
+        return _share_sums(query[:, part], key[:, part], inputs.of_contexts(part))
+
+    return ShareSums.joined(each_part(work, query.shape[1], query.device))
+
+
+def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs) -> ShareSums:
     parts, contexts, heads, _, width = query.shape
     at_least = torch.promote_types(query.dtype, torch.float32)
     # The parts of a key side by side, so that one product with the centred logits serves them all.

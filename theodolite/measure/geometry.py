@@ -10,15 +10,14 @@ import math
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.fft import dct
 from scipy.special import betaincc
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.measure.clusters import clusters
-from theodolite.theory.singular import largest_singular_value, screenot, stable_rank
-from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram
+from theodolite.theory.singular import largest_singular_value, screenot_of_values
+from theodolite.theory.smoothness import dct2, low_frequency_ratio, lowest_frequencies, normalised_gram
 
 SCREENOT_RANK = 20
 """Upper bound on the rank given to ScreeNOT, as published."""
@@ -60,15 +59,15 @@ def geometry(
     shown = torch.linspace(1, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - 1)).round().long()
     for layer in range(len(mean)):
         p = pos[layer, 1:]
-        gram = normalised_gram(p)
-        row = _positional(p, gram, contexts, moments["moment"][layer])
+        gram, spectrum = normalised_gram(p), torch.linalg.svd(p, full_matrices=False)
+        row = _positional(p, gram, spectrum[1], contexts, moments["moment"][layer])
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
         cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
-        for name, value in _pictures(pos[layer], ctx[layer], gram, cvec, shown, order).items():
+        for name, value in _pictures(pos[layer], ctx[layer], gram, spectrum, cvec, shown, order).items():
             arrays.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in arrays.items()}
     stacked |= {
@@ -106,19 +105,21 @@ def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, 
     ]
 
 
-def _positional(p: Tensor, gram: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
+def _positional(p: Tensor, gram: Tensor, values: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
     """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
     # ‖P tiled over contexts‖₂ = √C · ‖P‖₂, and ‖M‖₂² is the largest eigenvalue of the centred moments.
     whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
-    tiled = contexts * float(torch.linalg.matrix_norm(p, 2)) ** 2
-    ratios = low_frequency_ratio(gram, CUTOFFS)
-    spectrum = screenot(p, k=screenot_bound(p))
+    squares = values.square()
+    rows, columns = p.shape
     return {
-        "rank": float(spectrum.rank),
-        "stable_rank": float(stable_rank(p)),
-        "relative_norm": math.sqrt(tiled / whole) if whole > 0 else math.nan,
-        **{f"low_frequency_{k}": float(r) for k, r in zip(CUTOFFS, ratios, strict=True)},
-        **product_frequencies(p, spectrum.singular_values.square()),
+        "rank": float(screenot_of_values(values, (rows, columns), screenot_bound(p)).rank),
+        "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
+        "relative_norm": math.sqrt(contexts * float(squares[0]) / whole) if whole > 0 else math.nan,
+        **{
+            f"low_frequency_{k}": float(r)
+            for k, r in zip(CUTOFFS, low_frequency_ratio(gram, CUTOFFS), strict=True)
+        },
+        **product_frequencies(p, squares),
     }
 
 
@@ -126,7 +127,7 @@ def product_frequencies(
     p: Float[Tensor, "positions width"], squares: Float[Tensor, " values"]
 ) -> dict[str, float]:
     """pp_low_frequency_1, _3, _5, _10: of P Pᵀ, its rows not normalised (Table 3); `squares` are its eigenvalues."""
-    low = torch.from_numpy(dct(p.numpy(), type=2, norm="ortho", axis=0)[: max(CUTOFFS)])
+    low = lowest_frequencies(p, max(CUTOFFS))
     energy = (low @ low.T).square().cumsum(0).cumsum(1) / squares.square().sum()
     lowest = (min(k, len(low)) - 1 for k in CUTOFFS)
     return {f"pp_low_frequency_{k}": float(energy[i, i]) for k, i in zip(CUTOFFS, lowest, strict=True)}
@@ -201,12 +202,13 @@ def _pictures(
     pos: Float[Tensor, "positions width"],
     ctx: Float[Tensor, "sampled width"],
     gram: Tensor,
+    spectrum: tuple[Tensor, Tensor, Tensor],
     cvec: Float[Tensor, "tokens width"],
     shown: Tensor,
     order: Tensor,
 ) -> dict[str, Tensor]:
     """What one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
-    _, values, directions = torch.linalg.svd(pos[1:], full_matrices=False)
+    _, values, directions = spectrum
     axes = torch.zeros(3, pos.shape[-1], dtype=pos.dtype)
     axes[: min(3, len(directions))] = directions[:3]
     coordinates = pos @ axes.T
@@ -215,15 +217,15 @@ def _pictures(
     sign = coordinates[1:].gather(0, farthest[None]).sign()
     sign[sign == 0] = 1
     both = torch.nn.functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
-    spectrum = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
-    low = dct2(gram)[:SHOWN_FREQUENCIES, :SHOWN_FREQUENCIES].abs()
-    spectrum[: low.shape[0], : low.shape[1]] = low
+    shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
+    low = dct2(gram, SHOWN_FREQUENCIES).abs()
+    shown_dct[: low.shape[0], : low.shape[1]] = low
     return {
         "positional_pca": (coordinates * sign).float(),
         "cvec_pca": (cvec @ axes.T * sign).float(),
         "singular_values": values[:SHOWN_SINGULAR_VALUES],
         "gram": (both @ both.T).float(),
-        "dct": spectrum,
+        "dct": shown_dct,
     }
 
 

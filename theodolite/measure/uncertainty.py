@@ -7,18 +7,18 @@ its own.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from scipy.fft import dct
 from scipy.linalg import hadamard
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample
 from theodolite.accumulate.second_moments import low_rank
-from theodolite.accumulate.sums import GROUPS, Groups, State
+from theodolite.accumulate.sums import GROUPS, Groups, State, side_by_side
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import (
     CUTOFFS,
@@ -29,6 +29,7 @@ from theodolite.measure.geometry import (
     stream,
 )
 from theodolite.theory.singular import screenot_threshold
+from theodolite.theory.smoothness import lowest_frequencies
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:
@@ -80,7 +81,7 @@ def standard_errors(
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
     columns: Columns = {}
     for layer in range(len(means["contexts"])):
-        rows = [grouped.statistics(layer, groups) for groups in drawn]
+        rows = side_by_side(functools.partial(grouped.statistics, layer), list(drawn))
         table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
         errors = half_sample_error(table) if len(drawn) > 1 else torch.full_like(table[0], math.nan)
         for name, error in zip(rows[0], errors.tolist(), strict=True):
@@ -139,19 +140,20 @@ def positional(p: Float[Tensor, "positions width"], contexts: float, largest: fl
         contexts: how many contexts it is the mean of.
         largest: ‖M‖₂² of the centred hidden states M of those contexts.
     """
-    norms = torch.linalg.vector_norm(p, dim=1, keepdim=True)
-    unit = torch.where(norms > 0, p / torch.where(norms > 0, norms, 1.0), 0.0)
-    if p.shape[0] <= p.shape[1]:
+    rows, columns = p.shape
+    lengths = torch.linalg.vector_norm(p, dim=1)
+    inverse = torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1.0), 0.0)
+    unit = p * inverse[:, None]
+    if rows <= columns:
         gram = p @ p.T
-        products = norms * norms.T
-        cosines = torch.where(products > 0, gram / torch.where(products > 0, products, 1.0), 0.0)
+        weights = inverse.square()
+        whole = weights @ gram.square() @ weights
     else:
         gram = p.T @ p
-        cosines = unit.T @ unit  # another matrix than that of cosines, with the same sum of squares
+        whole = (unit.T @ unit).square().sum()  # that of the cosines, whose matrix is larger
     squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
-    low = torch.from_numpy(dct(unit.numpy(), type=2, norm="ortho", axis=0)[: max(CUTOFFS)])
+    low = lowest_frequencies(unit, max(CUTOFFS))
     energy = (low @ low.T).square().cumsum(0).cumsum(1)
-    whole = cosines.square().sum()
     return {
         "rank": float(_screenot_rank(squares.sqrt(), p)),
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),

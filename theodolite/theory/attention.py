@@ -7,7 +7,7 @@ soft-capping, ALiBi, masks, sliding windows, a learned sink column) and nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -40,10 +40,27 @@ class AttentionInputs:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
         length = self.query.shape[2]
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
+        query = self.query.to(key.dtype) * self.scaling
         for start in range(0, length, size):
             stop = min(start + size, length)
             first, last = self._key_range(start, stop)
-            yield LogitBlock(start, stop, first, last, self._logits(key, start, stop, first, last))
+            logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
+            yield LogitBlock(start, stop, first, last, logits)
+
+    def of_contexts(self, part: slice) -> AttentionInputs:
+        """The inputs of some contexts of the batch."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[0] == 1 else tensor[part]
+
+        return replace(
+            self,
+            query=self.query[part],
+            key=self.key[part],
+            value=self.value[part],
+            mask=cut(self.mask),
+            bias=cut(self.bias),
+        )
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
         """How many queries can see each key."""
@@ -68,12 +85,11 @@ class AttentionInputs:
             return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
         return 0, stop if self.causal else self.key.shape[2]
 
-    def _logits(self, key: Tensor, start: int, stop: int, first: int, last: int) -> Tensor:
-        query = self.query[:, :, start:stop].to(key.dtype) * self.scaling
+    def _logits(self, query: Tensor, key: Tensor, start: int, first: int) -> Tensor:
         batch, heads, rows, width = query.shape
-        key_heads = key.shape[1]
+        key_heads, stop, last = key.shape[1], start + rows, first + key.shape[-1]
         grouped = query.reshape(batch, key_heads, heads // key_heads * rows, width)
-        logits = (grouped @ key[..., first:last]).view(batch, heads, rows, last - first)
+        logits = (grouped @ key).view(batch, heads, rows, last - first)
         if self.softcap is not None:
             logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
         if self.bias is not None:

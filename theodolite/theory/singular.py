@@ -60,9 +60,13 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
     if k < 0 or (k > 0 and 2 * k + 1 >= size):
         largest = max(0, (size - 2) // 2)
         raise UsageError(f"k is {k} for a {rows}×{columns} matrix: give k between 0 and {largest}")
-    values = torch.linalg.svdvals(matrix.double())
-    rounding = torch.finfo(torch.float64).eps * max(rows, columns) * values[..., 0]
-    threshold = torch.maximum(screenot_threshold(values, (rows, columns), k), rounding)
+    return screenot_of_values(torch.linalg.svdvals(matrix.double()), (rows, columns), k)
+
+
+def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int) -> ScreeNOT:
+    """`screenot` of (n, m) matrices whose singular values are known, decreasing and exact to float64's rounding."""
+    rounding = torch.finfo(torch.float64).eps * max(shape) * values[..., 0]
+    threshold = torch.maximum(screenot_threshold(values, shape, k), rounding)
     rank = (values > threshold[..., None]).sum(-1)
     return ScreeNOT(rank=rank, threshold=threshold, singular_values=values)
 

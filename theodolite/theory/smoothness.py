@@ -102,6 +102,13 @@ def product_low_frequency_ratio(
     return _corner_energies(low_left @ low_right.mT, cutoffs) / whole[..., None]
 
 
+def lowest_frequencies(
+    p: Float[Tensor, "*batch rows width"], frequencies: int
+) -> Float64[Tensor, "*batch low width"]:
+    """The lowest rows of the orthonormal type-II DCT of P along its rows, as many as there are."""
+    return _dct_matrix(p.shape[-2], frequencies, p.device) @ p.double()
+
+
 def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> SmoothnessBound:
     """Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is nearly low-frequency.
 
