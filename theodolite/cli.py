@@ -16,19 +16,36 @@ from rich.console import Console
 
 from theodolite import __version__
 from theodolite.allocator import keep_pages
+from theodolite.arguments import (
+    DEFAULT_CONTEXTS,
+    AsJson,
+    Batch,
+    Contexts,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Model,
+    Revision,
+    RunFolder,
+    Seed,
+    TextColumnName,
+    default_folder,
+    finish,
+    finish_trace,
+    opened_model,
+    read_corpus,
+    short_name,
+)
 from theodolite.errors import UsageError
 from theodolite.interrupt import interruptible
 from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
 from theodolite.training_cli import training
 
 if TYPE_CHECKING:
-    from theodolite.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.run import Run
-
-DEFAULT_CONTEXTS = 256
-DEFAULT_LENGTH = 512
-"""Context length where the model has positions for more, and where it sets no limit."""
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -39,34 +56,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
 )
 app.add_typer(training, name="train")
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False
-    ),
-]
-CorpusSpec = Annotated[
-    str | None,
-    typer.Option(
-        help="A file or folder of .txt .md .jsonl .parquet; docs, code or random; or hf:NAME[:CONFIG[:SPLIT]] "
-        "[default: docs, the text inside every Python]."
-    ),
-]
-Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
-RunFolder = Annotated[Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")]
-TextColumnName = Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")]
-Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
-Seed = Annotated[int, typer.Option(help="Of every random choice.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the tables as JSON and nothing else.")]
-Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16, float16 or float64.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -99,7 +88,7 @@ def survey_command(
     seed: Seed = 0,
     out: RunFolder = None,
     as_json: AsJson = False,
-    batch: Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")] = None,
+    batch: Batch = None,
     text_column: TextColumnName = "text",
     dtype: Dtype = "auto",
     device: Device = None,
@@ -114,13 +103,13 @@ def survey_command(
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
-        opened = _open(model, dtype, device, device_map, revision)
-        read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
-        folder = out or _default_folder(opened, read)
+        opened = opened_model(model, dtype, device, device_map, revision)
+        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+        folder = out or default_folder(opened, read)
         with progress("surveying", "contexts", stopped) as show:
             run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
         page = write_report(run, folder / "report")
-        _finish(run, page, as_json)
+        finish(run, page, as_json)
 
 
 @app.command("spectra")
@@ -141,11 +130,64 @@ def spectra_command(
         from theodolite.report.page import write_report
         from theodolite.surveyor import spectra
 
-        opened = _open(model, dtype, device, device_map, revision)
+        opened = opened_model(model, dtype, device, device_map, revision)
         with progress("reading weights", "layers", stopped) as show:
             run = spectra(opened, out, show_progress=show)
         page = None if out is None else write_report(run, out / "report")
-        _finish(run, page, as_json)
+        finish(run, page, as_json)
+
+
+@app.command("trace")
+def trace_command(
+    model: Model = None,
+    corpus: CorpusSpec = None,
+    length: Length = None,
+    contexts: Contexts = DEFAULT_CONTEXTS,
+    seed: Seed = 0,
+    out: RunFolder = None,
+    as_json: AsJson = False,
+    batch: Batch = None,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Trace every attention sink of a text: what it catches, the tag that it writes, where the tag lives on.
+
+    Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.tracer import trace_sinks
+
+        opened = opened_model(model, dtype, device, device_map, revision)
+        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+        folder = out or default_folder(opened, read, "-sinks")
+        with progress("tracing sinks", "contexts", stopped) as show:
+            run = trace_sinks(opened, read, folder, batch=batch, show_progress=show)
+        finish_trace(run, folder, as_json)
+
+
+@app.command("mask")
+def mask_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("mask.json"),
+    least_share: Annotated[
+        float,
+        typer.Option(help="Share of contexts (sinks) or tokens (outliers) below which there is no rule."),
+    ] = 0.01,
+) -> None:
+    """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
+
+    Example: theodolite mask runs/gpt2 --out gpt2-mask.json
+    """
+    with one_line_errors():
+        from theodolite.mask import Mask
+        from theodolite.run import Run
+
+        mask = Mask.of(Run.load(run), least_share)
+        mask.save(out)
+        Console(soft_wrap=True).print(f"{len(mask.rules)} rules: {out}", highlight=False)
 
 
 @app.command("report")
@@ -161,7 +203,10 @@ def report_command(
         from theodolite.run import Run
 
         loaded = Run.load(run)
-        _finish(loaded, write_report(loaded, run / "report"), False)
+        if loaded.is_trace:
+            finish_trace(loaded, run, False)
+            return
+        finish(loaded, write_report(loaded, run / "report"), False)
 
 
 @app.command("reproduce")
@@ -242,16 +287,14 @@ def reproduce_command(
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]
             study = Study(theory_run(seed), say=say)
         else:
-            opened = _open(model, dtype, device, device_map, revision)
-            read = _read_corpus(opened, corpus, length, contexts, seed, text_column)
-            second = other and _read_corpus(
-                opened, other, read.contexts.shape[1], contexts, seed, text_column
-            )
-            folder = out or _default_folder(opened, read)
+            opened = opened_model(model, dtype, device, device_map, revision)
+            read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+            second = other and read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
+            folder = out or default_folder(opened, read)
             pages = folder / "reproduce"
 
             def surveyed(a_model: OpenModel, text: Any, place: Path | None) -> Run:
-                with progress(f"surveying {_short(text.name)}", "contexts", stopped) as show:
+                with progress(f"surveying {short_name(text.name)}", "contexts", stopped) as show:
                     return survey(a_model, text, place, seed=seed, show_progress=show)
 
             run = surveyed(opened, read, folder)
@@ -271,52 +314,6 @@ def _refuse_unread(who: str, given: Mapping[str, object]) -> None:
     for what, value in given.items():
         if value is not None:
             raise UsageError(f"{who}: leave out {what}")
-
-
-def _open(
-    model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
-) -> OpenModel:
-    import transformers
-
-    from theodolite.models import open_model
-
-    transformers.utils.logging.disable_progress_bar()
-    with screen.status(f"opening {model or 'the embedded model'}"):
-        return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
-
-
-def _read_corpus(
-    model: OpenModel, spec: str | None, length: int | None, contexts: int, seed: int, text_column: str
-) -> Any:
-    from theodolite.corpora import make_corpus
-
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a text")
-    if seed < 0:
-        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
-    chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
-    with screen.status("reading the text"):
-        return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
-
-
-def _finish(run: Run, page: Path | None, as_json: bool) -> None:
-    from theodolite.report.terminal import show_run, tables_as_json
-
-    if as_json:
-        print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
-    else:
-        show_run(run, Console())
-    if page is not None:
-        (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
-
-
-def _default_folder(model: OpenModel, corpus: Corpus) -> Path:
-    return Path("runs") / f"{_short(model.id)}-{_short(corpus.name)}"
-
-
-def _short(name: str) -> str:
-    return Path(name).name or name
 
 
 def main() -> None:

@@ -5,8 +5,6 @@ Nothing is measured here; `result.py` turns the accumulators into tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,8 @@ from theodolite.accumulate.outliers import Outliers
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums
 from theodolite.corpus import Corpus
-from theodolite.errors import WorkError
 from theodolite.models import OpenModel
-from theodolite.models.structure import backbone
-from theodolite.models.watch import watched
+from theodolite.reading import Reading, refuse_bad_numbers
 from theodolite.theory.attention import AttentionInputs
 
 SAMPLED_CONTEXTS = 1024
@@ -32,19 +28,14 @@ SAMPLED_TOKENS = 512
 EXAMPLES = 4
 """Contexts shown token by token in the report."""
 
-ShowProgress = Callable[[int, int], None]
-"""Told (contexts done, contexts in all) after every batch."""
 
-
-class OnePass:
-    """All accumulators of a survey; a `Watcher` of the model's forward passes."""
+class OnePass(Reading):
+    """All accumulators of a survey."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
+        super().__init__(model, corpus, seed)
         layers, width = model.layers, model.width
         contexts, length = corpus.contexts.shape
-        self.model = model
-        self.corpus = corpus
-        self.seed = seed
         self.sample = choose_sample(contexts, length, (layers + 1) * width, seed)
         self.means = Means(layers + 1, length, width, self.sample)
         self.residual = SecondMoments(layers + 1, width)
@@ -68,56 +59,14 @@ class OnePass:
             "attention": self.attention_statistics,
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything seen so far, as `accumulator.tensor` → tensor."""
-        return {
-            f"{name}.{key}": tensor
-            for name, accumulator in self.accumulators.items()
-            for key, tensor in accumulator.state().items()
-        }
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from what `state` gave."""
-        for name, accumulator in self.accumulators.items():
-            prefix = name + "."
-            accumulator.restore(
-                {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            )
-
-    def run(
-        self, batch: int, done: int, show_progress: ShowProgress, save: Callable[[int, bool], None]
-    ) -> None:
-        """Read every context from `done` on; `save(done, must)` is called between batches only.
-
-        An interrupt may strike in the middle of a batch, whose sums are then half there. So progress is saved
-        between batches, where it is whole; `show_progress` may raise there to stop, and nothing is lost.
-        """
-        total = len(self.corpus.contexts)
-        with watched(self.model, self):
-            while done < total:
-                try:
-                    show_progress(done, total)
-                except BaseException:
-                    save(done, True)
-                    raise
-                self._read(done, min(done + batch, total))
-                done = min(done + batch, total)
-                save(done, False)
-        show_progress(total, total)
-
-    def _read(self, first: int, last: int) -> None:
-        ids = self.corpus.contexts[first:last]
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
-        with torch.inference_mode():
-            backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
-        if not torch.isfinite(hidden.sum(dtype=torch.float32)):
-            raise WorkError(
-                f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32"
-            )
+        refuse_bad_numbers(layer, hidden)
         self.means.update(layer, hidden, self._first)
         centred = Centred.of(hidden[:, 1:])
         self.residual.update_centred(layer, centred)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 import torch
-import transformers
 
-import theodolite
 from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
 from theodolite.attribution import PATTERNS, attribution_table, pattern_scores_of
-from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
@@ -27,8 +22,10 @@ from theodolite.measure.positional import positional_heads
 from theodolite.measure.uncertainty import standard_errors
 from theodolite.models import OpenModel
 from theodolite.models.probe import HeadWeights
-from theodolite.onepass import OnePass, ShowProgress
-from theodolite.run import SCHEMA_VERSION, Run
+from theodolite.onepass import OnePass
+from theodolite.provenance import describe_model, describe_pass, token_text
+from theodolite.reading import ShowProgress
+from theodolite.run import Run
 from theodolite.splitting import SPLIT_CONTEXTS, sampled_shares
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
@@ -75,6 +72,11 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     refused = not_attributed | shares.refused
     text = token_text(model)
     examples = corpus.contexts[: done.attention_statistics.examples]
+    described = describe_pass(model, corpus, done.seed, fingerprint, seconds)
+    described["counts"] |= {
+        "sampled_contexts": done.sample.size,
+        "split_contexts": min(contexts, SPLIT_CONTEXTS),
+    }
     return Run(
         layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
         heads=_heads_table(model, localization, projections, measured),
@@ -82,38 +84,12 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
         outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
         examples=examples_table(attention, examples, SINK_THRESHOLD, text),
         arrays=arrays,
-        provenance=_provenance(model)
-        | _described(done, fingerprint, seconds)
+        provenance=describe_model(model)
+        | described
         | {"constituents_refused": {str(layer): why for layer, why in sorted(refused.items())}},
         constituents=shares.table,
         attribution=attributed,
     )
-
-
-def _described(done: OnePass, fingerprint: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The part of the provenance that is of this corpus and this pass."""
-    corpus = done.corpus
-    contexts, length = corpus.contexts.shape
-    return {
-        "corpus": {
-            "name": corpus.name,
-            "sha256": corpus.sha256,
-            "contexts": contexts,
-            "length": length,
-            "labels": corpus.label_names,
-            "seed": corpus.seed,
-        },
-        "counts": {
-            "contexts": contexts,
-            "tokens": contexts * length,
-            "unknown_tokens": _unknown_tokens(done.model, corpus),
-            "sampled_contexts": done.sample.size,
-            "split_contexts": min(contexts, SPLIT_CONTEXTS),
-        },
-        "seed": done.seed,
-        "fingerprint": fingerprint,
-        "wall_seconds": seconds,
-    }
 
 
 def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress: ShowProgress) -> Run:
@@ -127,7 +103,7 @@ def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress:
         raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
     heads = _heads_table(model, localization, projections, {})
     empty = pd.DataFrame()
-    provenance = _provenance(model) | {"fingerprint": fingerprint}
+    provenance = describe_model(model) | {"fingerprint": fingerprint}
     return Run(empty, heads, empty, empty, empty, localization.stacked(), provenance)
 
 
@@ -168,26 +144,6 @@ def localize(
     return localization, projections
 
 
-def token_text(model: OpenModel) -> Callable[[int], str]:
-    """The text of a token id; tokens that are part of a character are shown as the vocabulary has them."""
-    tokenizer = model.tokenizer
-
-    @functools.cache
-    def text(token: int) -> str:
-        if tokenizer is None:
-            return str(token)
-        decoded = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        raw = tokenizer.convert_ids_to_tokens(token)
-        return str(raw) if "\ufffd" in decoded or not decoded else decoded
-
-    return text
-
-
-def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:
-    unknown = getattr(model.tokenizer, "unk_token_id", None)
-    return 0 if unknown is None else int((corpus.contexts == unknown).sum())
-
-
 def _refuse_overflow(moments: State) -> None:
     finite = moments["moment"].isfinite().all(dim=(1, 2))
     if not finite.all():
@@ -208,37 +164,3 @@ def _heads_table(
         "spectrum_of": [projections[layer] for layer in layers for _ in heads],
     }
     return pd.DataFrame({**index, **localization.columns, **measured})
-
-
-def versions() -> dict[str, str]:
-    """Of everything that has a part in the numbers."""
-    return {
-        "theodolite": theodolite.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _provenance(model: OpenModel) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": model.id,
-            "revision": model.revision,
-            "sha256": model.sha256,
-            "architecture": type(model.hf).__name__,
-            "family": model.hf.config.model_type,
-            "parameters": model.hf.num_parameters(),
-            "dtype": str(model.hf.dtype).removeprefix("torch."),
-            "layers": model.layers,
-            "heads": model.heads,
-            "width": model.width,
-            "head_width": model.head_width,
-            "vocabulary": model.vocabulary,
-            "causal": model.causal,
-            "positions": model.positions,
-        },
-        "device": model.device.type,
-    }

@@ -1,7 +1,7 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    constituents.parquet  attribution.parquet  arrays.safetensors  report/
+    constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
 here is ever pickled. This module measures nothing and draws nothing.
@@ -27,7 +27,7 @@ from torch import Tensor
 from theodolite.errors import UsageError, WorkError
 from theodolite.files import write_whole, writing
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES_SINCE = {
     "layers": 1,
@@ -37,6 +37,7 @@ TABLES_SINCE = {
     "examples": 1,
     "constituents": 2,
     "attribution": 2,
+    "traces": 3,
 }
 """The schema with which each table came; in a run of an older one it is empty."""
 
@@ -58,6 +59,7 @@ class Run:
         examples: the tokens of a few contexts with the attention that they receive.
         constituents: the share of each head's logit variance that each pair of parts of query and key carries.
         attribution: which constituents the heads that follow a pattern owe it to.
+        traces: every sink of every head: what it catches, the tag that it writes, where the tag lives on.
         arrays: name → tensor; `docs/run-folder.md` lists names and shapes.
         provenance: versions, model, corpus, seed, counts, wall time.
         folder: where it was loaded from or written to, if it was.
@@ -72,7 +74,13 @@ class Run:
     provenance: dict[str, Any]
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
+    traces: pd.DataFrame = field(default_factory=pd.DataFrame)
     folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether it is the result of `trace_sinks`: its heads are those with a sink, and it has no layers."""
+        return bool((self.provenance.get("fingerprint") or {}).get("trace"))
 
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")

@@ -189,7 +189,7 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
     def refuse(*_args, **_options):
         raise AssertionError("a model was opened")
 
-    for place in ("theodolite.cli._open", "theodolite.surveyor.survey"):
+    for place in ("theodolite.cli.opened_model", "theodolite.surveyor.survey"):
         monkeypatch.setattr(place, refuse)
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()

@@ -9,7 +9,7 @@ import transformers
 from tests import checkpoints
 from theodolite.errors import UsageError
 from theodolite.models.probe import capture_calls, probe_layer
-from theodolite.models.projections import find_projections
+from theodolite.models.projections import find_projections, replaced
 from theodolite.models.structure import find_structure
 
 LAYERS = [0, 1, 2]
@@ -41,6 +41,10 @@ def test_factors_are_those_that_the_probe_reads(family):
         torch.testing.assert_close(w_q, weights.w_q, rtol=0, atol=atol)
         repeated = w_k.repeat_interleave(len(w_q) // len(w_k), dim=0)
         torch.testing.assert_close(repeated, weights.w_k, rtol=0, atol=atol)
+        assert projections.value is not None
+        by_head = projections.value.matrix().double().unflatten(0, (len(w_k), -1)).mT
+        repeated = by_head.repeat_interleave(len(w_q) // len(w_k), dim=0)
+        torch.testing.assert_close(repeated, weights.w_v, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", [f for f in checkpoints.FAMILIES if f != "qwen3"])
@@ -71,6 +75,27 @@ def test_finding_leaves_the_model_as_it_was():
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert [(id(module), module.training) for module in model.modules()] == modules
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_a_replaced_matrix_is_what_the_probe_reads(family):
+    """Oracle: `probe_layer`. Also where queries and keys are normalised after their projection (qwen3)."""
+    model = checkpoints.build(family)
+    inputs = sample(family)
+    with torch.no_grad():
+        structure = find_structure(model, inputs)
+        calls = capture_calls(model, structure, inputs)
+        (projections,) = find_projections(model, structure, calls, [1], purpose="replacement")
+    before = probe_layer(model, structure, 1, calls[1])
+    last = projections.query.heads - 1
+    halved = projections.query.matrix([last]) / 2
+    with replaced([(projections.query, [last], halved)]):
+        inside = probe_layer(model, structure, 1, calls[1])
+    after = probe_layer(model, structure, 1, calls[1])
+    torch.testing.assert_close(inside.w_q[last], before.w_q[last] / 2, rtol=1e-6, atol=1e-7)
+    assert torch.equal(inside.w_q[:last], before.w_q[:last])
+    assert torch.equal(inside.w_k, before.w_k)
+    assert torch.equal(after.w_q, before.w_q)
 
 
 def test_new_parameters_are_read():

@@ -18,8 +18,8 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.structure import backbone
 from theodolite.models.watch import watched
+from theodolite.reading import TOKENS_A_BATCH
 from theodolite.report.data import evenly
-from theodolite.surveyor import TOKENS_A_BATCH
 from theodolite.theory.attention import AttentionInputs, attend
 
 CONTEXTS = 64

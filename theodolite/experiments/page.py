@@ -39,6 +39,8 @@ RESULT = "result.json"
 SOURCES = {
     "geometry": "Song & Zhong 2024: Uncovering hidden geometry in Transformers via disentangling position and context.",
     "localization": "Bao et al. 2024: Self-attention networks localize when QK-eigenspectrum concentrates.",
+    "sinks": "Zhang, Khan & Papyan 2025: Attention sinks and outlier features: a ‘catch, tag, and release’ mechanism "
+    "for embeddings.",
 }
 """The paper of each group of experiments."""
 

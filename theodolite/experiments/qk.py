@@ -34,11 +34,11 @@ from theodolite.experiments.study import vocabulary_of
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
+from theodolite.provenance import token_text
 from theodolite.report import figures_qk as drawing
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.text import counted, head_name, listed, number, percent
-from theodolite.result import token_text
 from theodolite.run import Run
 from theodolite.splitting import constituents
 from theodolite.theory.decomposition import PARTS

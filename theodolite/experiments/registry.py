@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from theodolite.errors import UsageError
 from theodolite.experiments.attribution import ATTRIBUTION
+from theodolite.experiments.averaging import AVERAGING
 from theodolite.experiments.base import Experiment, place_of
 from theodolite.experiments.behaviour import BEHAVIOUR
 from theodolite.experiments.claims import claims
@@ -18,8 +19,10 @@ from theodolite.experiments.localization_limits import LOCALIZATION_LIMITS
 from theodolite.experiments.localization_theory import LOCALIZATION_THEORY
 from theodolite.experiments.localization_walks import LOCALIZATION_WALKS
 from theodolite.experiments.monitored import MONITORED
+from theodolite.experiments.outliers import OUTLIERS
 from theodolite.experiments.positional import POSITIONAL
 from theodolite.experiments.positional_logits import POSITIONAL_LOGITS
+from theodolite.experiments.prompt_sinks import PROMPT_SINKS
 from theodolite.experiments.qk import QK
 from theodolite.experiments.regularised import REGULARISED
 from theodolite.experiments.separation import SEPARATION
@@ -27,6 +30,7 @@ from theodolite.experiments.smoothness import SMOOTHNESS
 from theodolite.experiments.tables import TABLES
 from theodolite.experiments.text_walk import TEXT_WALK
 from theodolite.experiments.theorems import THEOREMS
+from theodolite.experiments.tracing import TRACING
 from theodolite.experiments.training import TRAINING
 from theodolite.experiments.weights import WEIGHTS
 
@@ -59,10 +63,14 @@ _MEASURED = sorted(
     key=lambda experiment: place_of(experiment.name),
 )
 
-_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
+_LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
+
+_ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
 """These need no model and no text: theory, and trainings of their own."""
 
-_LOCALIZATION = [*_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
+_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *OUTLIERS]
+
+_LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -80,6 +88,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and entropy "
             "collapses (abstract)",
             _LOCALIZATION,
+        ),
+        *sorted(_SINKS, key=lambda experiment: place_of(experiment.name)),
+        claims(
+            "sinks",
+            "Attention sinks catch tokens, tag them by outlier features, and release them; low-rank weights make "
+            "this possible, and simple tasks need it (abstract)",
+            _SINKS,
         ),
     ]
 }
@@ -109,17 +124,21 @@ _OF_FIGURE_5 = {
 _OF_FIGURE_6 = {32: "BLOOM, layer 10, head 1", 33: "BLOOM, layer 7, head 6", 34: "GPT-2, layer 4, head 11"}
 _OF_FIGURE_19 = {22: "addition with rotary positions"}
 _OF_FIGURE_30 = {31: "the half without the global mean"}
+_OF_SINKS_8 = {10: "another problem, L5H14 and L39H24"}
+_OF_SINKS_9 = {11: "another problem, L3H30"}
 
 ALIASES: dict[str, Alias] = {
-    f"geometry/figure{number}": Alias(f"geometry/figure{number}", f"geometry/figure{of}", shown)
-    for of, figures in (
-        (1, _OF_FIGURE_1),
-        (2, _OF_FIGURE_2),
-        (4, _OF_FIGURE_4),
-        (5, _OF_FIGURE_5),
-        (6, _OF_FIGURE_6),
-        (19, _OF_FIGURE_19),
-        (30, _OF_FIGURE_30),
+    f"{group}/figure{number}": Alias(f"{group}/figure{number}", f"{group}/figure{of}", shown)
+    for group, of, figures in (
+        ("geometry", 1, _OF_FIGURE_1),
+        ("geometry", 2, _OF_FIGURE_2),
+        ("geometry", 4, _OF_FIGURE_4),
+        ("geometry", 5, _OF_FIGURE_5),
+        ("geometry", 6, _OF_FIGURE_6),
+        ("geometry", 19, _OF_FIGURE_19),
+        ("geometry", 30, _OF_FIGURE_30),
+        ("sinks", 8, _OF_SINKS_8),
+        ("sinks", 9, _OF_SINKS_9),
     )
     for number, shown in figures.items()
 }

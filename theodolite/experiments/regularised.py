@@ -30,13 +30,13 @@ from theodolite.experiments.trainings import (
     rank_correlation,
     without_seed,
 )
+from theodolite.provenance import versions
 from theodolite.report import figures_locater as drawing
 from theodolite.report.data import Floats
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.figures_locater import Panel
 from theodolite.report.measures import BAO
 from theodolite.report.text import counted, number
-from theodolite.result import versions
 from theodolite.run import SCHEMA_VERSION, Run
 from theodolite.train.grid import Point, read_grid
 from theodolite.train.localizing import Setting

@@ -16,8 +16,8 @@ from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments.base import Experiment, Outcome
 from theodolite.models import OpenModel
+from theodolite.provenance import versions
 from theodolite.report.data import array, column
-from theodolite.result import versions
 from theodolite.run import SCHEMA_VERSION, Run
 from theodolite.surveyor import survey
 

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import transformers
+from jaxtyping import Float64
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models.outputs import read_output_weights, state_of
 from theodolite.models.probe import Call, HeadWeights, capture_calls, probe_layer
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.tap import tapped
@@ -53,7 +55,7 @@ class OpenModel:
 
     Attributes:
         hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
-            except while a survey or a probe is under way.
+            except while a survey, a probe or an intervention is under way.
         tokenizer: its tokenizer, or None where the checkpoint has none.
         layers: number of blocks L.
         heads: query heads a layer H.
@@ -74,6 +76,7 @@ class OpenModel:
     revision: str | None
     sha256: str | None
     _calls: list[Call] = field(repr=False)
+    _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def layers(self) -> int:
@@ -118,9 +121,31 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: the layer's queries and keys are no affine function of its input.
         """
+        self._check_layer(layer)
+        return probe_layer(self.hf, self.structure, layer, self._calls[layer])
+
+    def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
+        """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
+
+        The last one asked for is kept until the block's parameters change (writes to `.data` are not seen).
+
+        Raises:
+            UsageError: there is no such layer.
+            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        """
+        self._check_layer(layer)
+        state = state_of(self.structure.blocks[layer])
+        known = self._output_weights.get(layer)
+        if known is None or known[0] != state:
+            self._output_weights.clear()
+            sample = small_input(self.hf, 1)
+            read = read_output_weights(self.hf, self.structure, layer, self._calls[layer], sample)
+            known = self._output_weights[layer] = (state, read)
+        return known[1]
+
+    def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
-        return probe_layer(self.hf, self.structure, layer, self._calls[layer])
 
 
 def open_model(

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import WorkError
 from theodolite.models.structure import Structure, backbone, first_tensor
-from theodolite.models.tap import tapped
+from theodolite.models.tap import tapped, unedited
 from theodolite.theory.attention import AttentionInputs, attend
 
 ROWS = 1024
@@ -66,7 +66,7 @@ def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dic
         for module in structure.attention
     ]
     try:
-        with tapped(model, lambda _, inputs: attend(inputs)), torch.inference_mode():
+        with unedited(), tapped(model, lambda _, inputs: attend(inputs)), torch.inference_mode():
             backbone(model)(**probe_input)
     finally:
         for hook in hooks:
@@ -80,7 +80,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
     Raises:
         WorkError: the layer's queries or keys are no affine function of its input, even before their norm.
     """
-    with tapped(model, raise_captured), torch.inference_mode():
+    with unedited(), tapped(model, raise_captured), torch.inference_mode():
         module = copied(structure.attention[layer], torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in ("projection", "projection before norm"):
@@ -89,7 +89,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
                 return weights
             if module is structure.attention[layer]:
                 break  # no copy, so its norms must stay
-            for name in _norms_of_queries_and_keys(module, call, width):
+            for name in norms_of_queries_and_keys(module, call):
                 module.set_submodule(name, nn.Identity())
     raise WorkError(
         f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
@@ -129,10 +129,11 @@ def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
 
 
-def _norms_of_queries_and_keys(module: nn.Module, call: Call, width: int) -> list[str]:
+def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
 
-    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read.
+    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. The tap
+    must be listening with `raise_captured`.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -144,6 +145,7 @@ def _norms_of_queries_and_keys(module: nn.Module, call: Call, width: int) -> lis
 
     hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
     parameter = next(module.parameters())
+    width = first_tensor(*call).shape[-1]
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     try:
         inputs = run_until_tap(module, call, row.to(parameter.device, parameter.dtype).unsqueeze(1))
@@ -185,6 +187,11 @@ def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInp
     Raises:
         WorkError: as `call_until_tap` does.
     """
+    return call_until_tap(module, call_with_hidden(call, hidden))
+
+
+def call_with_hidden(call: Call, hidden: Tensor) -> Call:
+    """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
     args, kwargs = call
     floats = lambda value: _to_dtype(value, hidden)  # noqa: E731
     args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
@@ -192,7 +199,7 @@ def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInp
         kwargs["hidden_states"] = hidden
     else:
         args = (hidden, *args[1:])
-    return call_until_tap(module, (args, kwargs))
+    return args, kwargs
 
 
 def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:

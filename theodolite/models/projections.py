@@ -1,17 +1,19 @@
-"""Where a model keeps W_q and W_k of every head, so that they can be read as differentiable views of its parameters.
+"""Where a model keeps W_q, W_k and W_v of every head: to read them as views of its parameters, or to replace them.
 
 No parameter name is known here. As in `probe.py`, the tap tells: with a copy of the attention module whose
 matrices hold markers (ones, their own number, each entry's row, each entry's column) in place of weights, what
 arrives at the tap for the input e_1 says which entries of which matrix it has picked, whatever the layout (fused,
-interleaved, grouped, transposed). A copy with random weights then verifies the finding. Weights are read here,
-never changed.
+interleaved, grouped, transposed). A copy with random weights then verifies the finding. No weight is ever written
+to: what is replaced is the parameter, and the old one is put back.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,9 +21,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.probe import Call, copied, norms_inside, raise_captured, run_until_tap
+from theodolite.models.probe import (
+    Call,
+    copied,
+    norms_inside,
+    norms_of_queries_and_keys,
+    raise_captured,
+    run_until_tap,
+)
 from theodolite.models.structure import Structure, first_tensor
 from theodolite.models.tap import tapped
+
+Purpose = Literal["penalty", "replacement"]
+"""What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""
+
+_DONE = {"penalty": "penalised", "replacement": "replaced"}
+_THEREFORE = {
+    "penalty": "LocAteR is not defined for it; leave it out by layers=[…]",
+    "replacement": "no part of them can be taken out",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,17 @@ class Place:
     rows: Int64[Tensor, " features"]
     heads: int
     factor: Float[Tensor, " features"] | None
+
+    def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
+        """A copy of W of all heads, or of some, as `nn.Linear` would hold it: features head by head."""
+        weight, rows = self.weight.detach(), self.rows_of(heads)
+        if self.dimension == 0:
+            return weight.index_select(0, rows.to(weight.device))
+        return weight.index_select(1, rows.to(weight.device)).T
+
+    def rows_of(self, heads: list[int] | None) -> Int64[Tensor, " features"]:
+        """Output features of some heads."""
+        return self.rows if heads is None else self.rows.view(self.heads, -1)[heads].flatten()
 
     @property
     def weight(self) -> nn.Parameter:
@@ -68,11 +97,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Projections:
-    """The query and the key projection of one layer; biases are left aside."""
+    """The projections of one layer; biases are left aside. `value` is None where W_v was not found."""
 
     layer: int
     query: Place
     key: Place
+    value: Place | None = None
 
     def factors(
         self,
@@ -101,51 +131,92 @@ class Projections:
 
 
 def find_projections(
-    model: PreTrainedModel, structure: Structure, calls: list[Call], layers: list[int]
+    model: PreTrainedModel,
+    structure: Structure,
+    calls: list[Call],
+    layers: list[int],
+    purpose: Purpose = "penalty",
 ) -> list[Projections]:
-    """Find W_q and W_k of some layers; `calls` is what `capture_calls` gave. Call it without gradients.
+    """Find W_q, W_k and W_v of some layers; `calls` is what `capture_calls` gave. Call it without gradients.
+
+    For a replacement, they are found as well where queries and keys are normalised after the projection (Qwen 3,
+    Gemma 3), where no matrix gives the logits.
 
     Raises:
         UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
             normalised after the projection, carry an adapter, or are quantised.
     """
-    _refuse_replaced_weights(model)
+    _refuse_replaced_weights(model, _DONE[purpose])
     with tapped(model, raise_captured):
-        return [_find(structure, layer, calls[layer]) for layer in layers]
+        return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
 
-def _refuse_replaced_weights(model: PreTrainedModel) -> None:
+@contextmanager
+def replaced(parts: Iterable[tuple[Place, list[int] | None, Tensor]]) -> Iterator[None]:
+    """While open, `Place.matrix(heads)` is another matrix, for each of the (place, heads, matrix) given.
+
+    The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
+    and a parameter that other modules share changes here alone.
+    """
+    owners: dict[tuple[nn.Module, str], nn.Parameter] = {}
+    new: dict[tuple[nn.Module, str], Tensor] = {}
+    for place, heads, matrix in parts:
+        at = (place.module, place.name)
+        owners.setdefault(at, place.weight)
+        weight = new.setdefault(at, place.weight.detach().clone())
+        rows = place.rows_of(heads).to(weight.device)
+        entries = matrix.to(weight.device, weight.dtype)
+        weight.index_copy_(place.dimension, rows, entries if place.dimension == 0 else entries.T)
+    try:
+        for (module, name), weight in new.items():
+            requires_grad = owners[module, name].requires_grad
+            module._parameters[name] = nn.Parameter(weight, requires_grad=requires_grad)
+        yield
+    finally:
+        for (module, name), parameter in owners.items():
+            module._parameters[name] = parameter
+
+
+def _refuse_replaced_weights(model: PreTrainedModel, done: str) -> None:
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(
-            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be penalised: load it in bfloat16 "
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {done}: load it in bfloat16 "
             "or float32"
         )
     adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
         raise UsageError(
-            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be penalised: "
+            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {done}: "
             "merge the adapter (merge_and_unload) or train without one"
         )
 
 
-def _find(structure: Structure, layer: int, call: Call) -> Projections:
+def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
     live = structure.attention[layer]
     if any(p.is_meta for p in live.parameters()):
         raise UsageError(
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
         )
     module = copied(live, torch.float64).eval()
+    if purpose == "replacement":
+        for name in norms_of_queries_and_keys(module, call):
+            module.set_submodule(name, nn.Identity())
     places = _places(_Marked(module, call))
-    if places is None or not _verified(module, call, places):
+    agree = [] if places is None else _verified(module, call, places)
+    if places is None or not all(agree[:2]):
         norms = ", ".join(name for name, _ in norms_inside(live))
         why = f" (it has norms inside: {norms})" if norms else ""
         raise UsageError(
             f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
-            f"matrix each{why}, so LocAteR is not defined for it; leave it out by layers=[…]"
+            f"matrix each{why}, so {_THEREFORE[purpose]}"
         )
     name_of = {id(part): name for name, part in module.named_modules()}
-    query, key = (replace(place, module=live.get_submodule(name_of[id(place.module)])) for place in places)
-    return Projections(layer, query, key)
+
+    def in_live(place: Place) -> Place:
+        return replace(place, module=live.get_submodule(name_of[id(place.module)]))
+
+    query, key, value = places
+    return Projections(layer, in_live(query), in_live(key), in_live(value) if value and agree[2] else None)
 
 
 class _Marked:
@@ -160,18 +231,22 @@ class _Marked:
         self._inputs = torch.eye(2, width, dtype=torch.float64, device=device).unsqueeze(1)
 
     def ask(self, marker: Callable[[int, Tensor], Tensor | float]) -> list[Tensor]:
-        """Queries and keys, each (2, heads, head_width), where matrix number n holds `marker(n, matrix)`."""
+        """Queries, keys and values, each (2, heads, width of one), where matrix number n holds `marker(n, matrix)`."""
         for parameter in self.module.parameters():
             parameter.data.zero_()
         for number, name in enumerate(self.matrices):
             parameter = self.module.get_parameter(name)
             parameter.data.add_(marker(number, parameter.data))
         inputs = run_until_tap(self.module, self._call, self._inputs)
-        return [inputs.query[:, :, 0].double().cpu(), inputs.key[:, :, 0].double().cpu()]
+        return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
 
-def _places(marked: _Marked) -> tuple[Place, Place] | None:
-    """The places of queries and keys, or None where the answers are not those of picked entries."""
+Places = tuple[Place, Place, Place | None]
+"""Of queries, keys and, where they were found, values."""
+
+
+def _places(marked: _Marked) -> Places | None:
+    """The places, or None where the answers for queries or keys are not those of picked entries."""
 
     def counted(parameter: Tensor, dimension: int) -> Tensor:
         shape = [1, 1]
@@ -185,8 +260,8 @@ def _places(marked: _Marked) -> tuple[Place, Place] | None:
         marked.ask(lambda number, parameter: counted(parameter, 1)),
         strict=True,
     )
-    query, key = (_place(marked, *answer) for answer in answers)
-    return None if query is None or key is None else (query, key)
+    query, key, value = (_place(marked, *answer) for answer in answers)
+    return None if query is None or key is None else (query, key, value)
 
 
 def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, second: Tensor) -> Place | None:
@@ -212,8 +287,8 @@ def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, secon
     return None
 
 
-def _verified(module: nn.Module, call: Call, places: tuple[Place, Place]) -> bool:
-    """Whether random weights of the copy, read by `places`, give the queries and keys of random inputs."""
+def _verified(module: nn.Module, call: Call, places: Places) -> list[bool]:
+    """Whether random weights of the copy, read by `places`, give the queries, keys and values of random inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -225,14 +300,18 @@ def _verified(module: nn.Module, call: Call, places: tuple[Place, Place]) -> boo
     width = first_tensor(*call).shape[-1]
     rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
     got = run_until_tap(module, call, rows.unsqueeze(1))
-    w_q, w_k = Projections(0, *places).factors()
-    for weights, answer in ((w_q, got.query[:, :, 0]), (w_k, got.key[:, :, 0])):
+    right = []
+    for place, arrived in zip(places, (got.query, got.key, got.value), strict=True):
+        if place is None:
+            right.append(False)
+            continue
+        weights, answer = place.factor_of(_picked(place, place.span)), arrived[:, :, 0]
         expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
         # Some families rotate in float32 whatever their dtype, which is all the precision there is then.
         tolerance = 32 * torch.finfo(torch.float32).eps * float(expected.abs().max())
-        if not torch.allclose(answer[1:].double() - answer[0], expected, rtol=0, atol=tolerance):
-            return False
-    return True
+        off = answer[1:].double() - answer[0] - expected
+        right.append(bool(off.abs().max() <= tolerance))
+    return right
 
 
 def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:

@@ -4,14 +4,17 @@
 interface then calls it with q, k, v (after RoPE), scaling, mask and whatever else decides its logits. The tap
 is such a function. It passes what it gets to a listener and returns the attention output, so that one forward
 pass both runs the model and is measured. Families outside the interface get one small file each
-(`OUTSIDE_INTERFACE`). The tap computes no statistic.
+(`OUTSIDE_INTERFACE`). Edits of a layer are applied here too, whoever listens. The tap computes no statistic.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +34,38 @@ OUTSIDE_INTERFACE: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_atte
 Listener = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
 
-_listener: ContextVar[Listener | None] = ContextVar("theodolite_listener", default=None)
+Answer = Callable[[AttentionInputs], Tensor]
+"""From attention inputs to the output, (batch, queries, heads, value_width)."""
+
+Edit = Callable[[AttentionInputs, Answer], Tensor]
+"""Stands between a layer and its attention: may hand other inputs on to the answer, and return another output."""
+
+
+@dataclass(frozen=True)
+class _Listening:
+    """A listener and the modules of the model that it was opened for."""
+
+    modules: frozenset[nn.Module]
+    listener: Listener
+
+
+@dataclass(frozen=True)
+class _Editing:
+    """An edit of one layer's attention, while it is open."""
+
+    modules: frozenset[nn.Module]
+    module: nn.Module
+    edit: Edit
+    of_inputs: bool
+    whole_cache: bool
+
+
+_listening: ContextVar[tuple[_Listening, ...]] = ContextVar("theodolite_listening", default=())
+_unedited: ContextVar[bool] = ContextVar("theodolite_unedited", default=False)
+
+# Of the process and not of a context: the model is edited whoever calls it, as it would be were its weights edited
+# (`generate` with a streamer runs in another thread).
+_editing: list[_Editing] = []
 
 
 def attention_inputs(
@@ -86,8 +120,37 @@ def _tapped_attention(
 ) -> tuple[Tensor, None]:
     known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
     inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
-    listener = _listener.get()
-    return (attend(inputs) if listener is None else listener(module, inputs)), None
+    answer = _answer(module)
+    for editing in [] if _unedited.get() else sorted(_editing, key=lambda e: not e.of_inputs):
+        if editing.module is module:
+            if editing.whole_cache:
+                _refuse_dropped_keys(inputs, kwargs.get("sliding_window"))
+            answer = _with_edit(editing.edit, answer)
+    return answer(inputs), None
+
+
+def _answer(module: nn.Module) -> Answer:
+    """Who answers a module: the innermost listener of its model; for a copy of a module, the innermost of all."""
+    listening = _listening.get()
+    for entry in reversed(listening):
+        if module in entry.modules:
+            return functools.partial(entry.listener, module)
+    if not listening or any(module in editing.modules for editing in _editing):
+        return attend
+    return functools.partial(listening[-1].listener, module)
+
+
+def _with_edit(edit: Edit, answer: Answer) -> Answer:
+    return lambda inputs: edit(inputs, answer)
+
+
+def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    if window is not None and queries < keys and keys >= window:
+        raise UsageError(
+            f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any more; "
+            "call generate with use_cache=False"
+        )
 
 
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
@@ -97,29 +160,97 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 @contextmanager
 def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
     """While open, every attention layer of `model` calls `listener`; the model is restored on leaving."""
+    with _opened(model) as modules:
+        token = _listening.set((*_listening.get(), _Listening(modules, listener)))
+        try:
+            yield
+        finally:
+            _listening.reset(token)
+
+
+@contextmanager
+def edited(
+    model: PreTrainedModel,
+    module: nn.Module,
+    edit: Edit,
+    *,
+    of_inputs: bool = False,
+    whole_cache: bool = False,
+) -> Iterator[None]:
+    """While open, `edit` is applied whenever `model` calls the attention module `module`, listened to or not.
+
+    Edits of inputs come first, whatever the order in which edits were opened, and within a kind the one opened first
+    is nearest to the attention itself. A listener gets the edited inputs; what it returns is edited. Copies of the
+    module are not edited.
+
+    Args:
+        model: the model; restored on leaving.
+        module: one of its attention modules.
+        edit: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
+        of_inputs: it changes the inputs, and of the output only what follows from it.
+        whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
+    """
+    with _opened(model) as modules:
+        editing = _Editing(modules, module, edit, of_inputs, whole_cache)
+        _editing.append(editing)
+        try:
+            yield
+        finally:
+            # By identity: two equal edits may be open at once.
+            del _editing[next(i for i, other in enumerate(_editing) if other is editing)]
+
+
+@contextmanager
+def unedited() -> Iterator[None]:
+    """While open, no edit is applied: for looks at the model itself, on inputs that no edit was made for."""
+    token = _unedited.set(True)
+    try:
+        yield
+    finally:
+        _unedited.reset(token)
+
+
+@contextmanager
+def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
+    """While open, the attention layers of `model` go through the tap; yields all of its modules."""
     before = model.config._attn_implementation
     with ExitStack() as undo:
-        outside = [m for m in model.modules() if type(m).__name__ in OUTSIDE_INTERFACE]
+        modules = frozenset(model.modules())
+        outside = [m for m in modules if type(m).__name__ in OUTSIDE_INTERFACE]
         for module in outside:
             own_forward = module.forward
-            module.forward = OUTSIDE_INTERFACE[type(module).__name__].__get__(module)
+            module.forward = _outside_forward.__get__(module)
             undo.callback(_restore_forward, module, own_forward)
         if outside:
-            model.config._attn_implementation = (
-                IMPLEMENTATION  # lets the model make the mask that the tap reads
-            )
+            # Lets the model make the mask that the tap reads.
             undo.callback(setattr, model.config, "_attn_implementation", before)
+            model.config._attn_implementation = IMPLEMENTATION
         else:
             if not model._can_set_attn_implementation():
                 raise UsageError(
                     f"{type(model).__name__} does not use the attention interface of transformers, so its "
                     "queries and keys cannot be read; theodolite does not support this family yet"
                 )
-            model.set_attn_implementation(IMPLEMENTATION)
             undo.callback(model.set_attn_implementation, before)
-        token = _listener.set(listener)
-        undo.callback(_listener.reset, token)
-        yield
+            model.set_attn_implementation(IMPLEMENTATION)
+        yield modules
+
+
+_passed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _outside_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of `OUTSIDE_INTERFACE`, which keeps no cache, so that a pass that continues one is refused."""
+    cache = kwargs.get("layer_past")
+    if cache is not None:
+        passed = _passed.setdefault(cache, weakref.WeakSet())
+        if self in passed or cache.get_seq_length():
+            raise UsageError(
+                f"theodolite runs {type(self).__name__} without a cache, so earlier keys would be missing; call "
+                "generate with use_cache=False"
+            )
+        passed.add(self)
+    return OUTSIDE_INTERFACE[type(self).__name__](self, *args, **kwargs)
 
 
 def _restore_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

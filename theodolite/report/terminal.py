@@ -56,7 +56,7 @@ def show_run(run: Run, console: Console) -> None:
 
 def tables_as_json(run: Run) -> dict[str, Any]:
     """Provenance and tables as plain JSON values; NaN becomes null."""
-    names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution")
+    names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution", "traces")
     tables = {name: _records(getattr(run, name)) for name in names if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 

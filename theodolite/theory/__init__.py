@@ -6,6 +6,13 @@ published ones are explained in docs/errata.md.
 
 from __future__ import annotations
 
+from theodolite.theory.averaging import (
+    Averaged,
+    AveragingModel,
+    averaging_error,
+    averaging_model,
+    mean_after,
+)
 from theodolite.theory.bounds import ScaleBound, TraceBound, scale_bound, trace_bound
 from theodolite.theory.decomposition import Decomposition, decompose
 from theodolite.theory.decoupling import Decoupling, RotatedEnergy, decouple
@@ -45,6 +52,8 @@ from theodolite.theory.spectrum import (
 
 __all__ = [
     "REGIMES",
+    "Averaged",
+    "AveragingModel",
     "Decomposition",
     "Decoupling",
     "FactorisationError",
@@ -56,6 +65,8 @@ __all__ = [
     "ScreeNOT",
     "SmoothnessBound",
     "TraceBound",
+    "averaging_error",
+    "averaging_model",
     "dct2",
     "decompose",
     "decouple",
@@ -65,6 +76,7 @@ __all__ = [
     "kernel_factorisation",
     "largest_singular_value",
     "low_frequency_ratio",
+    "mean_after",
     "normalised_gram",
     "piecewise_softmax",
     "probability_between",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 MASKED = -1e30
@@ -46,6 +46,20 @@ class AttentionInputs:
             first, last = self._key_range(start, stop)
             logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
             yield LogitBlock(start, stop, first, last, logits)
+
+    def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
+        """The masked logits of all queries over some keys only."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask[..., keys]
+        elif self.causal:
+            mask = keys <= torch.arange(self.query.shape[2], device=keys.device)[:, None]
+            mask = mask[None, None]
+        bias = None if self.bias is None else self.bias[..., keys]
+        key, value = self.key[:, :, keys], self.value[:, :, keys]
+        chosen = replace(self, key=key, value=value, mask=mask, bias=bias, causal=False)
+        key = chosen.key.to(_at_least_float32(chosen.key.dtype)).transpose(-1, -2)
+        return chosen._logits(chosen.query.to(key.dtype) * self.scaling, key, 0, 0)
 
     def of_contexts(self, part: slice) -> AttentionInputs:
         """The inputs of some contexts of the batch."""

@@ -1,0 +1,169 @@
+"""Tables of tags: η² and its error against simulation, its chance against permutations, what is undefined."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.accumulate.test_catches import random_catches, sums_of_squares
+from theodolite.accumulate.catches import Catches
+from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.measure.tags import ratio, traced_heads, traces
+
+LENGTH, WIDTH, D = 20, 4, 10
+W_O = torch.randn(2, WIDTH, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+Context = tuple[Catches, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def one_context(seed: int, length: int = LENGTH, signal: float = 0.0) -> Context:
+    """Catches, outputs and values (heads, T, WIDTH), hidden states (T, D) of a context."""
+    generator = np.random.default_rng(seed)
+    catches = random_catches(generator, length)
+    output, value = (torch.from_numpy(generator.standard_normal((2, length, WIDTH))) for _ in range(2))
+    hidden = torch.from_numpy(generator.standard_normal((length, D)))
+    for row, own in enumerate(catches.caught):
+        output[catches.head[row], own] += signal * row
+        hidden[own] += signal * row
+    return catches, output, value, hidden
+
+
+def summed(contexts: list[Context], into: Tags | None = None) -> Tags:
+    """As the tracer adds up contexts of one layer."""
+    tags = into or Tags(1, WIDTH)
+    for catches, output, value, hidden in contexts:
+        ids = torch.arange(output.shape[1]) % 3
+        sums, place = measured(catches, HeadOutputs(output, value, W_O @ W_O.mT))
+        rows = tags.update(0, catches, ids, sums)
+        tags.add_place(rows, HEAD_OUTPUT, place)
+        for layer in (0, 1):
+            tags.add_place(rows, 1 + layer, released(catches, hidden * (1 + layer)))
+    return tags
+
+
+def tables(tags: Tags, contexts: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Both tables."""
+    table, _ = traces(tags.state(), lambda layer: W_O, contexts, LENGTH, str)
+    heads, _ = traced_heads(tags.state(), lambda layer: W_O, contexts)
+    return table, heads
+
+
+def same(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    for one, other in zip(a, b, strict=True):
+        pd.testing.assert_frame_equal(one, other, rtol=1e-9, atol=1e-11)
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.integers(1, 4))
+def test_order_halves_and_what_all_tokens_share_do_not_matter(seeds, cut):
+    contexts = [one_context(seed, signal=0.5) for seed in seeds]
+    whole = tables(summed(contexts), len(seeds))
+    same(tables(summed(contexts[::-1]), len(seeds)), whole)
+    halves = summed(contexts[:cut])
+    halves.merge(summed(contexts[cut:]))
+    same(tables(halves, len(seeds)), whole)
+    resumed = Tags(1, WIDTH)
+    resumed.restore(summed(contexts[:cut]).state())
+    same(tables(summed(contexts[cut:], resumed), len(seeds)), whole)
+    moved = [(catches, o + 3.0, v, h + 100.0) for catches, o, v, h in contexts]
+    same(tables(summed(moved), len(seeds)), whole)
+
+
+def test_chance_is_the_mean_over_random_groupings():
+    """Oracle: permutations of who is caught, at the head's output through W_O and in the stream."""
+    generator = np.random.default_rng(1)
+    contexts = [one_context(seed, signal=1.0) for seed in range(3)]
+    _, arrays = traced_heads(summed(contexts).state(), lambda layer: W_O, 3)
+    heads = tables(summed(contexts), 3)[1]
+    for head in (0, 1):
+        draws = np.empty((400, 2))
+        for draw in draws:
+            pairs = np.zeros((2, 2))
+            for catches, output, _, hidden in contexts:
+                counts = catches.kept[head].numpy()
+                rows = np.flatnonzero(catches.head == head)
+                group = (catches.caught[rows].int() * torch.arange(1, len(rows) + 1)[:, None]).sum(0).numpy()
+                shuffled = generator.permutation(group[counts])
+                if len(np.unique(shuffled)) < 2:
+                    continue
+                pairs[0] += sums_of_squares((output[head] @ W_O[head]).numpy()[counts], shuffled)
+                pairs[1] += sums_of_squares(hidden.numpy()[counts], shuffled)
+            draw[:] = pairs[:, 0] / pairs[:, 1]
+        error = draws.std(axis=0) / math.sqrt(len(draws))
+        got = [heads.tag_chance[head], float(arrays["head_release_chance"][head, 1])]
+        assert (np.abs(draws.mean(axis=0) - got) < 4 * error).all()
+        assert heads.tag[head] > got[0] + 4 * draws[:, 0].std()
+
+
+def test_the_error_of_a_ratio_is_its_scatter_over_samples():
+    """Oracle: the scatter of the ratio over fresh samples of contexts, whose sums differ in size and share."""
+    generator = np.random.default_rng(2)
+    share = generator.beta(4, 3, (3000, 40))
+    total = generator.gamma(5, 1, (3000, 40)) * (1 + share)
+    b, t = torch.from_numpy(share * total), torch.from_numpy(total)
+    value, error = ratio(torch.stack([b, t, b * b, b * t, t * t], dim=-1).sum(dim=1))
+    assert float(error.mean()) == pytest.approx(float(value.std()), rel=0.05)
+    # And each interval of two errors holds the truth about as often as it should.
+    truth = float(b.sum() / t.sum())
+    assert float(((value - truth).abs() < 2 * error).double().mean()) == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_ratio_of_one_context_or_of_nothing_has_no_error():
+    b, t = torch.tensor(2.0), torch.tensor(4.0)
+    value, error = ratio(torch.stack([b, t, b * b, b * t, t * t]))
+    assert value == 0.5
+    assert error.isnan()
+    assert all(part.isnan() for part in ratio(torch.zeros(5)))
+    assert ratio(torch.tensor([4.0, 8.0, 8.0, 16.0, 32.0]))[1] == 0  # two contexts of one share
+
+
+def _catching(catches: Catches, all_of_them: bool) -> Catches:
+    """The first head's sinks catch every token that is kept, or none."""
+    caught = catches.caught.clone()
+    caught[catches.of == 0] = False
+    caught[0] = catches.kept[0] & all_of_them
+    return replace(catches, caught=caught)
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_a_sink_that_catches_all_or_none_has_no_tag(all_of_them):
+    """With one group there is nothing to compare: no η² (not 0), and such a context does not dilute others'."""
+    contexts = [one_context(seed, signal=1.0) for seed in (3, 4)]
+    one_group = [(_catching(catches, all_of_them), *rest) for catches, *rest in contexts]
+    table, heads = tables(summed(one_group), 2)
+    own = table[table["head"] == 0]
+    undefined = ["tag", "tag_se", "before", "after", "released", "last", "alignment", "tagged"]
+    assert own[undefined].isna().all().all()
+    assert (own.released_layer == -1).all()
+    assert (own.dimension == -1).all()
+    assert own.caught.gt(0).any() == all_of_them
+    assert heads.loc[heads["head"] == 0, ["tag", "tag_chance", "after"]].isna().all().all()
+    # Beside contexts with two groups.
+    alone = tables(summed(contexts), 2)[1].set_index("head")
+    both = tables(summed(contexts + one_group), 4)[1].set_index("head")
+    for name in ("tag", "tag_se", "tag_chance", "after"):
+        assert both.loc[0, name] == pytest.approx(alone.loc[0, name], rel=1e-12), name
+
+
+def test_two_sinks_of_one_token_are_one_row_and_one_observation():
+    catches, output, value, hidden = one_context(5, signal=1.0)
+    position = torch.where(catches.position > 0, catches.position // 3 * 3 + 1, 0)  # all tokens are alike
+    contexts = [(replace(catches, position=position), output, value, hidden)]
+    table, _ = tables(summed(contexts), 1)
+    later = table[table.kind == "later"]
+    assert len(later) == len(later["head"].unique())
+    assert (later.contexts == 1).all()
+    assert later.tag_se.isna().all()  # one context, however many sinks
+
+
+def test_tables_of_nothing_have_all_columns_in_their_types():
+    full, empty = tables(summed([one_context(6)]), 1), tables(Tags(1, WIDTH), 1)
+    for one, other in zip(full, empty, strict=True):
+        assert len(other) == 0
+        assert one.dtypes.to_dict() == other.dtypes.to_dict()

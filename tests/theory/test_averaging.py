@@ -1,0 +1,158 @@
+"""The construction of Theorem 4.1 against its equations written out in numpy, its rate, and what is printed wrongly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from theodolite.errors import UsageError
+from theodolite.theory.averaging import ABSENT, averaging_error, averaging_model, mean_after
+
+LENGTH = 20
+
+
+def by_hand(
+    numbers: list[float], t: int, s_tag: float, b: float, d: float
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """f(x), A¹ and H of one sequence, token by token; t from 1 as in the paper, 0 for no [SEP]."""
+    tokens = [(0.0, -s_tag) if i == t else (x, -1.0) for i, x in enumerate(numbers, 1)]
+    length = len(tokens)
+    attention, hidden = np.zeros((length, length)), np.zeros((length, 2))
+    for i, query in enumerate(tokens):
+        logits = [query[0] * key[0] + query[1] * key[1] for key in tokens[: i + 1]]
+        weights = [math.exp(logit - max(logits)) for logit in logits]
+        attention[i, : i + 1] = np.array(weights) / sum(weights)
+        tag = sum(a * -key[1] for a, key in zip(attention[i], tokens, strict=True))  # W_V¹ = diag(0, −1)
+        hidden[i] = query[0], query[1] + tag
+    number, tag = hidden[-1]
+    logits = [(b * number + d * tag) * key[1] for key in hidden]
+    weights = [math.exp(logit - max(logits)) for logit in logits]
+    return float(np.dot(weights, hidden[:, 0]) / sum(weights)), attention, hidden
+
+
+def sequences(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(count, LENGTH, generator=generator, dtype=torch.float64)
+    return numbers, torch.randint(0, LENGTH - 1, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("s_tag", "b", "d"), [(2.0, 0.0, 1.0), (8.0, 2.0, 0.3), (15.0, -3.0, 2.0), (30.0, 0.0, 1.0)]
+)
+def test_it_is_the_printed_model(s_tag: float, b: float, d: float) -> None:
+    numbers, places = sequences(7)
+    places[0], places[1], places[2] = ABSENT, 0, LENGTH - 1
+    found = averaging_model(s_tag, b, d)(numbers, places)
+    for row, place in enumerate(places.tolist()):
+        output, attention, hidden = by_hand(numbers[row].tolist(), place + 1, s_tag, b, d)
+        assert found.output[row].item() == pytest.approx(output, rel=1e-9, abs=1e-12)
+        np.testing.assert_allclose(found.attention[row], attention, atol=1e-14)
+        np.testing.assert_allclose(found.hidden[row], hidden, atol=1e-12)
+    torch.testing.assert_close(found.last_attention.sum(-1), torch.ones(7, dtype=torch.float64))
+
+
+def test_convergence_is_that_of_the_notes() -> None:
+    """Oracle: MATH.md, section 3, from another implementation: 1.7e-2, 4e-6 and 1e-9 for one sequence."""
+    numbers, places = sequences(400)
+    for s_tag, noted in ((10.0, 1.7e-2), (20.0, 4e-6), (30.0, 1e-9)):
+        error = (averaging_model(s_tag)(numbers, places).output - mean_after(numbers, places)).abs()
+        low, high = error.quantile(0.1).item(), error.quantile(0.9).item()
+        assert low < noted < high
+
+
+@pytest.mark.parametrize(("b", "d"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.1), (-2.0, 4.0)])
+def test_the_rate(b: float, d: float) -> None:
+    """Oracle: the model itself at numbers up to 1, where the leading term is all but e^{−s} of the error."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.rand(50, LENGTH, generator=generator, dtype=torch.float64) * 2 - 1
+    places = torch.randint(0, LENGTH - 2, (50,), generator=generator)
+    for s_tag, tolerance in ((16.0, 2e-2), (22.0, 2e-4)):
+        error = averaging_model(s_tag, b, d)(numbers, places).output - mean_after(numbers, places)
+        derived = averaging_error(numbers, places, s_tag, b, d)
+        clear = derived.abs() > 0.1 * derived.abs().median()
+        torch.testing.assert_close(
+            error[clear] / derived[clear],
+            torch.ones(int(clear.sum()), dtype=torch.float64),
+            rtol=tolerance,
+            atol=0,
+        )
+
+
+@given(shift=st.integers(0, LENGTH - 2), s_tag=st.floats(1.0, 40.0))
+@settings(max_examples=25, deadline=None)
+def test_before_the_separator_nothing_counts(shift: int, s_tag: float) -> None:
+    """Algebra: rows of tokens before [SEP] know nothing of it, and their tag is exactly 0."""
+    numbers, _ = sequences(1)
+    found = averaging_model(s_tag)(numbers, shift)
+    without = averaging_model(s_tag)(numbers, ABSENT)
+    torch.testing.assert_close(found.attention[:, :shift], without.attention[:, :shift])
+    assert found.hidden[0, :shift, 1].abs().max().item() < 1e-14 if shift else True
+
+
+def test_without_anything_after_the_separator() -> None:
+    """[SEP] last: the sum over T, as in the limit nothing is tagged. No [SEP]: the mean of all."""
+    numbers, _ = sequences(30)
+    last = averaging_model(12.0)(numbers, LENGTH - 1).output
+    torch.testing.assert_close(last, numbers[:, :-1].sum(-1) / LENGTH)
+    torch.testing.assert_close(averaging_model(3.0)(numbers, ABSENT).output, numbers.mean(-1))
+    assert mean_after(numbers, LENGTH - 1).isnan().all()
+
+
+def test_the_number_at_the_separator_is_not_read() -> None:
+    numbers, places = sequences(5)
+    other = numbers.clone()
+    other[torch.arange(5), places] = 1e6
+    model = averaging_model(10.0)
+    assert torch.equal(model(numbers, places).output, model(other, places).output)
+    assert torch.equal(mean_after(numbers, places), mean_after(other, places))
+
+
+def test_gradients() -> None:
+    """Oracle: finite differences."""
+    numbers, places = sequences(2)
+    numbers.requires_grad_()
+    values = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (4.0, 0.5, 0.7)]
+    assert torch.autograd.gradcheck(
+        lambda x, *parts: averaging_model(*parts)(x, places).output, (numbers, *values)
+    )
+
+
+def test_several_tags_at_once() -> None:
+    numbers, places = sequences(3)
+    tags = torch.tensor([[5.0], [9.0]], dtype=torch.float64)
+    both = averaging_model(tags)(numbers.expand(2, -1, -1), places.expand(2, -1)).output
+    for row, tag in zip(both, (5.0, 9.0), strict=True):
+        torch.testing.assert_close(row, averaging_model(tag)(numbers, places).output)
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="needs d > 0"):
+        averaging_model(10.0, d=0.0)
+    with pytest.raises(UsageError, match="place that 20 tokens do not have"):
+        averaging_model(10.0)(sequences(1)[0], LENGTH)
+
+
+def test_errata() -> None:
+    """The numbers of docs/errata.md: printed limits and denominators beside the model by hand."""
+    numbers, t, s = [1.0, 0.0, 0.0], 2, 20.0
+    output, attention, _ = by_hand(numbers, t, s, 0.0, 1.0)
+    assert output == pytest.approx(0.0, abs=1e-6)  # section 4.3 prints the sum from i = 1: 1
+    (_, attention, _), x = by_hand([1.0, 0.0, 1.0, 1.0], t, s, 0.0, 1.0), [1.0, 0.0, 1.0, 1.0]
+    assert (attention[2, 1] - attention[3, 3]) * s == pytest.approx(20.0, abs=1e-5)  # printed limit: 0
+    assert abs(attention[2, 1] - attention[3, 1]) * s < 1e-6
+    _, attention, _ = by_hand([1.0, 0.0, 2.0, 1.0], t, 2.0, 0.0, 1.0)
+    x = [1.0, 0.0, 2.0, 1.0]
+    i, j = 3, 2  # from 0, so that [SEP] is 1
+    right = math.exp(1 + x[i] * x[j]) / (
+        math.exp(2.0) + sum(math.exp(1 + x[i] * x[k]) for k in range(4) if k != 1)
+    )
+    printed = math.exp(1 + x[i] * x[j]) / (
+        math.exp(2.0) + sum(math.exp(1 + x[i] * x[k]) for k in range(4) if k != j)
+    )
+    assert attention[i, j] == pytest.approx(right)
+    assert (round(right, 3), round(printed, 3)) == (0.475, 0.807)

@@ -1,0 +1,170 @@
+"""Which queries every sink of a context catches, found together with the attention output.
+
+A key is a sink of a head by the survey's criterion (`SINK_THRESHOLD`, `least_queries`): the queries that see it pay
+it more than ε of their attention on average. A query is caught by the sink that it pays most, if that is more than
+ε too. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.attention import BLOCK, SINK_THRESHOLD, least_queries
+from theodolite.theory.attention import MASKED, AttentionInputs, weigh
+
+_FIELDS = ("head", "position", "received", "caught", "seen", "of", "kept")
+
+LEARNED = -1
+"""The position of a learned sink column, which is no token."""
+
+
+@dataclass(frozen=True)
+class Catches:
+    """The sinks of one layer in one context, ordered by head and position, a learned column last.
+
+    Attributes:
+        head: of each sink.
+        position: of each sink; `LEARNED` for a head's learned sink column.
+        received: attention that each sink gets on average from the queries that see it.
+        caught: the queries that each sink catches.
+        seen: the queries that could be: they see the sink and are not left out.
+        of: the row of `kept` that is the sink's head.
+        kept: for each head that has a sink, the tokens that are not left out.
+    """
+
+    head: Int[Tensor, " sinks"]
+    position: Int[Tensor, " sinks"]
+    received: Float[Tensor, " sinks"]
+    caught: Bool[Tensor, "sinks positions"]
+    seen: Bool[Tensor, "sinks positions"]
+    of: Int[Tensor, " sinks"]
+    kept: Bool[Tensor, "catching_heads positions"]
+
+    def to(self, device: torch.device) -> Catches:
+        """The same on a device."""
+        return Catches(**{name: getattr(self, name).to(device) for name in _FIELDS})
+
+    @classmethod
+    def joined(cls, some: Sequence[Catches]) -> Catches:
+        """Those of several layers of one context, one after another."""
+        fields = {
+            name: torch.cat([getattr(catches, name).to(some[0].head.device) for catches in some])
+            for name in _FIELDS
+        }
+        before = torch.tensor([0, *(len(catches.kept) for catches in some[:-1])]).cumsum(0)
+        sizes = torch.tensor([len(catches.head) for catches in some])
+        fields["of"] += before.repeat_interleave(sizes).to(fields["of"].device)
+        return cls(**fields)
+
+
+def attend_and_catch(inputs: AttentionInputs) -> tuple[Float[Tensor, "1 queries heads width"], Catches]:
+    """The attention output of one context, and what its sinks catch.
+
+    Args:
+        inputs: of a batch of one context.
+    """
+    _, heads, length, _ = inputs.query.shape
+    value = inputs.value
+    output = value.new_empty(1, length, heads, value.shape[-1])
+    received = value.new_zeros(heads, length, dtype=torch.float64)
+    log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
+    for block in inputs.blocks(BLOCK):
+        largest = block.logits.amax(dim=-1)
+        weights = block.logits.softmax(dim=-1)
+        total = largest - weights.amax(dim=-1).log()  # the largest weight is exp(largest − total)
+        if inputs.sink is not None:
+            with_sink = torch.logaddexp(total, inputs.sink.to(total.dtype).view(1, -1, 1))
+            weights *= (total - with_sink).exp().unsqueeze(-1)
+            total = with_sink
+        summed = weigh(weights, value[:, :, block.first : block.last])
+        output[:, block.start : block.stop] = summed.transpose(1, 2)
+        received[:, block.first : block.last] += weights[0].sum(dim=-2)
+        log_total[:, block.start : block.stop] = total[0]
+    return output, _catches(inputs, received, log_total)
+
+
+def _catches(inputs: AttentionInputs, received: Tensor, log_total: Tensor) -> Catches:
+    length = received.shape[1]
+    seen_by = inputs.visible_queries()[0]
+    received = received / seen_by.clamp_min(1)
+    enough = seen_by - 1 >= least_queries(length)
+    head, position = ((received > SINK_THRESHOLD) & enough).nonzero(as_tuple=True)
+    mean = received[head, position]
+    keys, column = position.unique(return_inverse=True)
+    logits = inputs.to_keys(keys)[0]
+    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
+    visible = (logits > MASKED / 2)[head, :, column]
+    if inputs.sink is not None:
+        learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
+        catching = (learned.mean(dim=1) > SINK_THRESHOLD).nonzero().flatten()
+        head, order = torch.cat([head, catching]).sort(stable=True)
+        position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
+        mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]
+        paid = torch.cat([paid, learned[catching]])[order]
+        visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
+    own, of = head.unique(return_inverse=True)
+    kept = torch.ones(len(own), length, dtype=torch.bool, device=head.device)
+    kept[:, 0] = False
+    kept[of[position >= 0], position[position >= 0]] = False
+    rows = of.unsqueeze(1).expand_as(paid)
+    most = paid.new_zeros(kept.shape).scatter_reduce_(0, rows, paid, reduce="amax")
+    # Of sinks paid alike, the first.
+    number = torch.arange(len(of), device=of.device).unsqueeze(1)
+    alike = torch.where(paid == most[of], number, len(of))
+    winner = alike.new_full(kept.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
+    caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & kept[of]
+    return Catches(head, position, mean, caught, visible & kept[of], of, kept)
+
+
+def between_and_total(
+    x: Float[Tensor, "positions width"], catches: Catches
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of squares of vectors grouped by the sink that caught their token.
+
+    Returns:
+        between the tokens that a sink caught and all others (sinks), total (sinks), between all groups of a head
+        (catching heads), total (catching heads).
+    """
+    caught, kept = catches.caught.to(x.dtype), catches.kept.to(x.dtype)
+    by_all = catches.kept.all(dim=0)
+    # No sink is among these, so nothing is lost to a massive activation; and they sum to zero from here on.
+    x = x - x[by_all].sum(dim=0) / by_all.sum().clamp_min(1)
+    whole = kept[:, ~by_all] @ x[~by_all]
+    return sums_of_squares(caught @ x, whole, kept @ x.square().sum(dim=-1), catches)
+
+
+def sums_of_squares(
+    sums: Tensor, whole: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `between_and_total`, from sums of vectors over groups and over heads, and sums of squared norms by head.
+
+    Args:
+        sums: over the tokens that each sink caught (sinks, width).
+        whole: over the tokens of each catching head that are not left out (catching heads, width).
+        squares: of the norms of these tokens (catching heads).
+        metric: of each catching head (catching heads, width, width): ‖v‖² = v metric vᵀ; None: the identity.
+    """
+    of = catches.of
+
+    def norm(vectors: Tensor, rows: Tensor | None = None) -> Tensor:
+        if metric is None:
+            return vectors.square().sum(dim=-1)
+        chosen = metric if rows is None else metric[rows]
+        return torch.einsum("rv,rvw,rw->r", vectors, chosen, vectors)
+
+    size = catches.caught.sum(dim=1).to(sums.dtype)
+    kept = catches.kept.sum(dim=1).to(sums.dtype).clamp_min(1)  # of a short context, all tokens may be sinks
+    centred = sums - whole[of] * (size / kept[of]).unsqueeze(1)
+    around = norm(centred, of)
+    inside, outside = size.clamp_min(1), (kept[of] - size).clamp_min(1)
+    between = around * (1 / inside + 1 / outside)
+    total = squares - norm(whole) / kept
+    rest = kept - torch.zeros_like(kept).index_add_(0, of, size)
+    uncaught = torch.zeros_like(whole).index_add_(0, of, -centred)
+    groups = torch.zeros_like(kept).index_add_(0, of, around / inside)
+    return between, total[of], groups + norm(uncaught) / rest.clamp_min(1), total

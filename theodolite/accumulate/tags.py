@@ -1,0 +1,195 @@
+"""What sinks write into the tokens that they catch, and where it lives on: sums over a corpus.
+
+The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
+is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
+squares). The release is the η² of the same grouping in the residual stream of every later layer. A context in which
+a sink catches all tokens or none has no two groups to compare: it adds nothing to η², which is undefined where all
+are such. Only sums are kept: no attention matrix, and no context after its pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, sums_of_squares
+from theodolite.accumulate.keyed import KeyedSums
+from theodolite.accumulate.sums import State
+
+FIRST, LATER, COLUMN = 0, 1, 2
+"""Kinds of sinks: position 0, a later token, a learned sink column."""
+
+PAIRS = 5
+"""Σ b, Σ t, Σ b², Σ b t, Σ t² of a context's sums of squares between (b) and in total (t): a ratio with its error."""
+
+HEAD_OUTPUT = 0
+"""The place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ."""
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """One layer of one context, where some heads have sinks.
+
+    Attributes:
+        output: of these heads, before W_O.
+        value: of every key, for these heads.
+        metric: W_O W_Oᵀ of these heads: lengths in the residual stream.
+    """
+
+    output: Float[Tensor, "catching_heads positions value_width"]
+    value: Float[Tensor, "catching_heads positions value_width"]
+    metric: Float[Tensor, "catching_heads value_width value_width"]
+
+
+class Tags:
+    """By sink (layer, head, kind, token) and by head (layer, head).
+
+    Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
+    be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
+    by it the difference of their mean outputs (value_width); by caught queries the sink's value vector (value_width),
+    its length and the mean length of others; pairs (2 + layers, PAIRS) of sums of squares.
+
+    By head: contexts; pairs; chance (2 + layers), the sum of squares that a random grouping explains on average;
+    moment (value_width, value_width) of its output, centred within contexts.
+    """
+
+    def __init__(self, layers: int, value_width: int) -> None:
+        places = (2 + layers, PAIRS)
+        single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
+        queries = ("catching", "first", "last")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            (*single, *queries, "value_length", "other_length"), ()
+        )
+        shapes |= {"difference": (value_width,), "value": (value_width,), "pairs": places}
+        self.by_sink = KeyedSums(4, shapes)
+        moment = (value_width, value_width)
+        self.by_head = KeyedSums(
+            2, {"contexts": (), "pairs": places, "chance": (2 + layers,), "moment": moment}
+        )
+
+    def update(
+        self, layer: int, catches: Catches, ids: Int[Tensor, " positions"], found: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
+        position = catches.position.cpu()
+        kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, COLUMN, LATER))
+        # What token stands first does not matter, and a learned column has none.
+        token = torch.where(kind == LATER, ids.cpu()[position.clamp_min(0)], -1)
+        head = catches.head.cpu()
+        sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
+        own = head.unique()
+        heads = self.by_head.rows(torch.stack([torch.full_like(own, layer), own], dim=1))
+        for name, values in found.items():
+            if name.startswith("head_"):
+                self.by_head.add(name.removeprefix("head_"), heads, values)
+            else:
+                self.by_sink.add(name, sinks, values)
+        once = sinks.unique()
+        self.by_sink.add("contexts", once, torch.ones(len(once)))
+        return sinks, heads
+
+    def add_place(self, rows: tuple[Tensor, Tensor], place: int, found: dict[str, Tensor]) -> None:
+        """Take in sums of squares at one place: HEAD_OUTPUT, or 1 + residual layer."""
+        sinks, heads = rows
+        _add_pairs(self.by_sink.at("pairs")[:, place], sinks, found["pairs"])
+        _add_pairs(self.by_head.at("pairs")[:, place], heads, found["head_pairs"])
+        self.by_head.at("chance")[:, place].index_add_(0, heads, found["head_chance"].cpu())
+
+    def state(self) -> State:
+        """All tensors, rows in the order of their keys."""
+        parts = {"by_sink": self.by_sink, "by_head": self.by_head}
+        return {
+            f"{part}.{name}": tensor for part, sums in parts.items() for name, tensor in sums.state().items()
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        for part, sums in (("by_sink.", self.by_sink), ("by_head.", self.by_head)):
+            sums.restore({k.removeprefix(part): t for k, t in state.items() if k.startswith(part)})
+
+    def merge(self, other: Tags) -> None:
+        """Take in what another accumulator has seen."""
+        self.by_sink.merge(other.by_sink)
+        self.by_head.merge(other.by_head)
+
+
+def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `Tags.update` takes, and what it takes for the place HEAD_OUTPUT."""
+    of, kept = catches.of, catches.kept.double()
+    output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
+    caught = catches.caught.double()
+    whole = torch.einsum("ht,htv->hv", kept, output)
+    sums = torch.einsum("st,stv->sv", caught, output[of])
+    mean = whole / kept.sum(dim=1, keepdim=True).clamp_min(1)
+    centred = (output - mean.unsqueeze(1)) * kept.unsqueeze(-1)
+    moment = centred.mT @ centred
+    # Of a short context, all tokens may be sinks, and none is kept.
+    size, all_kept = caught.sum(dim=1), kept.sum(dim=1).clamp_min(1)[of]
+    # Centred sums, and centred squares: nothing is lost to a vector that is common to all tokens.
+    shifted = sums - size.unsqueeze(1) * mean[of]
+    between, total, groups, whole_total = sums_of_squares(
+        shifted, torch.zeros_like(whole), (moment * metric).sum(dim=(1, 2)), catches, metric
+    )
+    weight = size * (all_kept - size) / all_kept
+    length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
+    at = catches.position.clamp_min(0)
+    own = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
+    own_length = length[of, at] * (catches.position != LEARNED)
+    others = (length * kept).sum(dim=1)[of] / all_kept
+    queries = torch.arange(caught.shape[1], device=caught.device, dtype=torch.float64)
+    last = (catches.caught * queries).amax(dim=1)
+    first = torch.where(catches.caught, queries, queries[-1]).amin(dim=1)
+    any_caught = size > 0
+    found = {
+        "sinks": torch.ones_like(size),
+        "position": catches.position.double(),
+        "received": catches.received,
+        "caught": size,
+        "seen": catches.seen.sum(dim=1).double(),
+        "catching": any_caught.double(),
+        "first": first * any_caught,
+        "last": last * any_caught,
+        "weight": weight,
+        # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
+        "difference": shifted,
+        "value": own * size.unsqueeze(1),
+        "value_length": own_length * size,
+        "other_length": others * size,
+        "head_contexts": torch.ones(len(kept)),
+        "head_moment": moment,
+    }
+    return found, _pairs(between, total, groups, whole_total, catches)
+
+
+def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict[str, Tensor]:
+    """What `Tags.add_place` takes for one residual layer of one context."""
+    return _pairs(*between_and_total(hidden.double(), catches), catches)
+
+
+def _pairs(
+    between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
+) -> dict[str, Tensor]:
+    """Sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
+    kept, size = catches.kept.sum(dim=1).double(), catches.caught.sum(dim=1).double()
+    filled = torch.zeros_like(kept).index_add_(0, catches.of, (size > 0).double())
+    rest = kept - torch.zeros_like(kept).index_add_(0, catches.of, size)
+    more = (filled + (rest > 0) - 1).clamp_min(0)
+    two = (size > 0) & (size < kept[catches.of])
+    return {
+        "pairs": torch.stack([between, total], dim=1) * two.unsqueeze(1),
+        "head_pairs": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
+        # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
+        "head_chance": whole * more / (kept - 1).clamp_min(1),
+    }
+
+
+def _add_pairs(
+    sums: Float[Tensor, "rows 5"], rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
+) -> None:
+    """Add one context's `PAIRS`. Sinks of one row are summed first: a context is one observation."""
+    once, of = rows.unique(return_inverse=True)
+    b, t = torch.zeros(len(once), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
+    sums[once] += torch.stack([b, t, b * b, b * t, t * t], dim=1)

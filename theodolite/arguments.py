@@ -1,0 +1,130 @@
+"""What the commands share: their options, a model opened, a text read, a result shown. Nothing is measured here.
+
+Heavy imports happen inside the functions, so that `theodolite --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from theodolite.errors import UsageError
+from theodolite.screen import screen
+
+if TYPE_CHECKING:
+    from theodolite.corpus import Corpus
+    from theodolite.models import OpenModel
+    from theodolite.run import Run
+
+DEFAULT_CONTEXTS = 256
+DEFAULT_LENGTH = 512
+"""Context length where the model has positions for more, and where it sets no limit."""
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False
+    ),
+]
+CorpusSpec = Annotated[
+    str | None,
+    typer.Option(
+        help="A file or folder of .txt .md .jsonl .parquet; docs, code or random; or hf:NAME[:CONFIG[:SPLIT]] "
+        "[default: docs, the text inside every Python]."
+    ),
+]
+Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
+Batch = Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")]
+RunFolder = Annotated[Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")]
+TextColumnName = Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")]
+Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
+Seed = Annotated[int, typer.Option(help="Of every random choice.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the tables as JSON and nothing else.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16, float16 or float64.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+
+
+def opened_model(
+    model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
+) -> OpenModel:
+    """Open the model, saying so on the screen."""
+    import transformers
+
+    from theodolite.models import open_model
+
+    transformers.utils.logging.disable_progress_bar()
+    with screen.status(f"opening {model or 'the embedded model'}"):
+        return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
+
+
+def read_corpus(
+    model: OpenModel, spec: str | None, length: int | None, contexts: int, seed: int, text_column: str
+) -> Corpus:
+    """Read the text for this model, saying so on the screen.
+
+    Raises:
+        UsageError: the model has no tokenizer, or the text gives no context.
+    """
+    from theodolite.corpora import make_corpus
+
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a text")
+    if seed < 0:
+        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
+    chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
+    with screen.status("reading the text"):
+        return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
+
+
+def finish(run: Run, page: Path | None, as_json: bool) -> None:
+    """Show a survey's tables, or print them as JSON, and say where its report is."""
+    from theodolite.report.terminal import show_run, tables_as_json
+
+    if as_json:
+        print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
+    else:
+        show_run(run, Console())
+    if page is not None:
+        say_where(page, as_json)
+
+
+def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
+    """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
+    from theodolite.experiments.command import show_outcome
+    from theodolite.experiments.page import write_outcome
+    from theodolite.experiments.tracing import TRACE, traced_outcome
+    from theodolite.report.terminal import tables_as_json
+
+    outcome = traced_outcome(run)
+    page = write_outcome(TRACE, outcome, run, folder / "report")
+    if as_json:
+        print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
+    else:
+        show_outcome(TRACE, outcome, Console(soft_wrap=True))
+    say_where(page, as_json)
+
+
+def say_where(page: Path, as_json: bool) -> None:
+    """Say where a page is, beside JSON on the other stream."""
+    (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
+
+
+def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:
+    """Where a result goes that is not told where."""
+    return Path("runs") / f"{short_name(model.id)}-{short_name(corpus.name)}{kind}"
+
+
+def short_name(name: str) -> str:
+    """The last part of a path or a hub name."""
+    return Path(name).name or name

@@ -1,0 +1,198 @@
+"""What to leave out: sinks and outlier dimensions of a run as a small JSON file.
+
+For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
+rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
+`docs/mask.md` has its fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.files import write_text, writing
+from theodolite.run import Run
+
+SCHEMA_VERSION = 1
+LEAST_SHARE = 0.01
+"""A sink that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
+
+What = Literal["sink", "outlier dimension", "massive activation"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing to leave out.
+
+    Attributes:
+        what: an attention sink, an outlier dimension, or a massive activation.
+        layer: the block of a head, counted from 0; or the residual layer of a dimension, 0 entering the first block.
+        head: of a sink.
+        dimension: of an outlier or a massive activation.
+        first: only at position 0 (True), only later (False), wherever it stands (None).
+        token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
+            the head's learned column.
+        share: of contexts that have this sink, or of tokens that have this outlier.
+    """
+
+    what: What
+    layer: int
+    head: int | None = None
+    dimension: int | None = None
+    first: bool | None = None
+    token_id: int | None = None
+    token: str | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Rules, and the model and text that they are from.
+
+    Attributes:
+        rules: in the order of layers.
+        model: id and hash of the checkpoint.
+        corpus: name and hash of the text.
+    """
+
+    rules: tuple[Rule, ...]
+    model: dict[str, Any] = field(default_factory=dict)
+    corpus: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run, least_share: float = LEAST_SHARE) -> Mask:
+        """The rules of a survey or a trace.
+
+        Args:
+            run: from `survey` or `trace_sinks`. Only a survey knows of outliers.
+            least_share: of contexts or tokens below which there is no rule.
+
+        Raises:
+            UsageError: a run of weights alone, or a share that is none.
+        """
+        if not 0 <= least_share <= 1:
+            raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
+        if not run.provenance.get("corpus"):
+            raise UsageError(
+                "these are spectra of weights, and no text was read: give the folder of a survey"
+            )
+        rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
+        rules.sort(key=lambda rule: (rule.layer, rule.what, rule.head or 0, rule.dimension or 0))
+        model, corpus = run.provenance["model"], run.provenance["corpus"]
+        return cls(
+            tuple(rules),
+            {name: model[name] for name in ("id", "revision", "sha256")},
+            {name: corpus[name] for name in ("name", "sha256")},
+        )
+
+    def tokens(self, ids: Int[Tensor, "*contexts positions"], layer: int | None = None) -> Bool[Tensor, ...]:
+        """Which tokens a rule about tokens names: True is to be left out. Rules of every token, or of
+        every later one, name none.
+
+        Args:
+            ids: token ids, position 0 first.
+            layer: only rules of this layer; None: of all.
+        """
+        chosen = torch.zeros_like(ids, dtype=torch.bool)
+        position = torch.arange(ids.shape[-1], device=ids.device)
+        for rule in self.rules:
+            of_some_tokens = rule.first is True or rule.token_id is not None
+            if not of_some_tokens or layer not in (None, rule.layer):
+                continue
+            here = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+            if rule.first is not None:
+                here = here & ((position == 0) == rule.first)
+            chosen |= here
+        return chosen
+
+    def dimensions(self, layer: int) -> list[int]:
+        """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
+        found = {rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None}
+        return sorted(found)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, at once or not at all.
+
+        Raises:
+            WorkError: it cannot be written.
+        """
+        rules = [{name: v for name, v in asdict(rule).items() if v is not None} for rule in self.rules]
+        values = {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "corpus": self.corpus,
+            "rules": rules,
+        }
+        with writing(Path(path)):
+            write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Mask:
+        """Read what `save` wrote.
+
+        Raises:
+            UsageError: it is not there, damaged, or of a newer schema.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = values["schema_version"]
+            if version > SCHEMA_VERSION:
+                raise UsageError(
+                    f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: upgrade theodolite"
+                )
+            return cls(tuple(Rule(**rule) for rule in values["rules"]), values["model"], values["corpus"])
+        except FileNotFoundError:
+            raise UsageError(f"no file at {path}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no mask that theodolite wrote ({error})") from error
+
+
+def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
+    if run.is_trace:
+        for row in run.traces.itertuples():
+            if row.share >= least_share:
+                later = row.kind == "later"
+                yield Rule(
+                    "sink",
+                    int(row.layer),
+                    head=int(row.head),
+                    first={"first": True, "later": False}.get(row.kind),
+                    token_id=int(row.token_id) if later else None,
+                    token=str(row.token) if later else None,
+                    share=float(row.share),
+                )
+        return
+    first = run.sinks[run.sinks["first"]].groupby(["layer", "head"])["share"].sum()
+    for (layer, head), share in first.items():
+        if share >= least_share:
+            yield Rule("sink", int(layer), head=int(head), first=True, share=float(share))
+    for row in run.sinks[~run.sinks["first"]].itertuples():
+        if row.share >= least_share:
+            yield Rule(
+                "sink",
+                int(row.layer),
+                head=int(row.head),
+                first=False,
+                token_id=int(row.token_id),
+                token=str(row.token),
+                share=float(row.share),
+            )
+
+
+def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
+    for row in run.outliers.itertuples():
+        layer, dimension = int(row.layer), int(row.dimension)
+        if row.share >= least_share:
+            yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
+        if row.massive_first:
+            yield Rule("massive activation", layer, dimension=dimension, first=True)
+        if row.massive:
+            yield Rule("massive activation", layer, dimension=dimension, first=False)

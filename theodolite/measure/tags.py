@@ -1,0 +1,212 @@
+"""From the sums of a trace to its tables: what each sink catches, the tag that it writes, where the tag lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite.accumulate.sums import State
+from theodolite.accumulate.tags import HEAD_OUTPUT
+
+KINDS = ("first", "later", "learned")
+"""Names of `FIRST`, `LATER`, `COLUMN`."""
+
+OUTLIER_RATIO = 6.0
+"""A dimension of a tag is an outlier from so many robust standard deviations on: 2e-9 of a Gaussian's."""
+
+SHOWN_DIMENSIONS = 5
+
+OutputWeights = Callable[[int], Tensor]
+"""Layer → W_O of its heads, (H, value_width, d)."""
+
+
+def traces(
+    state: State, output_weights: OutputWeights, contexts: int, length: int, text: Callable[[int], str]
+) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows.
+
+    Arrays: tag_direction (rows, d), the mean difference in the residual stream between what the head gives the
+    tokens that the sink caught and the others; release, release_se (rows, L + 1), η² by residual layer from the one
+    that enters the block on, NaN before.
+    """
+    sums = _part(state, "by_sink")
+    keys = sums["keys"].long()
+    layer, head, kind, token = keys.T
+    eta, error = ratio(sums["pairs"])
+    release, release_error = _from_entering(eta, keys[:, 0]), _from_entering(error, keys[:, 0])
+    sinks = sums["sinks"]
+    direction, value = _in_stream(sums, keys, output_weights)
+    caught = sums["caught"] / (contexts * (length - 1))
+    tag = eta[:, HEAD_OUTPUT]
+    columns = {
+        "layer": layer,
+        "head": head,
+        "kind": [KINDS[k] for k in kind.tolist()],
+        "token_id": token,
+        "token": [_token_name(k, t, text) for k, t in keys[:, 2:].tolist()],
+        "contexts": sums["contexts"].long(),
+        "share": sums["contexts"] / contexts,
+        "position": sums["position"] / sinks,
+        "received": sums["received"] / sinks,
+        "caught": caught,
+        "caught_of_seen": sums["caught"] / sums["seen"],
+        "first_caught": sums["first"] / sums["catching"],
+        "last_caught": sums["last"] / sums["catching"],
+        "tag": tag,
+        "tag_se": error[:, HEAD_OUTPUT],
+        **_release_columns(release, release_error, keys[:, 0]),
+        "alignment": _cosine(direction, value),
+        "value_ratio": sums["value_length"] / sums["other_length"],
+        **_dimensions(direction),
+        "tagged": caught * tag,
+    }
+    table = _table(columns)
+    names = ["tagged", "layer", "head", "token_id"]
+    table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
+    order = torch.from_numpy(table.index.to_numpy(copy=True))
+    arrays = {
+        "tag_direction": direction[order].float(),
+        "release": release[order],
+        "release_se": release_error[order],
+    }
+    return table.reset_index(drop=True), arrays
+
+
+def traced_heads(
+    state: State, output_weights: OutputWeights, contexts: int
+) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """One row a head that has a sink anywhere, and the arrays of these rows.
+
+    η² is of the whole grouping: the tokens of each sink, and those that none caught. Arrays: head_release,
+    head_release_se and head_release_chance (rows, L + 1), the last what a random grouping explains on average;
+    principal_direction (rows, d), of the head's output within contexts.
+    """
+    sums = _part(state, "by_head")
+    keys = sums["keys"].long()
+    eta, error = ratio(sums["pairs"])
+    chance = sums["chance"] / sums["pairs"][:, :, 1]
+    layers = keys[:, 0]
+    release, release_error = _from_entering(eta, layers), _from_entering(error, layers)
+    principal, share = _principal(sums["moment"], keys, output_weights)
+    columns = {
+        "layer": layers,
+        "head": keys[:, 1],
+        "contexts": sums["contexts"].long(),
+        "share": sums["contexts"] / contexts,
+        "tag": eta[:, HEAD_OUTPUT],
+        "tag_se": error[:, HEAD_OUTPUT],
+        "tag_chance": chance[:, HEAD_OUTPUT],
+        **_release_columns(release, release_error, layers),
+        "principal_share": share,
+    }
+    arrays = {
+        "head_release": release,
+        "head_release_se": release_error,
+        "head_release_chance": _from_entering(chance, layers),
+        "principal_direction": principal.float(),
+    }
+    return _table(columns), arrays
+
+
+def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
+    """Σb/Σt with its standard error (of a ratio of means over independent pairs, to first order), from `PAIRS`."""
+    b, t, bb, bt, tt = pairs.unbind(-1)
+    value = b / t
+    residual = (bb - 2 * value * bt + value.square() * tt).clamp_min(0)
+    # As many independent pairs as (Σt)²/Σt² says, of which one is used up.
+    effective = t.square() / tt
+    error = residual.sqrt() / t * (effective / (effective - 1).clamp_min(0)).sqrt()
+    return value, torch.where(effective > 1.5, error, torch.nan)
+
+
+def _part(state: State, name: str) -> State:
+    return {k.removeprefix(name + "."): v for k, v in state.items() if k.startswith(name + ".")}
+
+
+def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
+    """Values by residual layer, NaN before the one that enters the row's block."""
+    stream = values[:, 1 + HEAD_OUTPUT :]
+    return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
+
+
+def _release_columns(release: Tensor, error: Tensor, layers: Tensor) -> dict[str, Tensor]:
+    """Before the head, right after its block, at the most, at the end."""
+    rows = torch.arange(len(layers))
+    later = torch.arange(release.shape[1]) > layers[:, None]
+    best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
+    return {
+        "before": release[rows, layers],
+        "after": release[rows, layers + 1],
+        "released": release[rows, best],
+        "released_se": error[rows, best],
+        "released_layer": torch.where(release[rows, best].isnan(), -1, best),
+        "last": release[:, -1],
+    }
+
+
+def _in_stream(sums: State, keys: Tensor, output_weights: OutputWeights) -> tuple[Tensor, Tensor]:
+    """Each sink's tag and value vector through W_O."""
+    weights = torch.stack([sums["weight"], sums["caught"]]).unsqueeze(2)
+    means = torch.stack([sums["difference"], sums["value"]]) / torch.where(weights > 0, weights, torch.nan)
+    through = means.new_full((2, len(keys), output_weights(0).shape[-1]), torch.nan)
+    for layer, head in keys[:, :2].unique(dim=0).tolist():
+        rows = (keys[:, :2] == torch.tensor([layer, head])).all(dim=1)
+        through[:, rows] = means[:, rows] @ output_weights(layer)[head].double().cpu()
+    return through[0], through[1]
+
+
+def _principal(moment: Tensor, keys: Tensor, output_weights: OutputWeights) -> tuple[Tensor, Tensor]:
+    """The leading direction of each head's output in the residual stream, and its share of the variance."""
+    directions, shares = [], []
+    for (layer, head), own in zip(keys.tolist(), moment, strict=True):
+        weights = output_weights(layer)[head].double().cpu()
+        # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
+        values, vectors = torch.linalg.eigh(own)
+        root = values.clamp_min(0).sqrt().unsqueeze(1) * vectors.T
+        _, singular, right = torch.linalg.svd(root @ weights, full_matrices=False)
+        directions.append(right[0])
+        shares.append(singular[0].square() / singular.square().sum())
+    if not directions:
+        return moment.new_zeros(0, output_weights(0).shape[-1]), moment.new_zeros(0)
+    return torch.stack(directions), torch.stack(shares)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    product = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)
+    return torch.where(product > 0, (a * b).sum(dim=1) / product, torch.nan)
+
+
+def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
+    """The largest dimension of each tag (−1: it has none), its share of the tag's squared length, and its outliers."""
+    size = torch.nan_to_num(direction).abs()
+    # Of a Gaussian, the median magnitude is 0.6745 standard deviations.
+    limit = OUTLIER_RATIO / 0.6745 * size.median(dim=1, keepdim=True).values
+    order = size.argsort(dim=1, descending=True, stable=True)[:, :SHOWN_DIMENSIONS]
+    outliers = [
+        " ".join(str(d) for d in dims.tolist() if value[d] > bound)
+        for dims, value, bound in zip(order, size, limit, strict=True)
+    ]
+    largest = size.amax(dim=1)
+    return {
+        "dimension": torch.where(largest > 0, order[:, 0], -1),
+        "dimension_share": largest.square() / size.square().sum(dim=1),
+        "outlier_dimensions": outliers,
+    }
+
+
+def _table(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
+    # An empty list of texts would not say that it is of texts.
+    return pd.DataFrame(
+        {
+            name: pd.Series(values, dtype="str") if isinstance(values, list) else values.numpy()
+            for name, values in columns.items()
+        }
+    )
+
+
+def _token_name(kind: int, token: int, text: Callable[[int], str]) -> str:
+    return text(token) if kind == KINDS.index("later") else ""

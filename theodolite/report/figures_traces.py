@@ -1,0 +1,116 @@
+"""Figures of sinks that are traced: where a tag lives on, how much is tagged how strongly. They take plain tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.text import for_plotly, head_name, number, percent, token_text
+
+SHOWN_SINKS = 40
+ROW = 22  # pixels
+KIND_COLOURS = {"first": style.BLUE, "later": style.VERMILLION, "learned": style.GREEN}
+KIND_NAMES = {"first": "first token", "later": "later token", "learned": "learned column"}
+
+
+def sink_name(row: pd.Series) -> str:
+    """`L4H1 “↵”`: a head and its sink."""
+    token = f"“{token_text(row['token'])}”" if row["kind"] == "later" else KIND_NAMES[row["kind"]]
+    return f"{head_name(row['layer'], row['head'])} {token}"
+
+
+def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
+    """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
+
+    Args:
+        traces: the table, strongest first. release: its rows by residual layer.
+    """
+    shown = traces.head(SHOWN_SINKS)
+    names = [
+        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(shown.iterrows())
+    ]
+    values = np.column_stack([shown["tag"].to_numpy(float), release[: len(shown)]])
+    columns = ["head", *(str(layer) for layer in range(release.shape[1]))]
+    heat = go.Heatmap(
+        z=values.astype(np.float32),
+        x=columns,
+        y=names,
+        zmin=0,
+        colorscale=style.MAGNITUDE,
+        colorbar=style.colour_bar("η²"),
+        hovertemplate="%{y}<br>%{x}: η² %{z:.3f}<extra></extra>",
+    )
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False},
+        "margin": {"l": 150},
+    }
+    height = 130 + ROW * len(names)
+    return style.figure([heat], "head output, then residual layers", height=height, layout=layout)
+
+
+def strength(traces: pd.DataFrame) -> go.Figure:
+    """A dot a sink: the share of all queries that it catches, and η² of the head's output."""
+    dots = []
+    for kind, name in KIND_NAMES.items():
+        rows = traces[traces["kind"] == kind]
+        if not len(rows):
+            continue
+        said = [
+            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
+            f"with the tag at {number(row['alignment'])}"
+            for _, row in rows.iterrows()
+        ]
+        dots.append(
+            go.Scatter(
+                x=rows["caught"].to_numpy(np.float32),
+                y=rows["tag"].to_numpy(np.float32),
+                name=name,
+                mode="markers",
+                marker={"size": 8, "color": KIND_COLOURS[kind], "opacity": 0.8},
+                text=said,
+                hovertemplate="%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>",
+            )
+        )
+    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
+    return style.figure(
+        dots, "queries that it catches, of all", "η² of the head's output", height=360, layout=layout
+    )
+
+
+def kept(heads: pd.DataFrame) -> go.Figure:
+    """A dot a head: η² of its grouping in the layer that enters its block, and the largest of the later layers."""
+    said = [
+        f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
+        for _, r in heads.iterrows()
+    ]
+    dots = go.Scatter(
+        x=heads["before"].to_numpy(np.float32),
+        y=heads["released"].to_numpy(np.float32),
+        error_y={"array": heads["released_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
+        mode="markers",
+        marker={
+            "size": 8,
+            "color": heads["layer"],
+            "colorscale": style.ORDER,
+            "showscale": True,
+            "colorbar": style.colour_bar("layer of the head", tickformat="d"),
+        },
+        text=said,
+        showlegend=False,
+        hovertemplate="%{text}<br>before the head %{x:.3f}, after it %{y:.3f}<extra></extra>",
+    )
+    top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
+    line = go.Scatter(
+        x=[0, top],
+        y=[0, top],
+        mode="lines",
+        line={"color": style.GREY, "dash": "dot", "width": 1},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
+    return style.figure([line, dots], "η² before the head", "largest η² after it", height=360, layout=layout)

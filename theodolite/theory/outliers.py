@@ -1,0 +1,226 @@
+"""When a dimension is an outlier and an activation massive: by the published thresholds, and by none.
+
+The published rules know absolute sizes (6, 100), which mean nothing for a model whose activations are a tenth or
+fifty times as large. The rules from data compare a layer with itself: every size in them is relative to the layer's
+own, and what they allow by chance is stated. Tensors in, tensors out; nothing here knows a model or a corpus.
+
+`parts` are the vectors of a token in a layer: 1 for the residual stream, H for the outputs of its heads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from scipy import stats
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+MAD_TO_SD = 1.4826
+"""1/Φ⁻¹(3/4): the standard deviation of a normal variable over its median absolute deviation."""
+
+MAD_EFFICIENCY = 0.3675
+"""Of the MAD beside the standard deviation in normal samples (Rousseeuw & Croux 1993): it is as noisy as the standard
+deviation of 0.3675 times as many values."""
+
+GUMBEL_MEDIAN = 0.36651
+"""−ln ln 2, of the standard Gumbel law exp(−exp(−y))."""
+
+GUMBEL_MAD = 0.76705
+"""a with F(median + a) − F(median − a) = ½ for the same law F."""
+
+IQR_TO_SD = 1.349
+"""2 Φ⁻¹(3/4)."""
+
+LEAST_RATIO = 3.0
+"""An outlier dimension is at least so many times the layer's median dimension (ours). Where all dimensions are alike,
+as in random numbers, a robust deviation of a few per cent makes everything significant and nothing large."""
+
+
+SMALLEST = float(torch.finfo(torch.float32).tiny)
+
+GAUSSIAN_CONSISTENCY = math.exp(-(float(np.euler_gamma) + math.log(2)) / 2)
+"""exp E ln |x| over the RMS of a normal variable, 0.530: E ln x² = −γ − ln 2."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What counts as large. The defaults are the published ones.
+
+    Attributes:
+        outlier: a value is an outlier from this |x| on (Dettmers et al. 2022, LLM.int8()).
+        outlier_tokens, outlier_layers: an outlier dimension holds outliers in this share of the tokens, in this share
+            of the layers, or more (the same paper).
+        massive, massive_ratio: a massive activation is above this |x|, and above so many times the median magnitude
+            of its context in its layer (Sun et al. 2024).
+        level: of the rules from data: the share of healthy layers in which they may find something.
+
+    Raises:
+        UsageError: one of them is not above 0, or a share is above 1.
+    """
+
+    outlier: float = 6.0
+    outlier_tokens: float = 0.06
+    outlier_layers: float = 0.25
+    massive: float = 100.0
+    massive_ratio: float = 1000.0
+    level: float = 0.01
+
+    def __post_init__(self) -> None:
+        shares = ("outlier_tokens", "outlier_layers", "level")
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf or (name in shares and value > 1):
+                allowed = "above 0 and at most 1" if name in shares else "above 0"
+                raise UsageError(f"threshold {name} is {value}: it must be {allowed}")
+
+
+def massive_activations(
+    hidden: Float[Tensor, "contexts positions parts width"], thresholds: Thresholds
+) -> Bool[Tensor, "contexts positions parts width"]:
+    """|x| > 100 and > 1000 × the median magnitude of the same context and part (Sun et al. 2024)."""
+    magnitude = hidden.abs()
+    massive = magnitude > thresholds.massive
+    for context, part in massive.any(3).any(1).nonzero().tolist():
+        own = magnitude[context, :, part]
+        massive[context, :, part] &= own > thresholds.massive_ratio * median(own)
+    return massive
+
+
+def median(values: Tensor) -> float:
+    """The lower median, as torch has it; numpy's selection is ten times faster on a CPU."""
+    if values.device.type != "cpu":
+        return float(values.median())
+    flat = values.flatten().to(torch.promote_types(values.dtype, torch.float32)).numpy()
+    middle = (len(flat) - 1) // 2
+    return float(np.partition(flat, middle)[middle])
+
+
+def outlier_features(
+    share: Float[Tensor, "layers width"], thresholds: Thresholds
+) -> Bool[Tensor, "layers width"]:
+    """Where a dimension holds outliers in enough tokens, and does so in enough layers (Dettmers et al. 2022).
+
+    Args:
+        share: of the tokens whose |x| in this layer and dimension is an outlier.
+    """
+    enough = share >= thresholds.outlier_tokens
+    return enough & (enough.double().mean(0) >= thresholds.outlier_layers)
+
+
+def log_magnitude(values: Tensor) -> Tensor:
+    """ln |x|, of an exact 0 as of the smallest float32: half-precision streams hold a few zeros."""
+    return values.abs().clamp_min(SMALLEST).log()
+
+
+def typical_magnitude(log_mean: Tensor) -> Tensor:
+    """exp E ln |x| from E ln |x|, the geometric mean of a dimension's sizes: few huge tokens hardly move it.
+
+    Of a Gaussian dimension it is `GAUSSIAN_CONSISTENCY` of its RMS. A dimension with |x| = 1000 in one of 1000 tokens
+    and 1 in all others has RMS 31.6 and a typical magnitude of 1.007: it carries massive activations and is no outlier
+    dimension. ln |x| has a finite variance whatever the tails, so these do no harm; |x|² would need four moments.
+    A dimension that is always 0 has 0.
+    """
+    rounding = 1e-3
+    return torch.where(log_mean < math.log(SMALLEST) + rounding, 0.0, log_mean.exp())
+
+
+def dimension_limit(width: int, level: float) -> float:
+    """The robust z that the largest of `width` normal values exceeds in a share `level` of samples at most.
+
+    z of each value is (value − median)/(1.4826 MAD). A value alone exceeds t with probability level/width (Bonferroni).
+    The MAD is as noisy as a standard deviation with ν = 0.3675 · width degrees of freedom, so t is Student's, and the
+    median's variance π/(2 width) adds to the value's own:
+
+        z = t_ν(1 − level/width) · √(1 + π/(2 width)).
+    """
+    quantile = float(stats.t.isf(level / width, MAD_EFFICIENCY * width))
+    return quantile * math.sqrt(1 + math.pi / (2 * width))
+
+
+def robust_z(values: Float[Tensor, "*layers width"]) -> Float[Tensor, "*layers width"]:
+    """(value − median)/(1.4826 MAD) over the last dimension; NaN for the median itself where the MAD is 0."""
+    values = values.double()
+    deviation = values - values.median(-1, keepdim=True).values
+    return deviation / (MAD_TO_SD * deviation.abs().median(-1, keepdim=True).values)
+
+
+def outlier_dimensions(
+    magnitude: Float[Tensor, "*layers width"], level: float
+) -> tuple[Float[Tensor, "*layers width"], Bool[Tensor, "*layers width"]]:
+    """The dimensions of each layer that stand out of its others, by the logarithm of their size.
+
+    Args:
+        magnitude: one size a dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
+        level: the share of layers with normal log sizes in which a dimension may be found.
+
+    Returns:
+        z, robust, of ln magnitude; and where it is above `dimension_limit` and the size at least `LEAST_RATIO` times
+        the median.
+    """
+    magnitude = magnitude.double()
+    z = robust_z(magnitude.log())
+    large = magnitude >= LEAST_RATIO * magnitude.median(-1, keepdim=True).values
+    return z, (z > dimension_limit(magnitude.shape[-1], level)) & large
+
+
+def token_limit(tokens: int, level: float) -> float:
+    """The robust z that the largest of `tokens` Gumbel values exceeds in a share `level` of samples at most.
+
+    z = (y − median)/(1.4826 MAD) of the standard Gumbel law, at exp(−exp(−y)) = 1 − level/tokens.
+    """
+    log_survival = -math.log(-math.log1p(-min(level / tokens, 0.5)))
+    return (log_survival - GUMBEL_MEDIAN) / (MAD_TO_SD * GUMBEL_MAD)
+
+
+def gaussian_spread(width: int) -> float:
+    """Robust standard deviation of ln max |x| over `width` independent Gaussian dimensions, from its quartiles.
+
+    P(max |x| ≤ m) = (2Φ(m) − 1)^width.
+    """
+    low, high = (float(stats.norm.ppf((1 + q ** (1 / width)) / 2)) for q in (0.25, 0.75))
+    return math.log(high / low) / IQR_TO_SD
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is usual in a layer: the size of each dimension, and the law of a token's largest value over it.
+
+    Attributes:
+        typical: the typical magnitude of each dimension, or that of the median dimension where it is larger.
+        middle, spread: median and robust standard deviation over tokens of ln max over dimensions of |x|/typical.
+    """
+
+    typical: Float[Tensor, "parts width"]
+    middle: Float[Tensor, " parts"]
+    spread: Float[Tensor, " parts"]
+
+    @classmethod
+    def of(cls, hidden: Float[Tensor, "tokens parts width"]) -> Usual:
+        """From some tokens of the layer, thousands where one can. Massive ones among them do no harm if few."""
+        magnitude = hidden.abs().double()
+        own = typical_magnitude(log_magnitude(magnitude).mean(0))
+        # A dimension that is nearly dead is compared with the others, not with itself.
+        typical = torch.maximum(own, own.median(-1, keepdim=True).values)
+        tiny = torch.finfo(torch.float64).tiny
+        largest = (magnitude / typical.clamp_min(tiny)).amax(-1).clamp_min(tiny).log()
+        middle = largest.median(0).values
+        spread = MAD_TO_SD * (largest - middle).abs().median(0).values
+        return cls(typical, middle, spread)
+
+    def bounds(self, tokens: int, level: float) -> Float[Tensor, "parts width"]:
+        """|x| from which a value is massive by comparison with the layer itself; `tokens` are looked at in all.
+
+        A value is massive where the token's largest |x|/typical is what no healthy layer has by chance. Its logarithm
+        is compared with the Gumbel law: that is the law of the logarithm of a maximum over many heavy-tailed values
+        (Fréchet's, with any exponent, in the median and the MAD), and lighter tails give smaller maxima. The spread
+        counts as that of a Gaussian layer of the same width at least, so that a layer whose tokens are all alike (a
+        few embeddings, say) is not full of massive ones.
+        """
+        parts, width = self.typical.shape
+        limit = token_limit(tokens * parts, level)
+        spread = self.spread.clamp_min(gaussian_spread(width))
+        return self.typical * (self.middle + limit * spread).exp()[:, None]
