@@ -27,7 +27,7 @@ LAYERS = [
     {"onepass"},
     {"result"},
     {"surveyor", "tracer"},
-    {"prompt_trace"},
+    {"causal", "prompt_trace"},
     {"report", "train"},
     {"experiments"},
     {"screen"},

@@ -11,6 +11,7 @@ from theodolite.experiments.attribution import ATTRIBUTION
 from theodolite.experiments.averaging import AVERAGING
 from theodolite.experiments.base import Experiment, place_of
 from theodolite.experiments.behaviour import BEHAVIOUR
+from theodolite.experiments.causal import CAUSAL
 from theodolite.experiments.claims import claims
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.depth import DEPTH
@@ -68,7 +69,7 @@ _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
 """These need no model and no text: theory, and trainings of their own."""
 
-_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *OUTLIERS]
+_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS]
 
 _LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 

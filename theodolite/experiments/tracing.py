@@ -178,12 +178,22 @@ def _told(row: pd.Series) -> str:
     )
 
 
-def _make(study: Study) -> Outcome:
-    if study.corpus is None:
-        raise UsageError("sinks/trace needs the text beside the run: give it")
+def trace_of(study: Study) -> Run:
+    """The trace of the study's text, made once and kept beside the pages.
+
+    Raises:
+        UsageError: there is no text.
+    """
+    corpus = study.corpus
+    if corpus is None:
+        raise UsageError("sinks are traced through a text: give it beside the run")
     folder = None if study.folder is None else study.folder / "trace"
     study.say("tracing every sink through the model")
-    return traced_outcome(trace_sinks(study.opened(), study.corpus, folder))
+    return study.once("trace", lambda: trace_sinks(study.opened(), corpus, folder))
+
+
+def _make(study: Study) -> Outcome:
+    return traced_outcome(trace_of(study))
 
 
 TRACE = Experiment(
