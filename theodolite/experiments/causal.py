@@ -66,13 +66,16 @@ def _make(study: Study) -> Outcome:
     name = head_name(layer, head)
     return Outcome(
         [
-            Comparison(
-                f"{row.disturbance}: {row.measure}",
-                "",
-                f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
-                f"{with_error(row.control, row.control_se)}",
-            )
-            for row in table[table["measure"].isin(measures)].itertuples()
+            Comparison("disturbed head", "", name),
+            *(
+                Comparison(
+                    f"{row.disturbance}: {row.measure}",
+                    "",
+                    f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
+                    f"{with_error(row.control, row.control_se)}",
+                )
+                for row in table[table["measure"].isin(measures)].itertuples()
+            ),
         ],
         [
             _against_control(USED, table, "tag removed", LOSS_CAUGHT, +1),
@@ -94,15 +97,22 @@ def _make(study: Study) -> Outcome:
                 wide=True,
             ),
             exhibit(
-                "behind",
-                f"{name} disturbed: what is behind it",
-                drawing.changes(
-                    table, [LATER_SINKS, *(m for m in table["measure"].unique() if m.startswith("η²"))]
-                ),
-                "Change of the number of the head's own sinks in a context, of later sinks in all deeper heads, and of "
-                "η² of the head's grouping in each later layer.",
+                "sinks",
+                f"{name} disturbed: sinks",
+                drawing.changes(table, [OWN_SINKS, LATER_SINKS]),
+                "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
+                "orange bars beyond the grey ones.",
+                f"{ZHANG}, section 3.2",
+                wide=True,
+            ),
+            exhibit(
+                "clusters",
+                f"{name} disturbed: clusters behind it",
+                drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
+                "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
+                "untouched model.",
                 "η² that falls by about what it was: then the clusters were this tag's.",
-                f"{ZHANG}, sections 2 and 3",
+                f"{ZHANG}, section 2, Fig. 2d",
                 wide=True,
             ),
         ],
