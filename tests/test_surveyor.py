@@ -306,7 +306,11 @@ def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
 
 @pytest.mark.parametrize(
     ("length", "top", "message"),
-    [(200, 10, "longer than the 128"), (16, 5000, "does not fit the 300 tokens"), (2, 10, "too few")],
+    [
+        (200, 10, "longer than the 128"),
+        (16, 5000, "does not fit the 300 tokens"),
+        (2, 10, "use --length 4 or more"),
+    ],
 )
 def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
     corpus = Corpus.random_tokens(top, length, 3)

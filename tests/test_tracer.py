@@ -603,7 +603,7 @@ def test_one_context_as_a_row_or_a_vector(strong):
         (torch.zeros(1, 2, 8, dtype=torch.int64), r"shape \(1, 2, 8\)"),
         (torch.zeros(0, 8, dtype=torch.int64), r"shape \(0, 8\)"),
         (torch.zeros(0, dtype=torch.int64), r"shape \(1, 0\)"),
-        (torch.zeros(2, 3, dtype=torch.int64), "2 contexts of 3 tokens are too few: give at least 1 of 4"),
+        (torch.zeros(2, 3, dtype=torch.int64), "contexts of 3 tokens are too short: use --length 4 or more"),
         (torch.zeros(2, 129, dtype=torch.int64), "contexts of 129 tokens are longer than the 128"),
         (torch.full((2, 8), 300), "token id 300 does not fit the 300 tokens"),
         (torch.arange(-7, 9).view(2, 8), "token id -7 does not fit the 300 tokens"),
@@ -617,7 +617,7 @@ def test_ids_that_cannot_be_read_are_refused_in_one_line(ids, message, opened):
 
 def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
     none = Corpus("none", torch.zeros(0, 8, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [], 0)
-    with pytest.raises(UsageError, match="0 contexts of 8 tokens are too few"):
+    with pytest.raises(UsageError, match="0 contexts are too few: give at least 1"):
         trace_sinks(opened("gpt2"), none)
     with pytest.raises(UsageError, match="reads nothing"):
         trace_sinks(opened("gpt2"), some_ids(), batch=0)

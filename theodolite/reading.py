@@ -27,6 +27,9 @@ from theodolite.theory.attention import AttentionInputs
 TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
 
+LEAST_LENGTH = 4
+"""Tokens of a context, position 0 included."""
+
 ShowProgress = Callable[[int, int], None]
 """Told (contexts done, contexts in all) after every batch."""
 
@@ -200,10 +203,10 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
         )
-    if length < 4 or contexts < least_contexts:
-        raise UsageError(
-            f"{contexts} contexts of {length} tokens are too few: give at least {least_contexts} of 4 tokens"
-        )
+    if length < LEAST_LENGTH:
+        raise UsageError(f"contexts of {length} tokens are too short: use --length {LEAST_LENGTH} or more")
+    if contexts < least_contexts:
+        raise UsageError(f"{contexts} contexts are too few: give at least {least_contexts}")
     smallest, largest = (int(end) for end in corpus.contexts.aminmax())
     if smallest < 0 or largest >= model.vocabulary:
         raise UsageError(

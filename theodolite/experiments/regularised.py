@@ -192,7 +192,7 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
     lowest = min(float(low.min()) for _, low, _ in shown[-1].lines)
     highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
     window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
-    shown.append(Panel("the same, its second half magnified", shown[-1].lines, True, window))
+    shown.append(Panel("the same, magnified", shown[-1].lines, True, window))
     return exhibit(
         key,
         title,
@@ -212,9 +212,8 @@ def _maps(data: Comparable) -> list[Exhibit]:
         for p in firsts
     ]
     names = [label_of(setting) for setting in settings]
-    chosen = [setting for setting in (data.plain, *reversed(data.exact)) if setting][
-        : len(drawing.style.CATEGORIES)
-    ]
+    # In the order of the curves, so that a setting has one colour on the page.
+    chosen = [setting for setting in (*data.exact, data.plain) if setting][: len(drawing.style.CATEGORIES)]
     curves = [
         np.mean([profile(p, data.step) for p in data.points if without_seed(p.setting) == setting], axis=0)
         for setting in chosen
@@ -235,17 +234,25 @@ def _maps(data: Comparable) -> list[Exhibit]:
             "profiles",
             "ρ by position, averaged over training",
             drawing.profiles([label_of(setting) for setting in chosen], curves),
-            f"Mean over the measured steps to {data.step} and over seeds.",
+            f"Mean over time to step {data.step} and over seeds.",
             "whether a line is flat.",
             f"{BAO}, Fig. 7",
         ),
     ]
 
 
+def _compared_at(data: Comparable) -> str:
+    trained = min((int(p.summary["step"]) for p in data.points if p.summary is not None), default=data.step)
+    further = (
+        f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
+    )
+    return number(data.step) + further
+
+
 def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
     table = by_setting(data.rows)
     found = [
-        Comparison("step at which all are compared", "50 000", number(data.step)),
+        Comparison("step at which all are compared", "50 000", _compared_at(data)),
         Comparison(
             "tokens",
             "words of WikiText-2",

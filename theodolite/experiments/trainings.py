@@ -106,10 +106,16 @@ def at_step(points: Sequence[Point], step: int) -> pd.DataFrame:
 
 
 def profile(point: Point, step: int) -> Floats:
-    """ρ_i of the first layer's last query, mean over the measured steps from 1 to `step`: (T,)."""
-    chosen = [0 < at <= step for at in point.propagation_steps]
-    values: Floats = point.propagation[:, 0].numpy()[np.array(chosen)].astype(np.float64)
-    return values.mean(axis=0) if len(values) else np.full(point.propagation.shape[-1], np.nan)
+    """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
+    at = np.array(point.propagation_steps, dtype=np.float64)
+    chosen = (at > 0) & (at <= step)
+    values: Floats = point.propagation[:, 0].numpy()[chosen].astype(np.float64)
+    if len(values) < 2:
+        return values[0] if len(values) else np.full(point.propagation.shape[-1], np.nan)
+    between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
+    middle = (values[1:] + values[:-1]) / 2
+    mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
+    return mean
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:

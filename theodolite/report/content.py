@@ -342,6 +342,8 @@ def subtitle(run: Run) -> str:
 def text_line(run: Run) -> str:
     """One line on the text that was read, or that none was."""
     corpus = provenance(run, "corpus")
+    if provenance(run, "grid"):
+        return "read from what the trainings measured on their own held-out text"
     if provenance(run, "model", "layers") == 0:
         return "no model and no text were read"
     if not corpus:

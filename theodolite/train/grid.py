@@ -99,8 +99,9 @@ def train_grid(
         WorkError: a training failed (the others are finished), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
     """
-    if job.steps < 1 or side_by_side < 1 or not settings:
-        raise UsageError("give at least one setting, one step and one process.")
+    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
+        if number < 1:
+            raise UsageError(f"there is no {what} to train with: give at least one {what}.")
     for setting in settings:
         setting.check()
     kept_text(job.folder, files)

@@ -10,7 +10,7 @@ from typing import TypeVar, cast, get_args
 
 from rich.console import Console
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.train.grid import Grid, Job, read_grid, train_grid
 from theodolite.train.grid_text import TextFiles
 from theodolite.train.localizing import Recipe
@@ -76,7 +76,18 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
     steps = PUBLISHED_STEPS if options.steps is None else options.steps
     settings = grid.settings()
     train_grid(Job(out, recipe, steps, options.device), settings, files, console, options.side_by_side)
-    return _lines(out, {setting.name for setting in settings})
+    names = {setting.name for setting in settings}
+    unfinished = names - {
+        point.setting.name
+        for point in read_grid(out)[1]
+        if point.summary is not None and point.summary["step"] >= steps
+    }
+    if unfinished:
+        raise WorkError(
+            f"{len(unfinished)} of {len(names)} trainings are not at step {steps}, another process is at them: wait "
+            "for it, then run the same command again"
+        )
+    return _lines(out, names)
 
 
 def _numbers(
