@@ -107,3 +107,25 @@ def test_wrong_calls_are_named() -> None:
     for bound in (trace_bound, scale_bound):
         with pytest.raises(UsageError, match="give both as"):
             bound(torch.ones(4, 2), torch.ones(4, 3))
+        one = torch.ones(4, 2)
+        with pytest.raises(UsageError, match="negative eigenvalue"):
+            bound(one, one, -torch.eye(4))
+        with pytest.raises(UsageError, match="covariance holds NaN or infinity"):
+            bound(one, one, torch.eye(4) * torch.nan)
+        with pytest.raises(UsageError, match="w_q holds NaN or infinity"):
+            bound(one * torch.nan, one, torch.eye(4))
+
+
+def test_zero_weights_hold_with_a_singular_covariance() -> None:
+    """Oracle: 0 ≥ 0 for W_QK = 0; for W_QK ≠ 0 whose W is 0, the left side is the infinite ‖Σ⁻¹‖."""
+    flat, zero = torch.diag(torch.tensor([1.0, 0.0], dtype=DOUBLE)), torch.zeros(2, 1, dtype=DOUBLE)
+    ten = scale_bound(zero, zero, flat)
+    assert ten.corrected.all()
+    assert ten.printed.all()
+    assert (ten.by_norm, ten.by_form, ten.by_trace) == (0, 0, 0)
+    unseen = torch.tensor([[0.0], [1.0]], dtype=DOUBLE)
+    ten = scale_bound(unseen, unseen, flat)
+    assert ten.corrected.all()
+    assert ten.by_norm == torch.inf
+    for bound in (trace_bound, scale_bound):
+        assert bound(unseen, unseen, 0 * flat).corrected.all()

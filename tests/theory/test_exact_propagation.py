@@ -257,3 +257,7 @@ def test_wrong_calls_are_named() -> None:
         propagation_exact_head(one, one, 4, positions=[1, 5])
     with pytest.raises(UsageError, match="positions is empty"):
         propagation_exact_head(one, one, 4, positions=[])
+    with pytest.raises(UsageError, match="negative eigenvalue"):
+        propagation_exact_head(one, one, 4, covariance=-torch.eye(2))
+    with pytest.raises(UsageError, match="not symmetric"):
+        propagation_exact_head(one, one, 4, covariance=torch.tensor([[1.0, 0.5], [0.0, 1.0]]))

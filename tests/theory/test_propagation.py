@@ -202,3 +202,24 @@ def test_wrong_calls_are_named() -> None:
         propagation(torch.zeros(1), one, one, variant="exact")
     with pytest.raises(UsageError, match="length is 0"):
         propagation_finite(one, one, one, 0, 1.0)
+    for temperature in (0.0, -2.0, torch.tensor(-2.0), torch.nan):
+        with pytest.raises(UsageError, match=r"temperature is .*: give a positive number"):
+            propagation_finite(one, one, one, 3, temperature)
+    with pytest.raises(UsageError, match="eta is -1: a scale is not negative"):
+        propagation(torch.zeros(1), one, torch.tensor([torch.nan, -1.0, 2.0]))
+
+
+def test_undefined_and_zero_scales_pass_and_so_does_vmap() -> None:
+    """Oracle: NaN gives NaN, −0 is 0, and each pair by itself."""
+    theta = torch.linspace(0, 1, 5)
+    xi, eta = torch.tensor([1.0, torch.nan, 0.3]), torch.tensor([torch.nan, 1.0, 0.5])
+    got = propagation(theta, xi, eta)
+    assert got[:2].isnan().all()
+    assert not got[2].isnan().any()
+    zero = torch.zeros(())
+    assert torch.equal(propagation(theta, zero, -zero), propagation(theta, zero, zero))
+    together = torch.func.vmap(lambda x, e: propagation(theta, x, e))(xi, eta)
+    torch.testing.assert_close(together, got, equal_nan=True)
+    finite = torch.func.vmap(lambda x, t: propagation_finite(x, x, x, 4, t))
+    expected = propagation_finite(eta[1:], eta[1:], eta[1:], 4, eta[1:])
+    torch.testing.assert_close(finite(eta[1:], eta[1:]), expected)

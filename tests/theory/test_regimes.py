@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from theodolite.errors import UsageError
 from theodolite.theory import REGIMES, propagation, regime, regime_margins
 from theodolite.theory.regimes import QUANTITIES, UNDEFINED
 
@@ -127,3 +128,9 @@ def test_margins_of_silent_and_undefined_heads() -> None:
     single = regime_margins(0.0, 0.1)
     assert single.name == "uniform"
     assert single.margin.shape == ()
+
+
+def test_a_negative_scale_is_refused() -> None:
+    for function in (regime, regime_margins):
+        with pytest.raises(UsageError, match="eta is -1: a scale is not negative"):
+            function([1.0, 1.0], [np.nan, -1.0])

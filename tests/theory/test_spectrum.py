@@ -161,3 +161,13 @@ def test_wrong_shapes_are_named() -> None:
         qk_eigenvalues(w_q, w_k, torch.eye(4))
     with pytest.raises(UsageError, match=r"temperature is 0\.0: give a positive number"):
         qk_moments(w_q, w_k, temperature=0.0)
+    with pytest.raises(UsageError, match=r"not positive everywhere \(its least is -1\)"):
+        qk_moments(w_q, w_k, temperature=torch.tensor([1.0, -1.0]))
+    with pytest.raises(UsageError, match="negative eigenvalue"):
+        qk_moments(w_q, w_k, -torch.eye(12))
+    with pytest.raises(UsageError, match="covariance is complex"):
+        qk_moments(w_q, w_k, torch.eye(12) + 0j)
+    for function in (qk_eigenvalues, qk_singular_values, qk_spectral_norm):
+        with pytest.raises(UsageError, match="NaN or infinity"):
+            function(w_q * torch.nan, w_k)
+    assert qk_moments(w_q * torch.nan, w_k).trace.isnan().all()

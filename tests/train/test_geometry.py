@@ -256,7 +256,7 @@ def test_numbers_that_are_none_name_their_layer():
     probe = GeometryProbe(model, IDS)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.inf
-    with pytest.raises(WorkError, match="hidden states of layer 2 hold NaN or infinite"):
+    with pytest.raises(WorkError, match="hidden states after block 1 hold NaN or infinite"):
         probe.look()
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -112,6 +113,30 @@ def test_half_precision_and_autocast_do_not_round_the_products(dtype):
 def test_what_does_not_fit_is_refused(query, key, gradient, words):
     with pytest.raises(UsageError, match=words):
         locater_penalty(torch.ones(query), torch.ones(key), 1.0, 1.0, gradient=gradient)
+
+
+def test_wrong_strengths_and_factors_are_refused():
+    one = torch.ones(1, 3, 2)
+    for wrong in (-1, float("nan"), "a", None, 1j, torch.tensor(-1.0), torch.ones(2)):
+        with pytest.raises(UsageError, match=r"scale is .*: give a number of 0 or more"):
+            locater_penalty(one, one, wrong, 1.0)
+        with pytest.raises(UsageError, match="mean is "):
+            locater_penalty(one, one, 1.0, wrong)
+    with pytest.raises(UsageError, match="w_k is complex: give real numbers"):
+        locater_penalty(one, one * 1j, 1.0, 1.0)
+    with pytest.raises(UsageError, match="w_q is a ndarray: give a tensor"):
+        locater_penalty(np.ones((1, 3, 2)), one, 1.0, 1.0)
+
+
+def test_strengths_may_be_tensors_also_under_vmap():
+    """Oracle: the same strengths as numbers, and the penalty's gradient in κ₁, ‖W_QK‖_F²."""
+    w_q, w_k = (w.detach() for w in factors(2, 5, 3))
+    strengths = torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
+    together = torch.func.vmap(lambda s: locater_penalty(w_q, w_k, s, 0.7))(strengths)
+    expected = [locater_penalty(w_q, w_k, s, 0.7) for s in strengths.tolist()]
+    torch.testing.assert_close(together, torch.stack(expected))
+    slope = torch.func.grad(lambda s: locater_penalty(w_q, w_k, s, 0.7))(strengths[1])
+    torch.testing.assert_close(slope, (w_q @ w_k.mT).square().sum())
 
 
 def test_second_derivatives_and_function_transforms():

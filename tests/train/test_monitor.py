@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from tests import checkpoints
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.geometry import Geometry
-from theodolite.train.monitor import GeometryMonitor, GeometryWarning, probe_of, scalars
+from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, probe_of, scalars
 
 IDS = torch.randint(checkpoints.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -39,7 +40,7 @@ def test_looks_come_when_they_are_due(tmp_path):
     assert ["trace_mean" in numbers for numbers in due.values()] == [True, False, True]
     assert all(isinstance(value, float) for numbers in due.values() for value in numbers.values())
     assert 0 < due[6]["time_share"] <= 1
-    assert not monitor(6)
+    assert not monitor(7)
     heads = pd.read_json(tmp_path / "of" / "it" / "heads.jsonl", lines=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 3: 12, 6: 12}
     assert monitor.last is not None
@@ -77,10 +78,98 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-def test_a_new_training_begins_new_files(tmp_path):
-    for _ in range(2):
-        GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path)(0)
-    assert len(rows(tmp_path / "heads.jsonl")) == 12
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
+    """Oracle: the old bytes, under the next free number; a loop that counts from 1 begins anew, too."""
+    for number in range(3):
+        old = (tmp_path / "heads.jsonl").read_bytes() if number else b""
+        monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=2, folder=tmp_path)
+        if number:
+            with pytest.warns(
+                RecordWarning, match=rf"earlier record: moved to heads\.{number}\.jsonl"
+            ) as caught:
+                monitor(first)
+            assert len(caught) == 1
+            assert caught[0].filename == __file__
+            assert (tmp_path / f"heads.{number}.jsonl").read_bytes() == old
+        else:
+            monitor(first)
+        monitor(2)
+        assert [row["step"] for row in rows(tmp_path / "heads.jsonl")] == [0] * (12 - 12 * first) + [2] * 12
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kept"),
+    [
+        ("heads", lambda lines: [*lines[:5], "7", *lines[5:]], [0, 1, 2]),
+        ("heads", lambda lines: [*lines[:5], '{"step": 0, "la', *lines[6:]], [1, 2]),
+        ("heads", lambda lines: [*lines[:5], '["step"]', *lines[6:]], [1, 2]),
+        ("heads", lambda lines: [*lines[:5], '{"step": 0}', *lines[6:]], [1, 2]),
+        (
+            "heads",
+            lambda lines: [lines[0].replace('"head": 0', '"head": 0, "spare": "a"'), *lines[1:]],
+            [1, 2],
+        ),
+        ("heads", lambda lines: [lines[0].replace('"sink_first"', '"sink"'), *lines[1:]], [1, 2]),
+        ("heads", lambda lines: lines[:-1], [0, 1]),
+        ("layers", lambda lines: [line for line in lines if '"layer": 3' not in line], []),
+        ("layers", lambda lines: [line.replace("rank_collapse", "rank") for line in lines], []),
+        ("alarms", lambda lines: ["null", "\udcff"], [0, 1, 2]),
+    ],
+)
+def test_a_damaged_or_foreign_record_does_not_end_a_training(tmp_path, name, change, kept):
+    """Oracle: the steps whose rows were left whole, by hand; the old file is kept beside."""
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
+    for step in range(3):
+        monitor(step)
+    path = tmp_path / f"{name}.jsonl"
+    lines = change(path.read_text().splitlines())
+    damaged = "".join(line + "\n" for line in lines).encode(errors="surrogateescape")
+    path.write_bytes(damaged)
+    again = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
+    with pytest.warns(RecordWarning, match=f"; {len(kept)} looks kept, ") as caught:
+        again(3)
+    assert len(caught) == 1
+    assert list(dict.fromkeys(row["step"] for row in rows(tmp_path / "heads.jsonl"))) == [*kept, 3]
+    assert (tmp_path / f"{name}.1.jsonl").read_bytes() == damaged
+
+
+def test_a_record_that_cannot_be_written_any_more_does_not_end_a_training(tmp_path):
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
+    monitor(0)
+    (tmp_path / "layers.jsonl").unlink()
+    (tmp_path / "layers.jsonl").mkdir()
+    with pytest.warns(RecordWarning, match="step 1: cannot write .*; the looks go on without a record"):
+        assert monitor(1)
+    assert monitor(2)
+
+
+def test_steps_that_begin_again_are_refused():
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=4)
+    for step in range(7):
+        monitor(step)
+    assert monitor(6) == {}
+    with pytest.raises(UsageError, match=r"^step went from 6 to 0: count steps over all epochs$"):
+        monitor(0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (range(0, 500, 64), [0, 128, 256, 384]),
+        (range(64, 500, 64), [128, 256, 384]),
+        (range(1, 301), [100, 200, 300]),
+        (range(150, 301), [200, 300]),
+        (range(0, 1000, 300), [0, 300, 600, 900]),
+    ],
+)
+def test_looks_come_as_soon_as_enough_steps_have_passed(steps, expected):
+    """Oracle: by hand; single steps have their looks at multiples of `every`, wherever they begin."""
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=100, spectra_every=2)
+    seen = {step: numbers for step in steps if (numbers := monitor(step))}
+    assert list(seen) == expected
+    spectra = ["trace_mean" in numbers for numbers in seen.values()]
+    assert spectra in ([n % 2 == phase for n in range(len(spectra))] for phase in (0, 1))
 
 
 def test_warnings_name_head_and_trend():
@@ -96,8 +185,13 @@ def test_warnings_name_head_and_trend():
     with pytest.warns(GeometryWarning) as caught:
         train()
     messages = [str(warning.message) for warning in caught]
-    assert any("entropy collapse in layer 0 head 1" in text and "per 100 steps" in text for text in messages)
-    assert len(messages) == len(set(messages)) == 2  # entropy collapse, vanishing signal
+    told = [re.sub("; .*", "", text) for text in messages]
+    assert len(told) == 3  # the entropy is below its limit at once, ρ falls first
+    assert re.fullmatch(r"step \d+: entropy collapse in layer 0 head 1: entropy .*, collapsed", told[0])
+    assert re.fullmatch(
+        r"step \d+: vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps", told[1]
+    )
+    assert re.fullmatch(r"step \d+: vanishing signal in layer 0 head 1: ρ .*, collapsed", told[2])
     assert caught[0].filename == __file__
 
 
@@ -108,7 +202,7 @@ def test_weights_that_are_no_numbers_are_said_once():
     monitor(0)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.bias[0] = math.nan
-    with pytest.warns(GeometryWarning, match="step 1: hidden states of layer 2 hold NaN"):
+    with pytest.warns(GeometryWarning, match="step 1: hidden states after block 1 hold NaN"):
         assert monitor(1) == {}
     assert monitor(2) == {}
 
@@ -202,6 +296,15 @@ def test_data_without_a_probe_is_refused(data, words):
 def test_impossible_numbers_and_folders_are_refused(tmp_path):
     with pytest.raises(UsageError, match="must be 1 or more"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, every=0)
+    for options in ({"every": 1.5}, {"every": True}, {"spectra_every": "5"}):
+        with pytest.raises(UsageError, match="must be 1 or more, and whole numbers"):
+            GeometryMonitor(checkpoints.build("gpt2"), IDS, **options)
+    with pytest.raises(UsageError, match=r"limits is a dict: give .*Limits\(\.\.\.\)"):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS, limits={"entropy": 0.1})
+    with pytest.raises(UsageError, match="the probe is a list: give a tensor of token ids"):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS.tolist())
+    with pytest.raises(UsageError, match=r"dtype torch\.bool: give token ids"):
+        GeometryMonitor(checkpoints.build("gpt2"), IDS > 3)
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match="cannot write"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, folder=tmp_path / "file")(0)

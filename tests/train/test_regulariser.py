@@ -142,6 +142,8 @@ def test_strengths_may_be_functions_of_the_step():
         scheduled()
     with pytest.raises(UsageError, match=r"mean is -1\.0: give a number of 0 or more"):
         Locater(model, SCALE, lambda step: -1.0)(0)
+    with pytest.raises(UsageError, match="scale is None: give a number of 0 or more"):
+        Locater(model, lambda step: None, MEAN)(0)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +152,23 @@ def test_strengths_may_be_functions_of_the_step():
         ({"layers": [3]}, "layer 3 does not exist: this model has layers 0 to 2"),
         ({"layers": [1, 1]}, "each once"),
         ({"layers": []}, "one layer or more"),
+        ({"layers": 0}, r"layers is 0: give a list of whole numbers, as \[0, 1\]"),
+        ({"layers": "01"}, "layers is '01': give a list"),
+        ({"layers": [0.0]}, r"layers is \[0\.0\]: give a list"),
+        ({"layers": [True, False, False]}, "give a list of whole numbers"),
         ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
+        ({"scale": None}, "scale is None: give a number"),
+        ({"mean": 1j}, "mean is 1j: give a number"),
         ({"gradient": "printed"}, "choose exact or published"),
     ],
 )
 def test_a_wrong_call_is_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         Locater(checkpoints.build("llama2"), **({"scale": SCALE, "mean": MEAN} | arguments))
+    if "does not exist" not in words and "one" not in words and "once" not in words:
+        with pytest.raises(UsageError, match=words):  # at once, not when training begins
+            LocaterCallback(**({"scale": SCALE, "mean": MEAN} | arguments))
 
 
 def test_models_that_cannot_be_penalised_are_refused():
@@ -164,6 +176,52 @@ def test_models_that_cannot_be_penalised_are_refused():
         Locater(torch.nn.Linear(3, 3), SCALE, MEAN)
     with pytest.raises(UsageError, match="frozen"):
         Locater(checkpoints.build("llama2").requires_grad_(False), SCALE, MEAN)
+
+
+class Adapted(torch.nn.Module):
+    """As an adapter does it: the old layer is kept inside the new one, and so still belongs to the model."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.weight = base, base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_a_model_that_was_changed_afterwards_is_refused(family):
+    """Replaced modules hold other weights than those found; moved, loaded and cast ones are the same modules."""
+    model = checkpoints.build(family)
+    locater = Locater(model, SCALE, MEAN)
+    layer = (model.model.layers if family == "llama3" else model.transformer.h)[1]
+    parent, name = (layer.self_attn, "k_proj") if family == "llama3" else (layer.attn, "c_attn")
+    old = getattr(parent, name)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.double().train()
+    expected = locater()
+    for new in (Adapted(old), copy.deepcopy(old)):
+        setattr(parent, name, new)
+        for use in (locater, locater.table):
+            with pytest.raises(UsageError, match=rf"{name}\.weight is no longer .* make a new Locater"):
+                use()
+    setattr(parent, name, old)
+    assert torch.equal(locater(), expected)
+    torch.nn.utils.parametrize.register_parametrization(old, "weight", torch.nn.Identity())
+    with pytest.raises(UsageError, match="is no longer the weight"):
+        locater()
+
+
+def test_weights_that_were_frozen_afterwards_are_refused():
+    model = checkpoints.build("llama2")
+    locater = Locater(model, SCALE, MEAN)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    assert locater().requires_grad
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"frozen .*: unfreeze those .* or make a new Locater"):
+        locater()
+    assert len(locater.table()) == 12  # reading them needs no gradient
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

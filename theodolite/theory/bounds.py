@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from theodolite.theory.checks import check_finite
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
 
 _ROUNDING = 1e-10
@@ -61,7 +62,7 @@ class ScaleBound:
         symmetric W = W_QK Σ only.
     corrected: (..., 3), whether by_norm ≥ frobenius, by_form ≥ frobenius, frobenius ≥ spectral.
 
-    With a singular Σ the left sides are infinite.
+    With a singular Σ the left sides are infinite, but 0 for W_QK = 0, which has all norms 0.
     """
 
     by_trace: Float64[Tensor, "*heads"]
@@ -86,8 +87,10 @@ def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> T
         covariance: symmetric Σ, (d, d) or with leading dimensions that broadcast; None: the identity.
 
     Raises:
-        UsageError: the shapes do not fit.
+        UsageError: the shapes do not fit, numbers are complex, NaN or infinite, or Σ is not symmetric or has a
+            negative eigenvalue.
     """
+    _check_covariance_finite(covariance)
     trace = qk_moments(w_q, w_k, covariance).trace.abs()
     frobenius = qk_moments(w_q, w_k).frobenius_squared.clamp_min(0).sqrt()
     spectral = qk_spectral_norm(w_q, w_k)
@@ -96,6 +99,8 @@ def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> T
         torch.ones_like(trace) if covariance is None else torch.linalg.eigvalsh(covariance.double())[..., -1]
     )
     entry_sum, column_sum = _sums(w_q.double(), w_k.double())
+    # Σ = 0 makes the trace 0, and both left sides with it.
+    largest = torch.where(largest > 0, largest, 1.0)
     by_root, by_width = trace / (math.sqrt(width) * largest), trace / (width * largest)
     by_root, by_width, spectral, frobenius, entry_sum, column_sum = torch.broadcast_tensors(
         by_root, by_width, spectral, frobenius, entry_sum, column_sum
@@ -123,8 +128,9 @@ def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> S
         w_q, w_k, covariance: as for `trace_bound`.
 
     Raises:
-        UsageError: the shapes do not fit.
+        UsageError: as for `trace_bound`.
     """
+    _check_covariance_finite(covariance)
     moments = qk_moments(w_q, w_k, covariance)
     frobenius = qk_moments(w_q, w_k).frobenius_squared.clamp_min(0).sqrt()
     spectral = qk_spectral_norm(w_q, w_k)
@@ -138,9 +144,10 @@ def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> S
         )
         inverse_frobenius, inverse_spectral = (1 / values).norm(dim=-1), (1 / values).amax(-1)
     square = moments.trace_of_square
-    by_trace = inverse_frobenius * torch.where(square >= 0, square, math.nan).sqrt()
-    by_norm = inverse_frobenius * moments.frobenius_squared.clamp_min(0).sqrt()
-    by_form = inverse_spectral * moments.form_squared.clamp_min(0).sqrt()
+    roots = torch.where(square >= 0, square, math.nan).sqrt()
+    by_trace = _product(inverse_frobenius, roots, frobenius)
+    by_norm = _product(inverse_frobenius, moments.frobenius_squared.clamp_min(0).sqrt(), frobenius)
+    by_form = _product(inverse_spectral, moments.form_squared.clamp_min(0).sqrt(), frobenius)
     by_trace, by_norm, by_form, frobenius, spectral = torch.broadcast_tensors(
         by_trace, by_norm, by_form, frobenius, spectral
     )
@@ -155,6 +162,18 @@ def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> S
         printed=torch.stack([equal, above, last], dim=-1),
         corrected=torch.stack([above, _at_most(frobenius, by_form), last], dim=-1),
     )
+
+
+def _check_covariance_finite(covariance: Tensor | None) -> None:
+    if isinstance(covariance, Tensor):
+        check_finite("covariance", covariance)
+
+
+def _product(inverse: Tensor, norm: Tensor, frobenius: Tensor) -> Tensor:
+    """inverse · norm where an infinite inverse meets a norm of 0: 0 for W_QK = 0, else infinite."""
+    singular = inverse.isinf() & (norm == 0)
+    limit = torch.where(frobenius == 0, 0.0, math.inf)
+    return torch.where(singular, limit, inverse * norm)
 
 
 def _at_most(smaller: Tensor, larger: Tensor) -> Tensor:

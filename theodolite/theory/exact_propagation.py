@@ -15,7 +15,13 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory.propagation import check_length, walk_moments
+from theodolite.theory.checks import (
+    check_covariance,
+    check_length,
+    check_real,
+    checked_temperature,
+)
+from theodolite.theory.propagation import walk_moments
 from theodolite.theory.quadratic_form import probability_between
 
 _FIRST_DEGREE = 32
@@ -66,12 +72,24 @@ def propagation_exact(
         temperature: λ > 0.
 
     Raises:
-        UsageError: `length` is below 1, or the temperature is not positive.
+        UsageError: `length` is below 1 or no whole number, the temperature is not positive or its shape does not
+            fit the heads, or the eigenvalues are complex or no tensor (..., d).
     """
     check_length(length)
+    check_real("eigenvalues", eigenvalues, "an asymmetric W has its curve from propagation_exact_head")
+    if eigenvalues.ndim == 0:
+        raise UsageError("eigenvalues has shape (): give (..., d), one row for each head")
     values = eigenvalues.double()
     heads = values.shape[:-1]
-    scaled = values / _temperature(temperature, values)[..., None]
+    scale = checked_temperature(temperature, values.device)
+    if scale.ndim > len(heads) or any(
+        one not in (1, many) for one, many in zip(scale.shape[::-1], heads[::-1], strict=False)
+    ):
+        raise UsageError(
+            f"temperature has shape {tuple(scale.shape)}: give a number, or a shape that broadcasts to the heads' "
+            f"{tuple(heads)}"
+        )
+    scaled = values / scale[..., None]
     curves = [_symmetric_curve(head, length) for head in scaled.reshape(math.prod(heads), values.shape[-1])]
     if not curves:
         return values.new_zeros(*heads, length)
@@ -115,15 +133,27 @@ def propagation_exact_head(
         positions: keys from 1 to T, in any order; None: all of them.
 
     Raises:
-        UsageError: shapes do not fit, `length` is below 1, a position is outside the context, or the temperature is
-            not positive.
+        UsageError: shapes do not fit or hold several heads, numbers are complex, Σ is not symmetric or has a
+            negative eigenvalue, `length` is below 1 or no whole number, a position is outside the context, or the
+            temperature is not one positive number.
     """
     check_length(length)
-    if w_q.shape != w_k.shape or (covariance is not None and len(covariance) != len(w_q)):
+    for name, values in (("w_q", w_q), ("w_k", w_k)) + (
+        () if covariance is None else (("covariance", covariance),)
+    ):
+        check_real(name, values)
+    if w_q.ndim == 3:
+        raise UsageError(f"w_q has shape {tuple(w_q.shape)}: give one head at a time, (d, d_h)")
+    square = (w_q.shape[0],) * 2 if w_q.ndim == 2 else ()
+    if w_q.ndim != 2 or w_q.shape != w_k.shape or (covariance is not None and covariance.shape != square):
         shapes = [tuple(w_q.shape), tuple(w_k.shape)]
         shapes += [] if covariance is None else [tuple(covariance.shape)]
         raise UsageError(f"w_q, w_k and covariance have shapes {shapes}: give (d, d_h) twice, and (d, d)")
-    scale = _temperature(math.sqrt(w_q.shape[-1]) if temperature is None else temperature, w_q)
+    scale = checked_temperature(math.sqrt(w_q.shape[-1]) if temperature is None else temperature, w_q.device)
+    if scale.numel() != 1:
+        raise UsageError(f"temperature has shape {tuple(scale.shape)}: give one number for one head")
+    if covariance is not None:
+        check_covariance(covariance)
     wanted = _positions(positions, length, w_q.device)
     both = torch.cat([w_q.double() / scale, w_k.double()], dim=-1)
     gram = both.mT @ (both if covariance is None else covariance.double() @ both)
@@ -138,14 +168,6 @@ def propagation_exact_head(
         return _propagates(weights, torch.ones_like(weights[0]), length)
 
     return _along_context(curve, length, w_q.device) if positions is None else curve(wanted)
-
-
-def _temperature(temperature: float | Tensor, heads: Tensor) -> Tensor:
-    """λ as float64, once it was found to be positive."""
-    scale = torch.as_tensor(temperature, dtype=torch.float64, device=heads.device)
-    if not bool((scale > 0).all()):
-        raise UsageError(f"temperature is {temperature}: give a positive number")
-    return scale
 
 
 def _positions(positions: Sequence[int] | None, length: int, device: torch.device) -> Tensor:

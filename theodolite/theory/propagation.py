@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.theory.checks import check_eta, check_length, check_real, checked_temperature
 
 
 def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
@@ -57,9 +58,13 @@ def propagation(
         variant: "corrected" or "published".
 
     Raises:
-        UsageError: unknown variant.
+        UsageError: unknown variant, a negative η, or complex numbers.
     """
-    theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None]
+    for name, values in (("theta", theta), ("xi", xi), ("eta", eta)):
+        check_real(name, values)
+    check_eta(eta)
+    # Adding 0 makes −0 a 0, whose reciprocal is +∞.
+    theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None] + 0.0
     if variant == "corrected":
         spread = (2 * theta**2 - 2 * theta + 7 / 12).sqrt()
     elif variant == "published":
@@ -104,13 +109,19 @@ def propagation_finite(
         temperature: λ > 0.
 
     Raises:
-        UsageError: `length` is below 1.
+        UsageError: `length` is below 1 or no whole number, the temperature is not positive, or a moment is complex.
     """
     check_length(length)
+    for name, values in (
+        ("trace", trace),
+        ("form_squared", form_squared),
+        ("trace_of_square", trace_of_square),
+    ):
+        check_real(name, values)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
     cross, own = walk_moments(positions, length)
     size = float(length)
-    scale = torch.as_tensor(temperature, dtype=torch.float64, device=trace.device)[..., None]
+    scale = checked_temperature(temperature, trace.device)[..., None]
     mean = cross * (trace.double()[..., None] / scale) + 1 / size
     variance = (
         own * form_squared.double()[..., None] + cross**2 * trace_of_square.double()[..., None]
@@ -119,12 +130,6 @@ def propagation_finite(
     spread = torch.where(certain, 1.0, variance).sqrt()
     inside = ((mean >= 0) & (mean <= 1)).double()
     return torch.where(certain, inside, _normal_between(-mean / spread, (1 - mean) / spread))
-
-
-def check_length(length: int) -> None:
-    """Raises UsageError where a context of `length` tokens does not exist."""
-    if length < 1:
-        raise UsageError(f"length is {length}: a context has at least one token")
 
 
 def walk_moments(

@@ -84,7 +84,10 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     symmetric part, which are always defined.
 
     Args:
-        xi, eta: numbers, numpy arrays or tensors that broadcast to one shape, for example (L, H).
+        xi, eta: numbers, numpy arrays or tensors that broadcast to one shape, for example (L, H); η ≥ 0 or NaN.
+
+    Raises:
+        UsageError: an η is negative.
     """
     quantities = _quantities(xi, eta)
     return _names(_decisions(quantities), np.asarray(np.isnan(quantities[0])))
@@ -99,6 +102,9 @@ def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
 
     Args:
         xi, eta: as for `regime`.
+
+    Raises:
+        UsageError: an η is negative.
     """
     quantities = _quantities(xi, eta)
     decisions, undefined = _decisions(quantities), np.asarray(np.isnan(quantities[0]))

@@ -21,6 +21,7 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.theory.checks import check_covariance, check_finite, check_real, checked_temperature
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,18 @@ def qk_moments(
     form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
 
     Raises:
-        UsageError: the shapes do not fit, or the temperature is not positive.
+        UsageError: the shapes do not fit, numbers are complex, Σ is not symmetric or has a negative eigenvalue, or
+            the temperature is not positive.
     """
-    w_q, w_k, covariance = _factors(w_q, w_k, covariance)
+    w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
-    if temperature is None:
-        temperature = math.sqrt(head_width)
-    elif not isinstance(temperature, Tensor) and not temperature > 0:
-        raise UsageError(f"temperature is {temperature}: give a positive number")
-    seen_q = w_q if covariance is None else covariance @ w_q
-    seen_k = w_k if covariance is None else covariance @ w_k
+    temperature = checked_temperature(
+        math.sqrt(head_width) if temperature is None else temperature, w_q.device
+    )
+    if covariance is not None:
+        check_covariance(covariance)
+    seen_q = w_q if sigma is None else sigma @ w_q
+    seen_k = w_k if sigma is None else sigma @ w_k
 
     core = w_k.mT @ seen_q
     trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -115,11 +118,16 @@ def qk_eigenvalues(
     """Eigenvalues of `W_q W_kᵀ Σ` as those of the d_h×d_h matrix `W_kᵀ Σ W_q`, shape (..., d_h).
 
     Sorted by decreasing real part, then by decreasing imaginary part. The other d − d_h eigenvalues of the
-    d×d matrix are zero (where d_h > d, the surplus ones returned here are). Shapes and errors as in
-    `qk_moments`; relative distance 0 only; not divided by the temperature.
+    d×d matrix are zero (where d_h > d, the surplus ones returned here are). Shapes as in `qk_moments`, but Σ is
+    not looked at; relative distance 0 only; not divided by the temperature.
+
+    Raises:
+        UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
     """
     w_q, w_k, covariance = _factors(w_q, w_k, covariance)
-    values = torch.linalg.eigvals(w_k.mT @ (w_q if covariance is None else covariance @ w_q))
+    core = w_k.mT @ (w_q if covariance is None else covariance @ w_q)
+    check_finite("W_QK" if covariance is None else "W_QK or Σ", core)
+    values = torch.linalg.eigvals(core)
     # Two stable sorts, the minor key first, order by (real, imaginary).
     values = values.gather(-1, values.imag.argsort(dim=-1, descending=True, stable=True))
     return values.gather(-1, values.real.argsort(dim=-1, descending=True, stable=True))
@@ -128,9 +136,14 @@ def qk_eigenvalues(
 def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads values"]:
     """Singular values of `W_q W_kᵀ`, decreasing, (..., min(d, d_h)): those of `R_q R_kᵀ` of two QR factors.
 
-    Shapes and errors as in `qk_moments`; relative distance 0 only; not divided by the temperature.
+    Shapes as in `qk_moments`; relative distance 0 only; not divided by the temperature.
+
+    Raises:
+        UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
     """
     w_q, w_k, _ = _factors(w_q, w_k, None)
+    check_finite("w_q", w_q)
+    check_finite("w_k", w_k)
     r_q = torch.linalg.qr(w_q).R
     r_k = torch.linalg.qr(w_k).R
     return torch.linalg.svdvals(r_q @ r_k.mT)
@@ -143,12 +156,15 @@ def qk_spectral_norm(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads"]:
 
 def _factors(w_q: Tensor, w_k: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three tensors in float64, after their shapes were found to fit."""
+    check_real("w_q", w_q)
+    check_real("w_k", w_k)
     if w_q.ndim < 2 or w_q.shape != w_k.shape or 0 in w_q.shape[-2:]:
         raise UsageError(
             f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (..., d, d_h)"
         )
     if covariance is None:
         return w_q.double(), w_k.double(), None
+    check_real("covariance", covariance)
     width = w_q.shape[-2]
     if covariance.ndim < 2 or covariance.shape[-2:] != (width, width):
         raise UsageError(

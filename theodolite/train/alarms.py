@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from theodolite.train.geometry import Geometry
+from theodolite.train.geometry import Geometry, residual_place
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -40,7 +40,7 @@ PATTERN = 0.5
 a learned sink. A previous-token head of a healthy model has an entropy of 3 % of its maximum."""
 
 RECOVERED = 1.5
-"""An alarm is over when its level is this many times its limit, or what it was at the alarm if that was more."""
+"""An alarm is over when nothing was alarming at `LEVEL` looks in a row and its level is this many times its limit."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Alarm:
         layer, head: where; the head is None for a layer of the residual stream.
         value: entropy over its maximum, relative residual, or ρ: the median of the last looks.
         slope: its Theil-Sen slope a step.
+        collapsed: below the limit; else it is falling there, or the spectrum of W_QK says so.
     """
 
     step: int
@@ -86,22 +87,23 @@ class Alarm:
     head: int | None
     value: float
     slope: float
+    collapsed: bool = False
 
     @property
     def place(self) -> str:
-        """`layer 2 head 5`, or `layer 2`."""
-        return f"layer {self.layer}" + ("" if self.head is None else f" head {self.head}")
+        """`in layer 2 head 5`; of the residual stream `after block 1` (residual layer 2), `before block 0`."""
+        return residual_place(self.layer) if self.head is None else f"in layer {self.layer} head {self.head}"
 
     @property
     def trend(self) -> str:
         """The value and where it goes, in words."""
         name = {ENTROPY: "entropy over its maximum", RANK: "relative residual", VANISHING: "ρ"}[self.kind]
-        if not self.slope < 0:
+        if self.collapsed:
+            return f"{name} {self.value:.2g}, collapsed"
+        if not (self.slope < 0 < self.value):
             return f"{name} {self.value:.2g}, not falling any more"
-        return (
-            f"{name} {self.value:.2g}, falling by {-100 * self.slope:.2g} per 100 steps, 0 in "
-            f"{max(self.value, 0) / -self.slope:.0f} steps"
-        )
+        steps = max(1, round(self.value / -self.slope))
+        return f"{name} {self.value:.2g}, reaches 0 in about {steps} step{'s' if steps > 1 else ''}"
 
     def as_dict(self) -> dict[str, Any]:
         """As it is written to a file."""
@@ -115,15 +117,17 @@ def told(alarms: list[Alarm]) -> list[str]:
         same = sorted((alarm for alarm in alarms if alarm.kind == kind), key=lambda alarm: alarm.value)
         if not same:
             continue
-        others = ", ".join(alarm.place for alarm in same[1:4])
+        others = ", ".join(alarm.place.removeprefix("in ") for alarm in same[1:4])
         more = f" and {len(same) - 4} more" if len(same) > 4 else ""
         also = f" (also {others}{more})" if others else ""
-        lines.append(f"step {same[0].step}: {kind} in {same[0].place}: {same[0].trend}{also}; {ADVICE[kind]}")
+        lines.append(f"step {same[0].step}: {kind} {same[0].place}: {same[0].trend}{also}; {ADVICE[kind]}")
     return lines
 
 
 class Alarms:
     """Judges look after look; a head or layer alarms once for each kind until it has recovered.
+
+    Once more, too, if it alarmed above the limit and then goes below it.
 
     Args:
         limits: the levels.
@@ -135,12 +139,14 @@ class Alarms:
         self._values: dict[str, deque[Floats]] = {}
         self._patterned: deque[Flags] = deque(maxlen=LEVEL)
         self._vanishing: Flags | None = None
-        self._over_at: dict[str, Floats] = {}
+        self._over: dict[str, Flags] = {}
+        self._told_collapsed: dict[str, Flags] = {}
+        self._calm: dict[str, NDArray[np.int64]] = {}
 
     @property
     def active(self) -> int:
         """Heads and layers that are alarming now, counted once for each kind."""
-        return sum(int(np.isfinite(levels).sum()) for levels in self._over_at.values())
+        return sum(int(over.sum()) for over in self._over.values())
 
     def update(self, geometry: Geometry) -> list[Alarm]:
         """Take in a look; what is newly alarming."""
@@ -161,12 +167,15 @@ class Alarms:
             self._vanishing = (heads["regime"] == "vanishing").to_numpy()
         if len(self._steps) < LEVEL:
             return []
-        found = self._judge()
+        found, collapsed = self._judge()
         places = {RANK: [(layer, None) for layer in layers["layer"]]}
         by_head = list(zip(heads["layer"], heads["head"], strict=True))
-        return list(self._new(geometry.step, found, {ENTROPY: by_head, VANISHING: by_head} | places))
+        return list(
+            self._new(geometry.step, found, collapsed, {ENTROPY: by_head, VANISHING: by_head} | places)
+        )
 
-    def _judge(self) -> dict[str, Flags]:
+    def _judge(self) -> tuple[dict[str, Flags], dict[str, Flags]]:
+        """What is alarming, and which of it because its level is below a limit."""
         limits = self.limits
         weak = self._level(VANISHING) < limits.weak
         purposeful = np.mean(self._patterned, axis=0) > 0.5
@@ -175,14 +184,21 @@ class Alarms:
         vanishing = self._collapsing(VANISHING, limits.propagation, limits.weak)
         if self._vanishing is not None:
             vanishing |= weak & self._vanishing
-        return {
-            ENTROPY: (sharp & weak) | (lost & ~purposeful),
-            RANK: self._level(RANK) < limits.rank,
-            VANISHING: vanishing,
+        low_rank = self._level(RANK) < limits.rank
+        found = {ENTROPY: (sharp & weak) | (lost & ~purposeful), RANK: low_rank, VANISHING: vanishing}
+        collapsed = {
+            ENTROPY: found[ENTROPY] & (self._level(ENTROPY) < limits.entropy),
+            RANK: low_rank,
+            VANISHING: self._level(VANISHING) < limits.propagation,
         }
+        return found, collapsed
 
     def _new(
-        self, step: int, found: dict[str, Flags], places: dict[str, list[tuple[int, int | None]]]
+        self,
+        step: int,
+        found: dict[str, Flags],
+        collapsed: dict[str, Flags],
+        places: dict[str, list[tuple[int, int | None]]],
     ) -> Iterator[Alarm]:
         limit = {
             ENTROPY: self.limits.entropy,
@@ -191,14 +207,20 @@ class Alarms:
         }
         for kind, flags in found.items():
             level, slope = self._level(kind), self._slope(kind)
-            over_at = self._over_at.setdefault(kind, np.full(len(flags), np.nan))  # NaN: it is not alarming
-            over_at[~flags & (level >= over_at)] = np.nan
-            new = flags & np.isnan(over_at)
-            over_at[new] = RECOVERED * np.maximum(level[new], limit[kind])
+            over = self._over.setdefault(kind, np.zeros(len(flags), dtype=bool))
+            told_collapsed = self._told_collapsed.setdefault(kind, np.zeros(len(flags), dtype=bool))
+            calm = self._calm.setdefault(kind, np.zeros(len(flags), dtype=np.int64))
+            calm[:] = np.where(flags, 0, calm + 1)
+            recovered = (calm >= LEVEL) & (level >= RECOVERED * limit[kind])
+            over[recovered] = told_collapsed[recovered] = False
+            new = (flags & ~over) | (collapsed[kind] & ~told_collapsed)
+            over |= new
+            told_collapsed |= collapsed[kind]
             for index in np.flatnonzero(new):
                 layer, head = places[kind][index]
                 own = None if head is None else int(head)
-                yield Alarm(step, kind, int(layer), own, float(level[index]), float(slope[index]))
+                below = bool(collapsed[kind][index])
+                yield Alarm(step, kind, int(layer), own, float(level[index]), float(slope[index]), below)
 
     def _collapsing(self, kind: str, limit: float, below: float) -> Flags:
         """Below the limit, or below `below` and falling fast enough to be there within the horizon."""

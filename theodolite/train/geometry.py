@@ -129,13 +129,23 @@ class GeometryProbe:
         return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
 
 
+def residual_place(layer: int) -> str:
+    """Where residual layer ℓ is: it leaves block ℓ − 1, and layer 0 enters block 0."""
+    return f"after block {layer - 1}" if layer else "before block 0"
+
+
 def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts positions"]:
     """The ids on the CPU, found to fit the model.
 
     Raises:
-        UsageError: wrong shape or dtype, contexts too short or too long, ids beyond the vocabulary.
+        UsageError: no tensor, wrong shape or dtype, contexts too short or too long, ids beyond the vocabulary.
     """
-    if ids.ndim != 2 or ids.dtype.is_floating_point or not len(ids) or ids.shape[1] < LEAST_LENGTH:
+    if not isinstance(ids, Tensor):
+        raise UsageError(
+            f"the probe is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"
+        )
+    no_integers = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
+    if ids.ndim != 2 or no_integers or not len(ids) or ids.shape[1] < LEAST_LENGTH:
         raise UsageError(
             f"the probe has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids (contexts, positions), "
             f"{LEAST_LENGTH} positions or more"
@@ -214,7 +224,7 @@ class _Watcher:
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Measure one layer; its sums are dropped at once, for they are as large as a batch of its own."""
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
-            raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values")
+            raise WorkError(f"hidden states {residual_place(layer)} hold NaN or infinite values")
         contexts, length, width = hidden.shape
         means = Means(1, length, width, self._sample)
         outliers = Outliers(1, width, contexts)

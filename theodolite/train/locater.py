@@ -9,6 +9,8 @@ W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.theory.checks import check_real, holds
 
 Gradient = Literal["exact", "published"]
 
@@ -45,9 +48,12 @@ def locater_penalty(
     ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩, so the cost is two products of O(d d_h²) a head.
 
     Raises:
-        UsageError: the shapes do not fit, or `gradient` is neither of the two.
+        UsageError: the shapes do not fit, the factors are no real tensors, a strength is negative or no number, or
+            `gradient` is neither of the two.
     """
     check_gradient(gradient)
+    check_strength("scale", scale)
+    check_strength("mean", mean)
     return penalty_of_moments(*head_moments(w_q, w_k), scale, mean, gradient)
 
 
@@ -59,6 +65,22 @@ def check_gradient(gradient: str) -> None:
     """
     if gradient not in ("exact", "published"):
         raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
+
+
+def check_strength(name: str, strength: float | Tensor) -> None:
+    """Refuse a strength that is not one finite number of 0 or more.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if isinstance(strength, Tensor):
+        fits = strength.numel() == 1 and not strength.is_complex()
+        fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
+    else:
+        fits = isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0
+    if not fits:
+        shown = repr(strength) if isinstance(strength, str) else strength
+        raise UsageError(f"{name} is {shown}: give a number of 0 or more")
 
 
 def penalty_of_moments(
@@ -84,8 +106,10 @@ def head_moments(
     """tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
 
     Raises:
-        UsageError: the shapes do not fit.
+        UsageError: the shapes do not fit, or the factors are no real tensors.
     """
+    check_real("w_q", w_q)
+    check_real("w_k", w_k)
     if w_q.ndim < 3 or w_q.ndim != w_k.ndim or w_q.shape[-2:] != w_k.shape[-2:]:
         raise UsageError(_unfit(w_q, w_k))
     heads, key_heads = w_q.shape[-3], w_k.shape[-3]

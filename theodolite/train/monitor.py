@@ -33,9 +33,16 @@ SEARCHED = 512
 
 FILES = ("heads", "layers", "alarms")
 
+JUDGED = {"entropy_share", "propagation", "at_distance", "same_token", "sink_first", "sink_learned"}
+"""Columns of the heads that a resumed monitor judges again."""
+
 
 class GeometryWarning(UserWarning):
     """Attention or the residual stream of a model in training collapses; the message names head and trend."""
+
+
+class RecordWarning(UserWarning):
+    """A folder holds a record that is damaged, of another training, or cannot be written; the message says which."""
 
 
 class GeometryMonitor:
@@ -43,13 +50,13 @@ class GeometryMonitor:
 
         monitor = GeometryMonitor(model, ids, every=100)
         for step, batch in enumerate(batches):
-            numbers = monitor(step)  # {} where no look is due
+            numbers = monitor(step)  # {} where no look is due; steps count over all epochs
             ...
 
     Args:
         model: as `GeometryProbe` takes it; it stays the object that is trained.
         ids: the probe, token ids (contexts, positions) without padding; 8 × 128 do (see `probe_of`).
-        every: steps between looks.
+        every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl` and `alarms.jsonl` go, one row a line; None: nowhere.
         limits: the levels of alarm.
@@ -59,7 +66,7 @@ class GeometryMonitor:
         alarms: all alarms so far; `new_alarms` those of the last look.
 
     Raises:
-        UsageError: the model or the ids do not fit, or a number is not positive.
+        UsageError: the model or the ids do not fit, a number is not whole or not positive, or `limits` no `Limits`.
         WorkError: the model's attention cannot be read.
     """
 
@@ -73,8 +80,12 @@ class GeometryMonitor:
         folder: str | Path | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if every < 1 or spectra_every < 1:
-            raise UsageError(f"every is {every} and spectra_every {spectra_every}: both must be 1 or more")
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
+            raise UsageError(
+                f"every is {every} and spectra_every {spectra_every}: both must be 1 or more, and whole numbers"
+            )
+        if limits is not None and not isinstance(limits, Limits):
+            raise UsageError(f"limits is a {type(limits).__name__}: give theodolite.train.alarms.Limits(...)")
         self.every = every
         self.spectra_every = spectra_every
         self.last: Geometry | None = None
@@ -82,9 +93,11 @@ class GeometryMonitor:
         self.new_alarms: list[Alarm] = []
         self._probe = GeometryProbe(model, ids)
         self._judge = Alarms(limits)
-        self._record = Record(folder)
-        self._begun = False
+        self._record = Record(folder, self._probe.model.layers, self._probe.model.heads)
+        self._step: int | None = None
+        self._number = -1
         self._broken = False
+        self._since = 0
         self._started = time.perf_counter()
         self._seconds = 0.0
 
@@ -93,16 +106,23 @@ class GeometryMonitor:
 
         Warns:
             GeometryWarning: a head or a layer collapses, or hidden states are no numbers any more.
+            RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
-            WorkError: the record cannot be written.
+            UsageError: the step is before that of the last call.
+            WorkError: the record cannot be begun.
         """
-        if not self._begun:
+        step = int(step)
+        if self._step is None:
             self._begin(step)
-        if step % self.every or (self.last is not None and step <= self.last.step) or self._broken:
+        elif step < self._step:
+            raise UsageError(f"step went from {self._step} to {step}: count steps over all epochs")
+        self._step = step
+        if self._broken or not self._due(step):
             return {}
+        number = step // self.every if self.last is None else self._number + 1
         try:
-            geometry = self._probe.look(step, spectra=step // self.every % self.spectra_every == 0)
+            geometry = self._probe.look(step, spectra=number % self.spectra_every == 0)
         except WorkError as error:
             self._broken = True
             _warn(
@@ -111,8 +131,13 @@ class GeometryMonitor:
             return {}
         self.new_alarms = found = self._judge.update(geometry)
         self.last = geometry
+        self._number = number
         self.alarms += found
-        self._record.write(geometry, found)
+        try:
+            self._record.write(geometry, found)
+        except WorkError as error:
+            self._record = Record(None)
+            _warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
         for line in told(found):
             _warn(line)
         self._seconds += geometry.seconds
@@ -121,37 +146,99 @@ class GeometryMonitor:
 
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
-        self._begun = True
         self._started = time.perf_counter()
-        for geometry in self._record.begin(step):
+        kept, message = self._record.begin(step)
+        for geometry in kept:
+            if "regime" in geometry.heads:
+                self._number = 0  # the next looks count from the last one with spectra
+            else:
+                self._number = geometry.step // self.every if self.last is None else self._number + 1
             self.alarms += self._judge.update(geometry)
             self.last = geometry
+        # Steps without a look before the first one: looks are due at multiples of `every`.
+        self._since = step // self.every * self.every
+        if message:
+            _warn(message, RecordWarning, stacklevel=4)
+
+    def _due(self, step: int) -> bool:
+        if self.last is not None:
+            return step - self.last.step >= self.every
+        return step % self.every == 0 or step - self._since >= self.every
 
 
 class Record:
-    """The tables of all looks, as lines of JSON in a folder; a NaN is `null`."""
+    """The tables of all looks, as lines of JSON in a folder; a NaN is `null`.
 
-    def __init__(self, folder: str | Path | None) -> None:
+    Args:
+        folder: where; None: nowhere.
+        layers, heads: of the model, to know its own complete looks.
+    """
+
+    def __init__(self, folder: str | Path | None, layers: int = 0, heads: int = 0) -> None:
         self._folder = None if folder is None else Path(folder)
+        self._layers, self._heads = layers, heads
 
-    def begin(self, step: int) -> list[Geometry]:
-        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept.
+    def begin(self, step: int) -> tuple[list[Geometry], str]:
+        """Drop what was recorded after `step` (all of it, at step 0); the looks that are kept, and what to say.
+
+        If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
 
         Raises:
             WorkError: the folder cannot be written.
         """
         if self._folder is None:
-            return []
-        tables: dict[str, list[dict[str, Any]]] = {}
+            return [], ""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
+            old = {name: self._read(name) for name in FILES}
+            rows = {name: [row for line in old[name] if (row := _row(line))] for name in FILES}
+            heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
+            whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
+            kept = sorted(whole) if step else []
+            damaged = sum(len(old[name]) - len(rows[name]) for name in FILES)
+            others = len((heads.keys() | layers.keys()) - whole)
+            message = ""
+            if any(old.values()) and (not kept or damaged or others):
+                number = self._move_aside()
+                message = f"{self._folder} held an earlier record: moved to heads.{number}.jsonl and so on"
+                if step and (damaged or others):
+                    message += (
+                        f"; {len(kept)} looks kept, {others} dropped that are no complete looks of this model, "
+                        f"{damaged} damaged lines"
+                    )
             for name in FILES:
-                path = self._folder / f"{name}.jsonl"
-                lines = path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []
-                tables[name] = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
-                write_text(path, "".join(_line(row) for row in tables[name]))
-        heads, layers = (_by_step(tables[name]) for name in ("heads", "layers"))
-        return [Geometry(at, heads[at], layers[at], 0.0) for at in sorted(heads.keys() & layers.keys())]
+                of_kept = [row for row in rows[name] if kept and row["step"] in whole]
+                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, of_kept)))
+        return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in kept], message
+
+    def _read(self, name: str) -> list[str]:
+        assert self._folder is not None
+        path = self._folder / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
+        return lines if _row(lines[-1]) else lines[:-1]  # without the half line at which a process was killed
+
+    def _move_aside(self) -> int:
+        """Rename the files to `heads.1.jsonl` and so on; the number."""
+        assert self._folder is not None
+        number = 1
+        while any((self._folder / f"{name}.{number}.jsonl").exists() for name in FILES):
+            number += 1
+        for name in FILES:
+            path = self._folder / f"{name}.jsonl"
+            if path.exists():
+                path.rename(self._folder / f"{name}.{number}.jsonl")
+        return number
+
+    def _whole(self, heads: list[dict[str, Any]], layers: list[dict[str, Any]]) -> bool:
+        """Whether these are the rows of one look at a model of this many layers and heads."""
+        places = [(layer, head) for layer in range(self._layers) for head in range(self._heads)]
+        return (
+            [(row.get("layer"), row.get("head")) for row in heads] == places
+            and [row.get("layer") for row in layers] == list(range(self._layers + 1))
+            and all(map(_numeric, heads + layers))
+            and all(row.keys() >= JUDGED for row in heads)
+            and all("rank_collapse" in row for row in layers)
+        )
 
     def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
         """Append one look and its alarms.
@@ -249,8 +336,8 @@ def probe_of(rows: Any, contexts: int = CONTEXTS, length: int = LENGTH) -> Int[T
     return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, GeometryWarning, stacklevel=3)
+def _warn(message: str, kind: type[UserWarning] = GeometryWarning, stacklevel: int = 3) -> None:
+    warnings.warn(message, kind, stacklevel=stacklevel)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -262,19 +349,36 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _row(line: str) -> dict[str, Any] | None:
+    """A row with a step; None if the line is none, as that at which a process was killed."""
     try:
-        return json.loads(line)
-    except ValueError:
-        return None  # the line at which a process was killed
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-def _by_step(rows: list[dict[str, Any]]) -> dict[int, pd.DataFrame]:
-    """The table of each look, as it was before it was written."""
+def _numeric(row: dict[str, Any]) -> bool:
+    """Whether all values are numbers or `null`, but for the regime, a text."""
+    return all(
+        isinstance(value, str)
+        if name == "regime"
+        else value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)
+        for name, value in row.items()
+    )
+
+
+def _by_step(rows: list[dict[str, Any]], last: int) -> dict[int, list[dict[str, Any]]]:
+    """The rows of each look up to a step."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        by_step.setdefault(row.pop("step"), []).append(row)
-    tables = {step: pd.DataFrame(of_step) for step, of_step in by_step.items()}
-    for table in tables.values():
-        numbers = [name for name in table.columns if name != "regime"]
-        table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN
-    return tables
+        if row["step"] <= last:
+            by_step.setdefault(row["step"], []).append(row)
+    return by_step
+
+
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The table of a look, as it was before it was written."""
+    table = pd.DataFrame(rows).drop(columns="step")
+    numbers = [name for name in table.columns if name != "regime"]
+    table[numbers] = table[numbers].apply(pd.to_numeric)  # a column of `null` only is one of NaN
+    return table

@@ -6,7 +6,7 @@ Nothing here computes either. No weight is changed: the optimizer does that.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,9 +20,15 @@ from theodolite.errors import UsageError
 from theodolite.models.live import undisturbed, unwrap
 from theodolite.models.open import small_input
 from theodolite.models.probe import capture_calls
-from theodolite.models.projections import find_projections
+from theodolite.models.projections import Place, find_projections
 from theodolite.models.structure import find_structure
-from theodolite.train.locater import Gradient, check_gradient, head_moments, penalty_of_moments
+from theodolite.train.locater import (
+    Gradient,
+    check_gradient,
+    check_strength,
+    head_moments,
+    penalty_of_moments,
+)
 from theodolite.train.trackers import pass_on
 
 Strength = float | Callable[[int], float]
@@ -37,7 +43,8 @@ class Locater:
 
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
-            `torch.compile`. Its weights may be trained, loaded and moved to another device afterwards.
+            `torch.compile`. Its weights may be trained, loaded and moved to another device afterwards; where modules
+            are replaced (by adapters or quantised ones), a call says so.
         scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
@@ -48,7 +55,7 @@ class Locater:
     Raises:
         UsageError: no model of `transformers`, or sharded over ranks; no such layer; a layer whose logits are not
             a form W_q W_kᵀ of its weights (normalised queries and keys, adapters, quantised weights); all of
-            these weights are frozen; κ is negative or no number.
+            these weights are frozen; κ is negative or no number; `layers` are no whole numbers.
     """
 
     def __init__(
@@ -65,19 +72,23 @@ class Locater:
         self._gradient: Gradient = gradient
         for name, strength in self._strengths.items():
             if not callable(strength):
-                _check_strength(name, strength)
+                check_strength(name, strength)
+        asked = _listed(layers)
         inner = unwrap(model)
         with undisturbed(inner):
             sample = small_input(inner, 1)
             structure = find_structure(inner, sample)
             calls = capture_calls(inner, structure, sample)
-            self.layers = _selected(layers, len(structure.attention))
+            self.layers = _selected(asked, len(structure.attention))
             self._projections = find_projections(inner, structure, calls, self.layers)
-        if not self.parameters:
-            raise UsageError(
-                "all query and key weights of these layers are frozen (requires_grad=False): unfreeze those that "
-                "LocAteR is to change"
-            )
+        name_of = {id(module): name for name, module in inner.named_modules()}
+        self._model = inner
+        self._held = {
+            name_of[id(place.module)] + f".{place.name}": place
+            for layer in self._projections
+            for place in (layer.query, layer.key)
+        }
+        self._check_trained()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,8 +103,11 @@ class Locater:
             step: how many optimizer steps are done; needed where a strength is a function of it.
 
         Raises:
-            UsageError: a strength is a function and no step was given, or it gives a negative or no number.
+            UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
+                that holds the weights was replaced after this was made, or all the weights have been frozen.
         """
+        self._check_held()
+        self._check_trained()
         scale, mean = (self._strength(name, step) for name in ("scale", "mean"))
         moments = [head_moments(*layer.factors()) for layer in self._projections]
         device = moments[0][0].device  # layers may be spread over devices
@@ -102,6 +116,7 @@ class Locater:
 
     def table(self) -> pd.DataFrame:
         """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        self._check_held()
         rows: list[dict[str, float]] = []
         with torch.no_grad():
             for layer in self._projections:
@@ -112,13 +127,31 @@ class Locater:
                 ]
         return pd.DataFrame(rows)
 
+    def _check_held(self) -> None:
+        """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
+        for name, place in self._held.items():
+            if not _is_held(self._model, name, place):
+                raise UsageError(
+                    f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
+                    "a new Locater after the model is changed"
+                )
+
+    def _check_trained(self) -> None:
+        if not self.parameters:
+            raise UsageError(
+                "all query and key weights of these layers are frozen (requires_grad=False): unfreeze those that "
+                "LocAteR is to change, or make a new Locater of other layers"
+            )
+
     def _strength(self, name: str, step: int | None) -> float:
         strength = self._strengths[name]
         if not callable(strength):
             return strength
         if step is None:
             raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
-        return _check_strength(name, strength(step))
+        now = strength(step)
+        check_strength(name, now)
+        return now
 
 
 class LocaterCallback(TrainerCallback):
@@ -146,9 +179,12 @@ class LocaterCallback(TrainerCallback):
         gradient: Gradient = "exact",
     ) -> None:
         check_gradient(gradient)
+        for name, strength in (("scale", scale), ("mean", mean)):
+            if not callable(strength):
+                check_strength(name, strength)
         self.locater: Locater | None = None
         self._scale, self._mean = scale, mean
-        self._layers = None if layers is None else list(layers)
+        self._layers = _listed(layers)
         self._gradient: Gradient = gradient
         self._penalty: Tensor | None = None
 
@@ -195,20 +231,35 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     Raises:
         UsageError: the strength is negative or no number, or there are no steps.
     """
-    _check_strength("strength", strength)
+    check_strength("strength", strength)
     if steps < 1:
         raise UsageError(f"steps is {steps}: a warm-up needs one or more")
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _check_strength(name: str, strength: float) -> float:
-    if not (math.isfinite(strength) and strength >= 0):
-        raise UsageError(f"{name} is {strength}: give a number of 0 or more")
-    return strength
+def _is_held(model: nn.Module, name: str, place: Place) -> bool:
+    module = name.rpartition(".")[0]
+    try:
+        # A parametrisation moves the parameter away and leaves a property of its name.
+        return model.get_submodule(module) is place.module and place.name in place.module._parameters
+    except AttributeError:  # there is nothing of that name any more
+        return False
 
 
-def _selected(layers: Iterable[int] | None, count: int) -> list[int]:
-    selected = list(range(count)) if layers is None else list(layers)
+def _listed(layers: Iterable[int] | None) -> list[int] | None:
+    if layers is None:
+        return None
+    try:
+        layers = layers if isinstance(layers, str) else list(layers)
+        if any(isinstance(layer, bool) for layer in layers):  # a mask, whose 0 and 1 would pass for layers
+            raise TypeError
+        return [operator.index(layer) for layer in layers]
+    except TypeError as error:
+        raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
+
+
+def _selected(layers: list[int] | None, count: int) -> list[int]:
+    selected = list(range(count)) if layers is None else layers
     wrong = [layer for layer in selected if not 0 <= layer < count]
     if wrong:
         raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")

@@ -1,0 +1,99 @@
+"""What the theory's arguments must be, each refused in one line: whole lengths, λ > 0, η ≥ 0, real numbers, Σ ≥ 0.
+
+NaN stands for "undefined" throughout the theory and is let through, except as a temperature. Values that cannot be
+looked at, as inside `torch.func.vmap` and `torch.compile`, are not checked. This module must not compute anything
+besides.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+_LEAST_ROUNDING = 16 * torch.finfo(torch.float32).eps
+"""What a Σ that was summed in float32 and then made float64 may be off by, as a share of its norm."""
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether all of it is true; also true where it has no values to look at (vmap, compilation, meta tensors)."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(condition.all())
+    except RuntimeError:  # so vmap and meta tensors say, and have no public name to be asked by
+        return True
+
+
+def check_length(length: Any) -> None:
+    """Raises UsageError where a context of `length` tokens does not exist."""
+    try:
+        operator.index(length)
+    except TypeError as error:
+        raise UsageError(f"length is {length!r}: give a whole number of tokens") from error
+    if length < 1:
+        raise UsageError(f"length is {length}: a context has at least one token")
+
+
+def checked_temperature(temperature: Any, device: torch.device) -> Tensor:
+    """λ as float64, once it was found to be positive."""
+    try:
+        scale = torch.as_tensor(temperature, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"temperature is {temperature!r}: give a positive number") from error
+    if scale.is_complex() or not holds(scale.detach() > 0):
+        raise UsageError(f"temperature is {_shown(temperature)}: give a positive number")
+    return torch.as_tensor(temperature, dtype=torch.float64, device=device)
+
+
+def check_eta(eta: Tensor) -> None:
+    """Raises UsageError where an η is negative; NaN passes."""
+    if not holds(~(eta.detach() < 0)):
+        raise UsageError(
+            f"eta is {eta.detach().nan_to_num(torch.inf).min().item():g}: a scale is not negative, give 0 or more"
+        )
+
+
+def check_real(name: str, values: Any, instead: str = "give real numbers") -> None:
+    """Raises UsageError for what is no tensor of real numbers."""
+    if not isinstance(values, Tensor):
+        raise UsageError(f"{name} is a {type(values).__name__}: give a tensor")
+    if values.is_complex():
+        raise UsageError(f"{name} is complex: {instead}")
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raises UsageError where there is NaN or infinity, of which LAPACK makes errors that name nothing."""
+    if not holds(values.detach().isfinite()):
+        raise UsageError(f"{name} holds NaN or infinity: give finite numbers")
+
+
+def check_covariance(covariance: Tensor) -> None:
+    """Raises UsageError unless Σ (..., d, d) is symmetric and has no negative eigenvalue, up to rounding.
+
+    One Cholesky decomposition, d³/3 operations. A Σ that is not finite passes.
+    """
+    sigma = covariance.detach()
+    rounding = max(_LEAST_ROUNDING, 4 * torch.finfo(sigma.dtype).eps) if sigma.is_floating_point() else 0.0
+    sigma = sigma.double()
+    size = sigma.abs().amax((-2, -1), keepdim=True)
+    known = size.isfinite().squeeze((-2, -1))
+    # Numbers that are not finite, and a Σ of zeros, are not scaled; `known` leaves the former out.
+    unit = sigma / torch.where((size > 0) & size.isfinite(), size, 1.0)
+    if not holds(((unit - unit.mT).abs().amax((-2, -1)) <= rounding) | ~known):
+        raise UsageError("covariance is not symmetric: give Σ = Σᵀ, as (Σ + Σᵀ)/2")
+    # The spectral norm of what rounding adds is at most its Frobenius norm; the floor lets zeros pass.
+    shift = (max(rounding, _LEAST_ROUNDING) * unit.norm(dim=(-2, -1))).clamp_min(1e-300)
+    lifted = unit + shift[..., None, None] * torch.eye(unit.shape[-1], dtype=unit.dtype, device=unit.device)
+    if not holds((torch.linalg.cholesky_ex(lifted).info == 0) | ~known):
+        raise UsageError("covariance has a negative eigenvalue: give a positive semidefinite Σ")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return f"not positive everywhere (its least is {value.detach().double().min().item():g})"
+    return str(value.detach().item()) if isinstance(value, Tensor) and value.numel() == 1 else str(value)
