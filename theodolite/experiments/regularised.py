@@ -242,7 +242,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
 
 
 def _compared_at(data: Comparable) -> str:
-    trained = min((int(p.summary["step"]) for p in data.points if p.summary is not None), default=data.step)
+    trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.points)
     further = (
         f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
     )
