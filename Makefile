@@ -18,7 +18,7 @@ demo: $(VENV)/ready
 	$(BIN)/theodolite survey --out $(RUN)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

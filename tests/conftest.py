@@ -17,7 +17,9 @@ from theodolite.models import OpenModel, open_model
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(2)
+torch.set_num_threads(
+    1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+)  # two processes side by side have a core each
 
 
 @pytest.fixture(scope="session")
