@@ -89,10 +89,10 @@ def read_corpus(
 
 def finish(run: Run, page: Path | None, as_json: bool) -> None:
     """Show a survey's tables, or print them as JSON, and say where its report is."""
-    from theodolite.report.terminal import show_run, tables_as_json
+    from theodolite.report.terminal import show_run
 
     if as_json:
-        print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
+        _print_tables(run)
     else:
         show_run(run, Console())
     if page is not None:
@@ -104,15 +104,20 @@ def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     from theodolite.experiments.command import show_outcome
     from theodolite.experiments.page import write_outcome
     from theodolite.experiments.tracing import TRACE, traced_outcome
-    from theodolite.report.terminal import tables_as_json
 
     outcome = traced_outcome(run)
     page = write_outcome(TRACE, outcome, run, folder / "report")
     if as_json:
-        print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
+        _print_tables(run)
     else:
         show_outcome(TRACE, outcome, Console(soft_wrap=True))
     say_where(page, as_json)
+
+
+def _print_tables(run: Run) -> None:
+    from theodolite.report.terminal import tables_as_json
+
+    print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
 
 
 def say_where(page: Path, as_json: bool) -> None:

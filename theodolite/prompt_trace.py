@@ -96,8 +96,6 @@ def trace_prompt(
     check_fit(model, corpus_of_ids(ids), least_contexts=1)
     if layer is None or head is None:
         layer, head = _strongest(model, ids)
-    if not 0 <= layer < model.layers:
-        raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
     if not 0 <= head < model.heads:
         raise UsageError(f"head {head} does not exist: this model has heads 0 to {model.heads - 1}")
     weights = model.output_weights(layer)[head].double().cpu()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS, Groups, LayerSums
+from theodolite.theory.outliers import Thresholds, median
 
-OUTLIER_MAGNITUDE = 6.0
-"""|x| from which a value is an outlier (Dettmers et al. 2022, LLM.int8())."""
-
-MASSIVE_MAGNITUDE = 100.0
-MASSIVE_RATIO = 1000.0
-"""A massive activation exceeds both 100 and 1000 × the median magnitude (Sun et al. 2024)."""
+PUBLISHED = Thresholds()
+"""A survey counts by the published thresholds; `theodolite.outliers` lets the caller set them."""
 
 
 class Outliers(LayerSums):
@@ -39,23 +34,14 @@ class Outliers(LayerSums):
             self.add("maximum_first", layer, magnitude[:, 0].amax(dim=0))
             self.add("maximum", layer, magnitude[:, 1:].amax(dim=(0, 1)))
             largest = float(maximum.max())
-            if largest >= OUTLIER_MAGNITUDE:
-                self.add("outlier", layer, (magnitude[:, 1:] >= OUTLIER_MAGNITUDE).sum(dim=(0, 1)), group)
-            if largest > MASSIVE_MAGNITUDE:
+            if largest >= PUBLISHED.outlier:
+                self.add("outlier", layer, (magnitude[:, 1:] >= PUBLISHED.outlier).sum(dim=(0, 1)), group)
+            if largest > PUBLISHED.massive:
                 for context in magnitude:
                     self._count_massive(layer, group, context)
 
     def _count_massive(self, layer: int, group: int, magnitude: Float[Tensor, "positions width"]) -> None:
-        threshold = max(MASSIVE_MAGNITUDE, MASSIVE_RATIO * _median(magnitude))
+        threshold = max(PUBLISHED.massive, PUBLISHED.massive_ratio * median(magnitude))
         massive = magnitude > threshold
         self.add("massive_first", layer, massive[0], group)
         self.add("massive", layer, massive[1:].sum(dim=0), group)
-
-
-def _median(values: Tensor) -> float:
-    """The lower median, as torch has it; numpy's selection is ten times faster on a CPU."""
-    if values.device.type != "cpu":
-        return float(values.median())
-    flat = values.flatten().to(torch.promote_types(values.dtype, torch.float32)).numpy()
-    middle = (len(flat) - 1) // 2
-    return float(np.partition(flat, middle)[middle])

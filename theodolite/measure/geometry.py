@@ -14,6 +14,7 @@ from scipy.special import betaincc
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.outliers import PUBLISHED
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
@@ -25,7 +26,7 @@ SCREENOT_RANK = 20
 CUTOFFS = (1, 3, 5, 10)
 """K of the low-frequency ratios, as published (Table 4)."""
 
-OUTLIER_SHARE = 0.06
+OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
 
 SHOWN_SINGULAR_VALUES = 60
