@@ -117,7 +117,7 @@ def test_hidden_sinks_are_none(table):
 
 
 def test_refusals(model):
-    with pytest.raises(UsageError, match="no head 9 in layer 0"):
+    with pytest.raises(UsageError, match="head 9 does not exist: this model has heads 0 to"):
         causal_test(model, corpus(IDS), 0, 9, TAG)
     with pytest.raises(UsageError, match="has no sink in this text"):
         causal_test(model, corpus(IDS), 2, 0, TAG)

@@ -15,6 +15,7 @@ from theodolite.models import open_model
 from theodolite.models.tap import tapped
 from theodolite.models.watch import watched
 from theodolite.theory.attention import attend
+from theodolite.tracer import trace_sinks
 
 HEADS, WIDTH, LENGTH, LAYER = 4, 32, 14, 1
 OUTPUTS = {
@@ -619,3 +620,18 @@ def test_matrices_that_are_no_selection_of_entries_are_refused(tmp_path):
     attention.q_proj = attention.v_proj
     with pytest.raises(UsageError, match="one weight matrix each, so no part of them can be taken out"):
         without_low_rank(model, LAYER, 1, of="k").__enter__()
+
+
+def test_what_is_measured_meanwhile_says_so_and_is_not_taken_for_the_models_own(opened, tmp_path):
+    model = opened("gpt2")
+    ids = torch.arange(48).reshape(2, 24)
+    plain = trace_sinks(model, ids, tmp_path / "run")
+    assert "edits" not in plain.provenance["fingerprint"]
+    with masked_keys(model, 0, 1, [3]), without_low_rank(model, 0, 2, of="q"):
+        edits = trace_sinks(model, ids).provenance["fingerprint"]["edits"]
+        assert edits[0] == "masked_keys(layer=0, head=1, positions=[3], sink_column=False)"
+        assert edits[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
+        with pytest.raises(UsageError):
+            trace_sinks(model, ids, tmp_path / "run")
+    assert not model.edits
+    trace_sinks(model, ids, tmp_path / "run")

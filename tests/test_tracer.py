@@ -138,14 +138,24 @@ def ratio(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     return r, math.sqrt(((b - r * t) ** 2).sum()) / t.sum() * math.sqrt(effective / (effective - 1))
 
 
-def catch(kept: Kept, layer: int, context: int, head: int) -> tuple[dict[int, float], np.ndarray, np.ndarray]:
-    """Sinks with what they receive, which queries count, and by query the sink that caught it (−2: none)."""
+def catch(
+    kept: Kept, layer: int, context: int, head: int, stretches: bool = False
+) -> tuple[dict[int, float], set[int], np.ndarray, np.ndarray]:
+    """Sinks with what they receive, those of a stretch, which queries count, and who caught each (−2: none)."""
     p, seen = kept.attention[layer, context, head], kept.visible[layer]
     length = len(p)
     received = p.sum(0) / np.maximum(seen.sum(0), 1)
     eligible = seen.sum(0) - 1 >= min(16, math.ceil(length / 4))
     assert np.abs(received - 0.3).min() > 1e-6, "too near the threshold to compare"
     sinks = {int(k): float(received[k]) for k in np.flatnonzero((received > 0.3) & eligible)}
+    of_stretch: set[int] = set()
+    if stretches:
+        caught_by = [int(row.argmax()) for row in p]
+        for key in range(length):
+            queries = [q for q in range(length) if caught_by[q] == key != q and p[q, key] > 0.3]
+            if len(queries) >= min(16, math.ceil(length / 4)) and key not in sinks:
+                of_stretch.add(key)
+        sinks = {key: float(received[key]) for key in sorted({*sinks, *of_stretch})}
     columns = dict(enumerate(p.T))
     if kept.learned:
         columns[LEARNED] = 1 - p.sum(1)
@@ -158,16 +168,18 @@ def catch(kept: Kept, layer: int, context: int, head: int) -> tuple[dict[int, fl
         if best is not None:
             assert abs(columns[best][i] - 0.3) > 1e-6, "too near the threshold to compare"
             caught[i] = best if columns[best][i] > 0.3 else -2
-    return sinks, counts, caught
+    return sinks, of_stretch, counts, caught
 
 
-def expected(kept: Kept, ids: np.ndarray) -> tuple[dict[tuple, dict], dict[tuple, dict]]:
+def expected(
+    kept: Kept, ids: np.ndarray, stretches: bool = False
+) -> tuple[dict[tuple, dict], dict[tuple, dict]]:
     """Rows of `traces` by (layer, head, kind, token) and of `heads` by (layer, head), arrays included."""
     layers, contexts, heads, length, _ = kept.attention.shape
     traces: dict[tuple, dict[str, Any]] = {}
     by_head: dict[tuple, dict[str, Any]] = {}
     for layer, context, head in np.ndindex(layers, contexts, heads):
-        sinks, counts, caught = catch(kept, layer, context, head)
+        sinks, of_stretch, counts, caught = catch(kept, layer, context, head, stretches)
         if not sinks:
             continue
         p, v = kept.attention[layer, context, head], kept.value[layer, context, head]
@@ -185,8 +197,8 @@ def expected(kept: Kept, ids: np.ndarray) -> tuple[dict[tuple, dict], dict[tuple
             share = (len(np.unique(groups)) - 1) / max(counts.sum() - 1, 1)
             row["chance"][place] = row["chance"].get(place, 0) + t * share
         for sink, received in sinks.items():
-            kind = {0: "first", LEARNED: "learned"}.get(sink, "later")
-            key = (layer, head, kind, int(ids[context, sink]) if kind == "later" else -1)
+            kind = "stretch" if sink in of_stretch else {0: "first", LEARNED: "learned"}.get(sink, "later")
+            key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "stretch") else -1)
             row = traces.setdefault(key, {"of": {}, "found": []})
             own = caught[counts] == sink
             for place, x in places.items():
@@ -370,14 +382,17 @@ def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
         ("gemma2", "float64", {"first", "later"}),
         ("gpt_oss", "float32", {"learned", "later"}),
         ("modernbert", "float64", {"first", "later"}),
+        ("gpt2", "float64", {"first", "later", "stretch"}),
+        ("gpt_oss", "float32", {"learned", "later", "stretch"}),
+        ("bert", "float64", {"first", "later", "stretch"}),
     ],
 )
 def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
     ids = some_ids()
     model = open_model(strong(family), dtype=dtype)
-    run = trace_sinks(model, ids, batch=4)
+    run = trace_sinks(model, ids, stretches="stretch" in kinds, batch=4)
     reference = type(model.hf).from_pretrained(strong(family), dtype=getattr(torch, dtype)).eval()
-    traces, heads = expected(keep(family, reference, ids), ids.numpy())
+    traces, heads = expected(keep(family, reference, ids), ids.numpy(), "stretch" in kinds)
     assert set(run.traces.kind) == kinds
     keys = list(zip(run.traces.layer, run.traces["head"], run.traces.kind, run.traces.token_id, strict=True))
     assert sorted(keys) == sorted(traces)

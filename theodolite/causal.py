@@ -130,8 +130,7 @@ def causal_test(
     check_fit(model, corpus, least_contexts=1)
     if model.hf.get_output_embeddings() is None:
         raise UsageError(f"{model.id} predicts no tokens: a causal test needs the loss")
-    if not (0 <= layer < model.layers and 0 <= head < model.heads):
-        raise UsageError(f"there is no head {head} in layer {layer}: give --layer and --head of this model")
+    model.check_place(layer, head)
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)
     rank = max(1, model.head_width // 8) if rank is None else rank
     batch = batch_of(corpus, None)
@@ -275,6 +274,7 @@ def _of_head(catches: Catches, head: int) -> Catches:
         head=catches.head[own],
         position=catches.position[own],
         received=catches.received[own],
+        stretch=catches.stretch[own],
         caught=catches.caught[own],
         seen=catches.seen[own],
         of=torch.zeros_like(catches.of[own]),

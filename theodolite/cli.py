@@ -143,6 +143,9 @@ def trace_command(
     corpus: CorpusSpec = None,
     length: Length = None,
     contexts: Contexts = DEFAULT_CONTEXTS,
+    stretches: Annotated[
+        bool, typer.Option("--stretches", help="Also sinks that catch a part of a context only.")
+    ] = False,
     seed: Seed = 0,
     out: RunFolder = None,
     as_json: AsJson = False,
@@ -164,7 +167,7 @@ def trace_command(
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
         folder = out or default_folder(opened, read, "-sinks")
         with progress("tracing sinks", "contexts", stopped) as show:
-            run = trace_sinks(opened, read, folder, batch=batch, show_progress=show)
+            run = trace_sinks(opened, read, folder, stretches=stretches, batch=batch, show_progress=show)
         finish_trace(run, folder, as_json)
 
 

@@ -8,6 +8,7 @@ for the caller to measure.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def removed_tag(
         UsageError: no such layer or head; a direction that is not finite, zero, not of the width of the stream, or
             outside of what the head writes; on calling the model: positions that the contexts do not have.
     """
-    _check_head(model, layer, head)
+    model.check_place(layer, head)
     weights = model.output_weights(layer)[head]
     backwards = torch.linalg.pinv(weights)
     unit, share = _written(direction, weights, backwards, f"head {head} of layer {layer}")
@@ -108,7 +109,8 @@ def removed_tag(
         output[:, :, head] = (own - taken.unsqueeze(-1) * step.to(own)).to(output.dtype)
         return output
 
-    with edited(model.hf, model.structure.attention[layer], edit):
+    what = _said("removed_tag", layer=layer, head=head, direction=unit, along=along, queries=queries)
+    with model.under(what), edited(model.hf, model.structure.attention[layer], edit):
         yield Tag(unit, along, share)
 
 
@@ -141,7 +143,7 @@ def masked_keys(
         UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
             have, no sink column, or a sliding window's cache, which drops keys (`generate` with use_cache=False).
     """
-    _check_head(model, layer, 0 if head is None else head)
+    model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads)) if head is None else [head]
     chosen = _Chosen(positions, "key", may_be_none=sink_column)
 
@@ -153,7 +155,8 @@ def masked_keys(
         return kept_where_blind(inputs, hidden, heads, output)
 
     attention = model.structure.attention[layer]
-    with edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
+    what = _said("masked_keys", layer=layer, head=head, positions=positions, sink_column=sink_column)
+    with model.under(what), edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
         yield
 
 
@@ -187,7 +190,7 @@ def without_low_rank(
         UsageError: no such layer, head or matrix, a rank that the matrices do not have, factors of another shape, or
             a layer whose W_Q, W_K, W_V are not entries of one matrix each.
     """
-    _check_head(model, layer, 0)
+    model.check_place(layer, 0)
     if (rank is None) == (factors is None):
         raise UsageError("give either a rank or factors")
     places = _places(model, layer, tuple(of if factors is None else factors))
@@ -205,15 +208,19 @@ def without_low_rank(
         low = left @ right
         shares[name] = float(low.square().sum() / matrix.square().sum().clamp_min(1e-300))
         parts.append((place, chosen, matrix - low))
-    with replaced(parts):
+    kept = {name: matrix for name, (_, _, matrix) in zip(places, parts, strict=True)}
+    with model.under(_said("without_low_rank", layer=layer, heads=heads, **kept)), replaced(parts):
         yield shares
 
 
-def _check_head(model: OpenModel, layer: int, head: int) -> None:
-    if not 0 <= layer < model.layers:
-        raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
-    if not 0 <= head < model.heads:
-        raise UsageError(f"head {head} does not exist: this model has heads 0 to {model.heads - 1}")
+def _said(name: str, **arguments: object) -> str:
+    """An intervention as it goes into the provenance of what is measured meanwhile; tensors by their hash."""
+    told = []
+    for key, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = "sha256:" + hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+        told.append(f"{key}={value}")
+    return f"{name}({', '.join(told)})"
 
 
 def _written(
@@ -298,7 +305,7 @@ def _served(model: OpenModel, layer: int, place: Place, heads: Sequence[int] | N
     if heads is None:
         return None
     for head in heads:
-        _check_head(model, layer, head)
+        model.check_place(layer, head)
     if not heads:
         raise UsageError("no heads were given")
     return sorted({head * place.heads // model.heads for head in heads})

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.files import write_text, writing
+from theodolite.measure.tags import NAMED
 from theodolite.run import Run
 
 SCHEMA_VERSION = 1
@@ -159,12 +160,12 @@ def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
     if run.is_trace:
         for row in run.traces.itertuples():
             if row.share >= least_share:
-                later = row.kind == "later"
+                later = row.kind in NAMED
                 yield Rule(
                     "sink",
                     int(row.layer),
                     head=int(row.head),
-                    first={"first": True, "later": False}.get(row.kind),
+                    first={"first": True, "learned": None}.get(row.kind, False),
                     token_id=int(row.token_id) if later else None,
                     token=str(row.token) if later else None,
                     share=float(row.share),

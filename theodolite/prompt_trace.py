@@ -36,7 +36,7 @@ class PromptTrace:
         value: of every key in the residual stream, through W_O.
         streams: the residual stream by layer.
         received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer.
-        sinks: positions of the head's sinks; −1 for a learned column.
+        sinks: positions of the head's sinks, those of a stretch among them; −1 for a learned column.
         group: of each token the sink that caught it (an index into `sinks`), `UNCAUGHT`, or `LEFT_OUT`.
     """
 
@@ -67,7 +67,7 @@ class _Watcher:
         pass
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, catches = attend_and_catch(inputs)
+        output, catches = attend_and_catch(inputs, stretches=True)
         weights = _weights(inputs)
         seen_by = inputs.visible_queries()[0].cpu()
         self.received.append((weights.sum(dim=1) / seen_by.clamp_min(1)).amax(dim=0))
@@ -96,8 +96,7 @@ def trace_prompt(
     check_fit(model, corpus_of_ids(ids), least_contexts=1)
     if layer is None or head is None:
         layer, head = _strongest(model, ids)
-    if not 0 <= head < model.heads:
-        raise UsageError(f"head {head} does not exist: this model has heads 0 to {model.heads - 1}")
+    model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
     watcher = _Watcher(layer, head)
     with watched(model, watcher), torch.inference_mode():
@@ -119,7 +118,7 @@ def trace_prompt(
 
 def _strongest(model: OpenModel, ids: Tensor) -> tuple[int, int]:
     """The head whose sinks tag most tokens: caught share times η², summed over its sinks."""
-    table = trace_sinks(model, ids).traces
+    table = trace_sinks(model, ids, stretches=True).traces
     if not len(table):
         raise UsageError(
             "no head has a sink on this prompt: name one with --layer and --head, or give another prompt"

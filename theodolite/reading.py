@@ -223,6 +223,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "model": model.sha256 or model.revision or model.id,
         "dtype": str(model.hf.dtype),
         "device": model.device.type,
+        **({"edits": list(model.edits)} if model.edits else {}),
     }
 
 

@@ -43,8 +43,9 @@ Rows = tuple[Tensor, Tensor]
 class TracePass(Reading):
     """The sums of a trace; what a context's sinks caught is kept only until its pass is over."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int = 0) -> None:
+    def __init__(self, model: OpenModel, corpus: Corpus, stretches: bool = False, seed: int = 0) -> None:
         super().__init__(model, corpus, seed)
+        self._stretches = stretches
         self._metrics: list[Tensor] = []
         for layer in range(model.layers):
             weights = model.output_weights(layer)
@@ -88,7 +89,7 @@ class TracePass(Reading):
         groups = inputs.query.shape[1] // inputs.value.shape[1]
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
-            output, catches = attend_and_catch(inputs.of_contexts(part))
+            output, catches = attend_and_catch(inputs.of_contexts(part), stretches=self._stretches)
             if not len(catches.head):
                 return output, catches, None
             own = catches.head.unique()
@@ -120,6 +121,7 @@ def trace_sinks(
     corpus: Corpus | Tensor,
     out: str | Path | None = None,
     *,
+    stretches: bool = False,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
     show_progress: ShowProgress = lambda done, total: None,
@@ -136,6 +138,9 @@ def trace_sinks(
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
+        stretches: count a key as a sink, of kind `stretch`, that catches at least min(16, T/4) queries without being
+            paid 0.3 on average: a line break, say, that catches its line. The other sinks of its head then catch
+            fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
         show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
@@ -154,8 +159,10 @@ def trace_sinks(
     check_fit(model, corpus, least_contexts=1)
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    if stretches:
+        fingerprint["stretches"] = True
     return read_into_run(
-        functools.partial(TracePass, model, corpus),
+        functools.partial(TracePass, model, corpus, stretches),
         trace_result,
         out,
         batch=batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,27 @@ def addition_command(
             "series": series,
         }
         _say(train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+
+
+@training.command("escape")
+def escape_command(
+    out: Out,
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 2000].")] = None,
+    seeds: Annotated[int, typer.Option(help="Models of each kind.")] = 3,
+    threads: Threads = 2,
+) -> None:
+    """Train models whose heads have an escape from attention, and models whose heads have none.
+
+    The escape is in the softmax and carries no value: off by one, or a learned logit. Sinks would be one too; whether
+    they are still grown is for `theodolite reproduce sinks/escape OUT` to say. Can be stopped and started again.
+
+    Example: theodolite train escape --out escape --seeds 3
+    """
+    with one_line_errors():
+        from theodolite.train.escape import DEFAULT, train_escapes
+
+        config = DEFAULT if steps is None else replace(DEFAULT, steps=steps)
+        _say(train_escapes(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()), out)
 
 
 @training.command("locater")

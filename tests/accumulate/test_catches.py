@@ -29,7 +29,8 @@ def random_catches(generator: np.random.Generator, length: int, heads: int = 2) 
     of = torch.tensor(head)
     kept_, caught_ = torch.from_numpy(np.array(kept)), torch.from_numpy(np.array(caught))
     received = torch.full((len(of),), 0.5, dtype=torch.float64)
-    return Catches(of, torch.tensor(position), received, caught_, kept_[of], of, kept_)
+    stretch = torch.zeros(len(of), dtype=torch.bool)
+    return Catches(of, torch.tensor(position), received, stretch, caught_, kept_[of], of, kept_)
 
 
 def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
@@ -40,15 +41,16 @@ def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
     return float(between), float(np.square(x - mean).sum())
 
 
+@pytest.mark.parametrize("stretches", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_catches_are_those_of_dense_attention(kind):
+def test_catches_are_those_of_dense_attention(kind, stretches):
     """Oracle: softmax matrices in float64, a loop over heads and queries."""
     inputs = make(kind, strength=4.0)
     weights, output, learned = dense(inputs)
-    found = 0
+    found = of_stretches = 0
     for context in range(len(weights)):
         part = inputs.of_contexts(slice(context, context + 1))
-        ours, catches = attend_and_catch(part)
+        ours, catches = attend_and_catch(part, stretches=stretches)
         torch.testing.assert_close(ours, output[context : context + 1], rtol=1e-10, atol=1e-10)
         expected = []
         for head, p in enumerate(weights[context].numpy()):
@@ -56,7 +58,11 @@ def test_catches_are_those_of_dense_attention(kind):
             if inputs.mask is not None:
                 seen = inputs.mask[0, 0].numpy()
             received = p.sum(0) / np.maximum(seen.sum(0), 1)
-            sinks = [int(k) for k in np.flatnonzero((received > 0.3) & (seen.sum(0) > 16))]
+            whole = (received > 0.3) & (seen.sum(0) > 16)
+            most = [q for q in range(LENGTH) if p[q].max() > 0.3 and p[q].argmax() != q]
+            paid_most = np.bincount(p[most].argmax(1), minlength=LENGTH) if most else np.zeros(LENGTH)
+            sinks = [int(k) for k in np.flatnonzero(whole | (stretches & (paid_most >= 16)))]
+            of_stretches += sum(not whole[k] for k in sinks)
             paid = {k: p[:, k] for k in sinks}
             if kind == "sink" and learned[context, head].mean() > 0.3:
                 paid[LEARNED] = learned[context, head].numpy()
@@ -66,10 +72,11 @@ def test_catches_are_those_of_dense_attention(kind):
                 caught = counts & (best == k) & (paid[k] > 0.3)
                 sees = counts & (seen[:, k] if k != LEARNED else True)
                 mean = received[k] if k != LEARNED else paid[k].mean()
-                expected.append((head, k, mean, caught, sees, counts))
+                expected.append((head, k, mean, caught, sees, counts, k != LEARNED and not whole[k]))
         assert catches.head.tolist() == [e[0] for e in expected]
         assert catches.position.tolist() == [e[1] for e in expected]
-        for row, (_, _, mean, caught, sees, counts) in enumerate(expected):
+        assert catches.stretch.tolist() == [e[6] for e in expected]
+        for row, (_, _, mean, caught, sees, counts, _) in enumerate(expected):
             assert float(catches.received[row]) == pytest.approx(mean, rel=1e-10)
             np.testing.assert_array_equal(catches.caught[row], caught)
             np.testing.assert_array_equal(catches.seen[row], sees)
@@ -77,6 +84,7 @@ def test_catches_are_those_of_dense_attention(kind):
         found += len(expected)
     # A window's keys are seen by too few queries, and a cap leaves no key so much attention.
     assert found or kind in ("window", "padded", "capped")
+    assert bool(of_stretches) == (stretches and kind not in ("window", "capped", "grouped", "alibi"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

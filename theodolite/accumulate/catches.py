@@ -3,6 +3,10 @@
 A key is a sink of a head by the survey's criterion (`SINK_THRESHOLD`, `least_queries`): the queries that see it pay
 it more than ε of their attention on average. A query is caught by the sink that it pays most, if that is more than
 ε too. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
+
+A sink of a stretch catches as many queries as a sink must have (`least_queries`) without being one: what it catches is
+a part of the context, and another key takes over. Only who asks for them is given any, for with them the other sinks
+of the head catch less.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor
 from theodolite.accumulate.attention import BLOCK, SINK_THRESHOLD, least_queries
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
 
-_FIELDS = ("head", "position", "received", "caught", "seen", "of", "kept")
+_FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 
 LEARNED = -1
 """The position of a learned sink column, which is no token."""
@@ -31,6 +35,7 @@ class Catches:
         head: of each sink.
         position: of each sink; `LEARNED` for a head's learned sink column.
         received: attention that each sink gets on average from the queries that see it.
+        stretch: whether each is a sink of a stretch.
         caught: the queries that each sink catches.
         seen: the queries that could be: they see the sink and are not left out.
         of: the row of `kept` that is the sink's head.
@@ -40,6 +45,7 @@ class Catches:
     head: Int[Tensor, " sinks"]
     position: Int[Tensor, " sinks"]
     received: Float[Tensor, " sinks"]
+    stretch: Bool[Tensor, " sinks"]
     caught: Bool[Tensor, "sinks positions"]
     seen: Bool[Tensor, "sinks positions"]
     of: Int[Tensor, " sinks"]
@@ -62,17 +68,21 @@ class Catches:
         return cls(**fields)
 
 
-def attend_and_catch(inputs: AttentionInputs) -> tuple[Float[Tensor, "1 queries heads width"], Catches]:
+def attend_and_catch(
+    inputs: AttentionInputs, *, stretches: bool = False
+) -> tuple[Float[Tensor, "1 queries heads width"], Catches]:
     """The attention output of one context, and what its sinks catch.
 
     Args:
         inputs: of a batch of one context.
+        stretches: find sinks of stretches, too.
     """
     _, heads, length, _ = inputs.query.shape
     value = inputs.value
     output = value.new_empty(1, length, heads, value.shape[-1])
     received = value.new_zeros(heads, length, dtype=torch.float64)
     log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
+    catching = received.new_zeros(received.shape)
     for block in inputs.blocks(BLOCK):
         largest = block.logits.amax(dim=-1)
         weights = block.logits.softmax(dim=-1)
@@ -85,16 +95,23 @@ def attend_and_catch(inputs: AttentionInputs) -> tuple[Float[Tensor, "1 queries 
         output[:, block.start : block.stop] = summed.transpose(1, 2)
         received[:, block.first : block.last] += weights[0].sum(dim=-2)
         log_total[:, block.start : block.stop] = total[0]
-    return output, _catches(inputs, received, log_total)
+        if stretches:
+            paid, key = weights[0].max(dim=-1)
+            key += block.first
+            others = key != torch.arange(block.start, block.stop, device=key.device)
+            catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & others).double())
+    stretch = catching >= least_queries(length)
+    return output, _catches(inputs, received, stretch, log_total)
 
 
-def _catches(inputs: AttentionInputs, received: Tensor, log_total: Tensor) -> Catches:
+def _catches(inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_total: Tensor) -> Catches:
     length = received.shape[1]
     seen_by = inputs.visible_queries()[0]
     received = received / seen_by.clamp_min(1)
     enough = seen_by - 1 >= least_queries(length)
-    head, position = ((received > SINK_THRESHOLD) & enough).nonzero(as_tuple=True)
-    mean = received[head, position]
+    whole = (received > SINK_THRESHOLD) & enough
+    head, position = (whole | stretch).nonzero(as_tuple=True)
+    mean, part = received[head, position], ~whole[head, position]
     keys, column = position.unique(return_inverse=True)
     logits = inputs.to_keys(keys)[0]
     paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
@@ -105,6 +122,7 @@ def _catches(inputs: AttentionInputs, received: Tensor, log_total: Tensor) -> Ca
         head, order = torch.cat([head, catching]).sort(stable=True)
         position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
         mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]
+        part = torch.cat([part, torch.zeros_like(catching, dtype=torch.bool)])[order]
         paid = torch.cat([paid, learned[catching]])[order]
         visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
     own, of = head.unique(return_inverse=True)
@@ -118,7 +136,7 @@ def _catches(inputs: AttentionInputs, received: Tensor, log_total: Tensor) -> Ca
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(kept.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & kept[of]
-    return Catches(head, position, mean, caught, visible & kept[of], of, kept)
+    return Catches(head, position, mean, part, caught, visible & kept[of], of, kept)
 
 
 def between_and_total(

@@ -19,8 +19,8 @@ from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, s
 from theodolite.accumulate.keyed import KeyedSums
 from theodolite.accumulate.sums import State
 
-FIRST, LATER, COLUMN = 0, 1, 2
-"""Kinds of sinks: position 0, a later token, a learned sink column."""
+FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
+"""Kinds of sinks: position 0, a later token, a learned sink column, a token that catches a stretch only."""
 
 PAIRS = 5
 """Σ b, Σ t, Σ b², Σ b t, Σ t² of a context's sums of squares between (b) and in total (t): a ratio with its error."""
@@ -76,8 +76,10 @@ class Tags:
         """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
         position = catches.position.cpu()
         kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, COLUMN, LATER))
+        kind = torch.where(catches.stretch.cpu(), STRETCH, kind)
         # What token stands first does not matter, and a learned column has none.
-        token = torch.where(kind == LATER, ids.cpu()[position.clamp_min(0)], -1)
+        named = (kind == LATER) | (kind == STRETCH)
+        token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
         own = head.unique()

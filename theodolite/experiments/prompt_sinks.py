@@ -126,7 +126,7 @@ def _sink(position: int, tokens: list[str]) -> str:
 
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
-        return "none: no key gets more than 0.3 of the attention of those who see it"
+        return "none: no key gets more than 0.3 of the attention of those who see it, or of enough of them"
     said = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
@@ -193,7 +193,7 @@ def _exhibits(
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
             "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
-            "of those who see them, on average.",
+            "of those who see them on average, or the most of what a stretch of them pays.",
             "bright columns: everything that comes after is caught by that token.",
             source,
             wide=True,

@@ -112,8 +112,7 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
         UsageError: no such layer or head, a prompt longer than the run's contexts, or a layer that cannot be split.
     """
     model = study.opened()
-    if not 0 <= head < model.heads:
-        raise UsageError(f"head {head} does not exist: this model has heads 0 to {model.heads - 1}")
+    model.check_place(layer, head)
     try:
         return constituents(model, ids, layer, decomposition=study.run)
     except WorkError as error:

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.tags import HEAD_OUTPUT
+from theodolite.theory.outliers import MAD_TO_SD
 
-KINDS = ("first", "later", "learned")
-"""Names of `FIRST`, `LATER`, `COLUMN`."""
+KINDS = ("first", "later", "learned", "stretch")
+"""Names of `FIRST`, `LATER`, `COLUMN`, `STRETCH`."""
+
+NAMED = ("later", "stretch")
+"""Kinds whose rows are of a token."""
 
 OUTLIER_RATIO = 6.0
 """A dimension of a tag is an outlier from so many robust standard deviations on: 2e-9 of a Gaussian's."""
@@ -183,8 +187,7 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
     """The largest dimension of each tag (−1: it has none), its share of the tag's squared length, and its outliers."""
     size = torch.nan_to_num(direction).abs()
-    # Of a Gaussian, the median magnitude is 0.6745 standard deviations.
-    limit = OUTLIER_RATIO / 0.6745 * size.median(dim=1, keepdim=True).values
+    limit = OUTLIER_RATIO * MAD_TO_SD * size.median(dim=1, keepdim=True).values
     order = size.argsort(dim=1, descending=True, stable=True)[:, :SHOWN_DIMENSIONS]
     outliers = [
         " ".join(str(d) for d in dims.tolist() if value[d] > bound)
@@ -209,4 +212,4 @@ def _table(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
 
 
 def _token_name(kind: int, token: int, text: Callable[[int], str]) -> str:
-    return text(token) if kind == KINDS.index("later") else ""
+    return text(token) if KINDS[kind] in NAMED else ""

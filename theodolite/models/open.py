@@ -6,8 +6,6 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 from __future__ import annotations
 
 import functools
-import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from jaxtyping import Float64
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models.loading import (
+    LOADING_ERRORS,
+    first_line,
+    hash_checkpoint,
+    load,
+    load_tokenizer,
+    local_folder,
+    quiet,
+    refuse_bad_numbers,
+)
 from theodolite.models.outputs import read_output_weights, state_of
 from theodolite.models.probe import Call, HeadWeights, capture_calls, probe_layer
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
@@ -35,18 +41,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
-
-# What the loaders of transformers raise on broken or unknown checkpoints.
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    ImportError,
-    RuntimeError,
-    KeyError,
-    AttributeError,
-    TypeError,
-    SafetensorError,
-)
 
 
 @dataclass(frozen=True)
@@ -77,6 +71,7 @@ class OpenModel:
     sha256: str | None
     _calls: list[Call] = field(repr=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _edits: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def layers(self) -> int:
@@ -92,6 +87,20 @@ class OpenModel:
     def head_width(self) -> int:
         """Width of a query d_h."""
         return self.structure.head_width
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """The interventions that are open now: what is measured is not what the checkpoint on disk does."""
+        return tuple(self._edits)
+
+    @contextmanager
+    def under(self, edit: str) -> Iterator[None]:
+        """While open, `edit` is among `edits`."""
+        self._edits.append(edit)
+        try:
+            yield
+        finally:
+            self._edits.remove(edit)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +130,7 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: the layer's queries and keys are no affine function of its input.
         """
-        self._check_layer(layer)
+        self.check_place(layer)
         return probe_layer(self.hf, self.structure, layer, self._calls[layer])
 
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -133,7 +142,7 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        self._check_layer(layer)
+        self.check_place(layer)
         state = state_of(self.structure.blocks[layer])
         known = self._output_weights.get(layer)
         if known is None or known[0] != state:
@@ -143,9 +152,11 @@ class OpenModel:
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
+    def check_place(self, layer: int, head: int = 0) -> None:
+        """Raise `UsageError` where there is no such layer, or no such head in it."""
+        for what, given, count in (("layer", layer, self.layers), ("head", head, self.heads)):
+            if not 0 <= given < count:
+                raise UsageError(f"{what} {given} does not exist: this model has {what}s 0 to {count - 1}")
 
 
 def open_model(
@@ -173,47 +184,35 @@ def open_model(
         raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
     target = _device(device)
     source = EMBEDDED if path_or_id is None else path_or_id
-    local = _local_folder(source)
+    local = local_folder(source)
     try:
-        with _quiet():
+        with quiet():
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-            model = _load(source, config, dtype, device_map, revision)
+            model = load(source, config, dtype, device_map, revision)
     except TheodoliteError:
         raise
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         where = "" if local else " (and there is no folder of that name)"
-        raise UsageError(f"cannot open {source}: {_first_line(error)}{where}") from error
+        raise UsageError(f"cannot open {source}: {first_line(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
-    _refuse_bad_numbers(model)
+    refuse_bad_numbers(model)
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
     causal, bias = _verify(model, structure)
     return OpenModel(
         hf=model,
-        tokenizer=_tokenizer(source, revision),
+        tokenizer=load_tokenizer(source, revision),
         structure=structure,
         width=first_tensor(*calls[0]).shape[-1],
         causal=causal,
         positions=_positions(model, calls[0], bias),
         id="theodolite/topics" if path_or_id is None else str(path_or_id),
         revision=getattr(model.config, "_commit_hash", None),
-        sha256=_hash_checkpoint(local) if local else None,
+        sha256=hash_checkpoint(local) if local else None,
         _calls=calls,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading takes less time than its progress bars take lines."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -221,90 +220,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=found, dtype=torch.float64)  # statistics are summed in it; Apple's MPS lacks it
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(f"cannot use device {device}: {_first_line(error)}") from error
+        raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
     return found
-
-
-def _local_folder(source: str | Path) -> Path | None:
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
-            raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
-        return None
-    if not folder.is_dir() or not (folder / "config.json").is_file():
-        raise UsageError(f"{source} is no checkpoint: theodolite needs a folder with config.json in it")
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-        if pickled:
-            raise UsageError(
-                f"{source} holds pickled weights ({pickled[0]}), which can run code when read; convert them "
-                "where you trust them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
-            )
-        raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
-    return folder
-
-
-def _load(
-    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
-) -> PreTrainedModel:
-    names = getattr(config, "architectures", None) or []
-    architecture = getattr(transformers, names[0], None) if names else None
-    if names and architecture is None:
-        raise UsageError(
-            f"cannot open {source}: transformers {transformers.__version__} has no architecture {names[0]} "
-            "(theodolite runs no code that a checkpoint brings along)"
-        )
-    model, info = (architecture or AutoModel).from_pretrained(
-        source,
-        config=config,
-        dtype=dtype,
-        device_map=device_map,
-        revision=revision,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    _refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise WorkError(
-            f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
-            "to another architecture or are incomplete"
-        )
-    return model
-
-
-def _refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own."""
-
-    def kind(name: str) -> str:
-        return re.sub(r"\.\d+\.", ".#.", name)
-
-    known = {kind(name) for name, _ in model.named_parameters()}
-    extra = [name for name in unexpected if kind(name) in known]
-    if extra:
-        raise WorkError(
-            f"{source} has {len(extra)} tensors of layers that its config.json does not have (first: {extra[0]}): "
-            "config and weights do not belong together"
-        )
-
-
-def _tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except _LOADING_ERRORS:
-        return None  # random tokens and weights need none; a text without one is refused where it is read
-    # Without any files, transformers makes up a tokenizer of special tokens only.
-    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
-
-
-def _refuse_bad_numbers(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():
-            kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            raise WorkError(
-                f"tensor {name} holds {kind} values: the checkpoint is broken, nothing to measure"
-            )
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -383,18 +300,3 @@ def _positions(model: nn.Module, call: Call, bias: str) -> str:
     return (
         "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
     )
-
-
-def _hash_checkpoint(folder: Path) -> str:
-    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)"""
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            for piece in iter(functools.partial(file.read, 1 << 20), b""):
-                digest.update(piece)
-    return digest.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

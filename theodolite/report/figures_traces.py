@@ -6,19 +6,30 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.measure.tags import NAMED
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.text import for_plotly, head_name, number, percent, token_text
 
 SHOWN_SINKS = 40
 ROW = 22  # pixels
-KIND_COLOURS = {"first": style.BLUE, "later": style.VERMILLION, "learned": style.GREEN}
-KIND_NAMES = {"first": "first token", "later": "later token", "learned": "learned column"}
+KIND_COLOURS = {
+    "first": style.BLUE,
+    "later": style.VERMILLION,
+    "learned": style.GREEN,
+    "stretch": style.ORANGE,
+}
+KIND_NAMES = {
+    "first": "first token",
+    "later": "later token",
+    "learned": "learned column",
+    "stretch": "token that catches a stretch",
+}
 
 
 def sink_name(row: pd.Series) -> str:
     """`L4H1 “↵”`: a head and its sink."""
-    token = f"“{token_text(row['token'])}”" if row["kind"] == "later" else KIND_NAMES[row["kind"]]
+    token = f"“{token_text(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
     return f"{head_name(row['layer'], row['head'])} {token}"
 
 

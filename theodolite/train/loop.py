@@ -123,12 +123,16 @@ def warmed_up(step: int, warm_up: int, steps: int) -> tuple[float, float]:
 
 
 def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
+    parameters = [parameter for _, parameter in _trained(model)]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+def _trained(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
@@ -167,7 +171,7 @@ def _checkpoint(
 ) -> None:
     """Write weights and both moments to one file, whole or not at all."""
     tensors = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model):
         tensors[name] = parameter.detach()
         tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
@@ -187,7 +191,7 @@ def _restore(
         if any(metadata.get(key) != value for key, value in identity.items()):
             raise _another(path.parent)
         step = int(metadata["step"])
-        for name, parameter in model.named_parameters():
+        for name, parameter in _trained(model):
             parameter.data.copy_(file.get_tensor(name))
             moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}

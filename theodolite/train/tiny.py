@@ -1,7 +1,7 @@
 """The small, seeded trainer that made the embedded model, and can make others like it.
 
-`train_tiny` takes text, trains a byte-level BPE tokenizer and a GPT-2-architecture model (learned positions,
-no dropout) on it with plain PyTorch, and writes a folder that `transformers` opens. It is made for a few
+`train_tiny` takes text, trains a byte-level BPE tokenizer and a model (`tiny_model.py`) on it with plain PyTorch,
+and writes a folder that `transformers` opens. It is made for a few
 million parameters on a few processor cores: no distribution, no other architectures, no options beyond
 `TinyConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
 also when the training was killed and begun again in between: the order of batches follows from (seed, step)
@@ -22,14 +22,16 @@ import torch
 from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError
 from theodolite.files import writing
 from theodolite.train.card import card
 from theodolite.train.loop import Loop, check_numbers, fit, warmed_up
 from theodolite.train.loop import threads as using
+from theodolite.train.tiny_model import TinyConfig, build
 from theodolite.train.tiny_text import (
     END_OF_TEXT,
     Source,
@@ -45,24 +47,6 @@ WARM_UP = 0.04  # share of the steps
 FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
-
-
-@dataclass(frozen=True)
-class TinyConfig:
-    """What is trained and for how long. The defaults made the embedded model."""
-
-    layers: int = 6
-    heads: int = 4
-    width: int = 128
-    length: int = 256  # tokens a context, and learned positions
-    vocabulary: int = 2048
-    batch: int = 16  # contexts a step
-    steps: int = 7000
-    learning_rate: float = 2e-3  # the peak
-    weight_decay: float = 0.1  # on matrices only
-    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
-    checkpoint_every: int = 500  # steps
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +94,7 @@ def train_tiny(
     partial = out.with_name(out.name + ".partial")
     with using(threads):
         torch.manual_seed(config.seed)
-        model = GPT2LMHeadModel(_model_config(config))
+        model = build(config)
         fit(model, _loop(model, streams, config, partial, console), console)
         result = _result(out, model, streams, config, threads)
     _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, sources is None))
@@ -123,29 +107,14 @@ def _check(out: Path, sources: Sequence[Source], config: TinyConfig) -> None:
     if not sources or any(source.share <= 0 for source in sources):
         raise UsageError("There must be at least one source of text, each with a positive share.")
     for name, value in asdict(config).items():
-        if name not in ("seed", "weight_decay", "bfloat16") and value <= 0:
+        if name not in ("seed", "weight_decay", "bfloat16", "escape") and value <= 0:
             raise UsageError(f"{name} is {value}; it must be positive.")
     if config.width % config.heads:
         raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
 
 
-def _model_config(config: TinyConfig) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=config.vocabulary,
-        n_positions=config.length,
-        n_embd=config.width,
-        n_layer=config.layers,
-        n_head=config.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-
-
 def _loop(
-    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, partial: Path, console: Console
+    model: PreTrainedModel, streams: Streams, config: TinyConfig, partial: Path, console: Console
 ) -> Loop:
     def shown(step: int, loss: float) -> None:
         losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
@@ -177,9 +146,12 @@ def _batch(streams: Streams, config: TinyConfig, step: int) -> Int[Tensor, "batc
 
 
 def _losses(
-    model: GPT2LMHeadModel, tokens: Int[Tensor, "batch window"], config: TinyConfig
+    model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: TinyConfig
 ) -> Float[Tensor, "batch length"]:
     """Negative log-likelihood, in nats, of every token of a window but its first."""
+    if config.escape is not None:
+        tokens = tokens.clone()
+        tokens[:, 0] = 0  # of END_OF_TEXT
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
@@ -187,7 +159,7 @@ def _losses(
 
 @torch.no_grad()
 def _validation_loss(
-    model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, most: int | None = None
+    model: PreTrainedModel, streams: Streams, config: TinyConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
     losses = {}
@@ -199,7 +171,7 @@ def _validation_loss(
 
 
 def _result(
-    out: Path, model: GPT2LMHeadModel, streams: Streams, config: TinyConfig, threads: int
+    out: Path, model: PreTrainedModel, streams: Streams, config: TinyConfig, threads: int
 ) -> TinyResult:
     exact = replace(config, bfloat16=False)
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
@@ -225,6 +197,10 @@ def _result(
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedTokenizerFast:
+    if config.escape is not None:
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -234,7 +210,7 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedToken
 
 
 def _save(
-    partial: Path, out: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, readme: str
+    partial: Path, out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str
 ) -> None:
     """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"

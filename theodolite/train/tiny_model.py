@@ -1,0 +1,98 @@
+"""What the trainer of tiny models builds: GPT-2's architecture, or gpt-oss's where a head may have an escape.
+
+An escape is something that is in every softmax and carries no value. gpt-oss has one, a learned logit a head; held at
+0 it is the softmax off by one, 1 + Σ eˣ below the line; held far below all others it is no escape at all. So the three
+are one architecture with the same number of weights, but for those four a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+
+from theodolite.errors import UsageError
+
+Escape = Literal["none", "off-by-one", "learned"]
+ESCAPES: tuple[Escape, ...] = ("none", "off-by-one", "learned")
+
+NO_ESCAPE = -1e4
+"""A logit whose weight in a softmax is 0 in every dtype: no other logit comes near."""
+
+GATED_WIDTH = 3
+"""Width of gpt-oss's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """What is trained and for how long. The defaults made the embedded model."""
+
+    layers: int = 6
+    heads: int = 4
+    width: int = 128
+    length: int = 256  # tokens a context, and learned positions
+    vocabulary: int = 2048
+    batch: int = 16  # contexts a step
+    steps: int = 7000
+    learning_rate: float = 2e-3  # the peak
+    weight_decay: float = 0.1  # on matrices only
+    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
+    checkpoint_every: int = 500  # steps
+    seed: int = 0
+    escape: Escape | None = (
+        None  # None: GPT-2; else gpt-oss, whose contexts all begin with the end-of-text token
+    )
+
+
+def build(config: TinyConfig) -> PreTrainedModel:
+    """A model before its training.
+
+    Raises:
+        UsageError: `config.escape` is none of `ESCAPES`.
+    """
+    if config.escape is None:
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=config.vocabulary,
+                n_positions=config.length,
+                n_embd=config.width,
+                n_layer=config.layers,
+                n_head=config.heads,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    if config.escape not in ESCAPES:
+        raise UsageError(f"escape is '{config.escape}'; choose {', '.join(ESCAPES)}.")
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=config.vocabulary,
+            max_position_embeddings=config.length,
+            hidden_size=config.width,
+            intermediate_size=GATED_WIDTH * config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            head_dim=config.width // config.heads,
+            num_local_experts=1,
+            num_experts_per_tok=1,
+            layer_types=["full_attention"] * config.layers,
+            sliding_window=config.length,  # read even where no layer has one
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+        )
+    )
+    model.set_attn_implementation("eager")  # the one that has the learned logit on every processor
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.constant_(parameter, NO_ESCAPE if config.escape == "none" else 0.0)
+            parameter.requires_grad_(config.escape == "learned")
+    return model
