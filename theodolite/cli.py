@@ -257,12 +257,11 @@ def reproduce_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
+        from theodolite.experiments.folders import made_by, trainings_at
         from theodolite.experiments.registry import check_options, stand_alone
-        from theodolite.experiments.regularised import grid_run, of_grid
         from theodolite.experiments.study import Focus, theory_run
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
-        from theodolite.train.grid import is_grid
 
         if name is None:
             print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
@@ -278,13 +277,12 @@ def reproduce_command(
 
         unread: dict[str, object] = {"--corpus": corpus, "--length": length, "--device": device}
         unread |= {"--device-map": device_map, "--revision": revision}
-        if model is not None and is_grid(model):
-            _refuse_unread(f"{name} of a grid reads no text and opens no model", unread)
-            study, pages = Study(grid_run(model), say=say), out or Path(model) / "reproduce"
-        elif of_grid(experiments):
-            raise UsageError(
-                f"{name} is read from a grid of trainings: give the folder that `theodolite train locater` wrote"
-            )
+        trainings, command = model and trainings_at(model), made_by(experiments)
+        if model is not None and trainings:
+            _refuse_unread(f"{name} of a folder of trainings reads no other text or model", unread)
+            study, pages = Study(trainings.run(Path(model)), say=say), out or Path(model) / "reproduce"
+        elif command is not None:
+            raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
         elif stand_alone(experiments):
             _refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]

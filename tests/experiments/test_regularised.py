@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from theodolite.errors import UsageError
+from theodolite.experiments import folders
 from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
 from theodolite.experiments.page import write_outcome
-from theodolite.experiments.regularised import REGULARISED, grid_run, judge_effect, of_grid, outcome_of
+from theodolite.experiments.regularised import REGULARISED, grid_run, judge_effect, outcome_of
 from theodolite.experiments.study import Study
 from theodolite.experiments.trainings import Effect, at_step, common_step, difference, rank_correlation
 from theodolite.train.grid import Point, read_grid
@@ -191,7 +192,7 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     assert {one.key for one in made_by["localization/figure7"].make(study).exhibits} == {"maps", "profiles"}
     with pytest.raises(UsageError, match=r"no training of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"):
         made_by["localization/figure10"].make(study)
-    assert of_grid(REGULARISED)
+    assert folders.made_by(REGULARISED) == "theodolite train locater"
     run = study.run
     study.run = replace(run, provenance={key: run.provenance[key] for key in ("model", "seed")})
     with pytest.raises(UsageError, match="give the folder"):

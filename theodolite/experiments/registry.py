@@ -15,6 +15,7 @@ from theodolite.experiments.causal import CAUSAL
 from theodolite.experiments.claims import claims
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.depth import DEPTH
+from theodolite.experiments.escape import ESCAPE
 from theodolite.experiments.heads import HEADS
 from theodolite.experiments.localization_limits import LOCALIZATION_LIMITS
 from theodolite.experiments.localization_theory import LOCALIZATION_THEORY
@@ -69,7 +70,7 @@ _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
 """These need no model and no text: theory, and trainings of their own."""
 
-_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS]
+_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS, *ESCAPE]
 
 _LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 

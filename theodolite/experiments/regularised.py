@@ -348,12 +348,6 @@ def grid_run(folder: str | Path) -> Run:
     return Run(empty, empty, empty, empty, empty, {}, provenance)
 
 
-def of_grid(experiments: Sequence[Experiment]) -> bool:
-    """Whether all of them are read from a grid, so that no model need be opened and no text read."""
-    names = {experiment.name for experiment in REGULARISED}
-    return all(experiment.name in names for experiment in experiments)
-
-
 REGULARISED = [
     *(
         Experiment(

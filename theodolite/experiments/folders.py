@@ -1,0 +1,40 @@
+"""Experiments that are read from a folder of trainings instead of a model: which folder is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from theodolite.experiments.base import Experiment
+from theodolite.experiments.escape import ESCAPE, escapes_run, is_escapes
+from theodolite.experiments.regularised import REGULARISED, grid_run
+from theodolite.run import Run
+from theodolite.train.grid import is_grid
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """A kind of folder: the command that writes it, how it is told, what stands for its run, what is read from it."""
+
+    command: str
+    is_there: Callable[[Path], bool]
+    run: Callable[[Path], Run]
+    experiments: Sequence[Experiment]
+
+
+KINDS = (
+    Trainings("theodolite train locater", is_grid, grid_run, REGULARISED),
+    Trainings("theodolite train escape", is_escapes, escapes_run, ESCAPE),
+)
+
+
+def trainings_at(place: str | Path) -> Trainings | None:
+    """What kind of trainings a folder holds, if any."""
+    return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
+
+
+def made_by(experiments: Sequence[Experiment]) -> str | None:
+    """The command whose folder all of these are read from; None where they need a model or nothing."""
+    names = {experiment.name for experiment in experiments}
+    return next((k.command for k in KINDS if names <= {e.name for e in k.experiments}), None)
