@@ -10,7 +10,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import Outliers
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums
 from theodolite.corpus import Corpus
@@ -41,7 +41,7 @@ class OnePass(Reading):
         self.residual = SecondMoments(layers + 1, width)
         self.inputs = SecondMoments(layers, width)
         self.sketches = MomentSketches(layers + 1, width, contexts)
-        self.outliers = Outliers(layers + 1, width, contexts)
+        self.outliers = OutlierCounts(layers + 1, width, contexts)
         examples = min(EXAMPLES, contexts)
         self.attention_statistics = AttentionStatistics(layers, model.heads, length, examples)
         self._tokens: Tokens | None = None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.accumulate.means import Means, Sample, decomposed_means
-from theodolite.accumulate.outliers import Outliers
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import (
     MomentSketches,
     SecondMoments,
@@ -151,7 +151,7 @@ def test_outliers_and_massive_activations_where_they_were_planted():
     h[1, 0, 4] = -400.0  # massive, at the first position
     h[1, 2, 5] = 99.0  # an outlier, not massive
     h[0, 1, 5] = -6.0  # an outlier, just
-    outliers = Outliers(1, 8, contexts=2)
+    outliers = OutlierCounts(1, 8, contexts=2)
     outliers.update(0, h, 0)
     by_group = {name: value[0] for name, value in outliers.state().items()}
     assert by_group["massive"][0, 2] == by_group["massive_first"][4, 4] == 1  # contexts 0 and 1 of 2
@@ -165,7 +165,7 @@ def test_outliers_and_massive_activations_where_they_were_planted():
 
 def test_large_values_everywhere_are_not_massive():
     """150 is above 100 but not above 1000 × the median."""
-    outliers = Outliers(1, 4, contexts=1)
+    outliers = OutlierCounts(1, 4, contexts=1)
     outliers.update(0, torch.full((1, 3, 4), 150.0), 0)
     assert outliers.state()["massive"].sum() == 0
     assert outliers.state()["outlier"].sum() == 8
@@ -194,7 +194,7 @@ def test_sums_by_group_are_sums_over_the_groups_contexts():
     slot[3] = 0
     kept = Sample(slot, torch.tensor([0]), torch.tensor([1]))
     one, other = Means(1, LENGTH, WIDTH, kept), Means(1, LENGTH, WIDTH, kept)
-    large, larger = Outliers(1, WIDTH, 21), Outliers(1, WIDTH, 21)
+    large, larger = OutlierCounts(1, WIDTH, 21), OutlierCounts(1, WIDTH, 21)
     for start in range(0, 21, 4):  # batches across groups, every other one elsewhere
         means, outliers = ((one, large), (other, larger))[start % 8 > 0]
         means.update(0, h[0, start : start + 4], start)

@@ -11,7 +11,7 @@ from scipy.fft import dctn
 
 from tests import dense
 from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import Outliers
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.geometry import geometry
 from theodolite.measure.uncertainty import Grouped, balanced_halves, half_sample_error, standard_errors
@@ -47,7 +47,7 @@ def states(h: torch.Tensor, labels: torch.Tensor | None = None, batch: int = 16)
     """All states of the accumulators, the sample (every context), the labels."""
     layers, contexts, length, width = h.shape
     sample = Sample(torch.arange(contexts), torch.tensor([0]), torch.tensor([1]))
-    means, outliers = Means(layers, length, width, sample), Outliers(layers, width, contexts)
+    means, outliers = Means(layers, length, width, sample), OutlierCounts(layers, width, contexts)
     moments, sketches = SecondMoments(layers, width), MomentSketches(layers, width, contexts)
     for start in range(0, contexts, batch):
         for layer in range(layers):

@@ -12,7 +12,7 @@ PUBLISHED = Thresholds()
 """A survey counts by the published thresholds; `theodolite.outliers` lets the caller set them."""
 
 
-class Outliers(LayerSums):
+class OutlierCounts(LayerSums):
     """Per residual layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
 
     State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; maximum, maximum_first

@@ -44,7 +44,7 @@ def geometry(
     """The geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
 
     Args:
-        means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `Outliers`.
+        means, moments, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `OutlierCounts`.
         sample: which contexts and tokens `means` kept.
         labels: label of each kept context, −1 for none.
     """

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import Outliers
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
@@ -227,7 +227,7 @@ class _Watcher:
             raise WorkError(f"hidden states {residual_place(layer)} hold NaN or infinite values")
         contexts, length, width = hidden.shape
         means = Means(1, length, width, self._sample)
-        outliers = Outliers(1, width, contexts)
+        outliers = OutlierCounts(1, width, contexts)
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
         everything = torch.ones(GROUPS, dtype=torch.float64)
