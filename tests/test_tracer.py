@@ -187,10 +187,16 @@ def expected(
         written = v @ kept.w_o[layer, head]
         places = {-1: output, **{r: kept.hidden[r, context] for r in range(layer, layers + 1)}}
         groups = caught[counts]
-        row = by_head.setdefault((layer, head), {"contexts": 0, "moment": 0, "pairs": {}, "chance": {}})
+        row = by_head.setdefault(
+            (layer, head), {"contexts": 0, "moment": 0, "pairs": {}, "chance": {}, "shifted": 0}
+        )
         row["contexts"] += 1
         centred = output[counts] - output[counts].mean(0)
         row["moment"] = row["moment"] + centred.T @ centred
+        for fifth in range(1, 5):  # a pair of 0 and 0 where there are no two groups
+            row["shifted"] += (
+                sums_of_squares(output[counts], np.roll(groups, -(len(groups) * fifth // 5)))[0] / 4
+            )
         for place, x in places.items():
             b, t = sums_of_squares(x[counts], groups)
             row["pairs"].setdefault(place, []).append((b, t))
@@ -300,6 +306,7 @@ def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> di
         "contexts": row["contexts"],
         "share": row["contexts"] / contexts,
         "tag_chance": chance[-1],
+        "tag_shifted": row["shifted"] / total if (total := sum(t for _, t in row["pairs"][-1])) else math.nan,
         "principal_share": values[-1] / values.sum(),
         "principal_direction": vectors[:, -1],
         "head_release": released.pop("release"),

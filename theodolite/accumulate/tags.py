@@ -9,7 +9,7 @@ are such. Only sums are kept: no attention matrix, and no context after its pass
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,9 @@ FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
 
 PAIRS = 5
 """Σ b, Σ t, Σ b², Σ b t, Σ t² of a context's sums of squares between (b) and in total (t): a ratio with its error."""
+
+SHIFTS = 4
+"""By how many parts of a context, of one more, a grouping is shifted to see what one with its runs explains."""
 
 HEAD_OUTPUT = 0
 """The place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ."""
@@ -53,6 +56,7 @@ class Tags:
     its length and the mean length of others; pairs (2 + layers, PAIRS) of sums of squares.
 
     By head: contexts; pairs; chance (2 + layers), the sum of squares that a random grouping explains on average;
+    shifted, the one in its output that the grouping explains on average when it is shifted along the context;
     moment (value_width, value_width) of its output, centred within contexts.
     """
 
@@ -67,7 +71,7 @@ class Tags:
         self.by_sink = KeyedSums(4, shapes)
         moment = (value_width, value_width)
         self.by_head = KeyedSums(
-            2, {"contexts": (), "pairs": places, "chance": (2 + layers,), "moment": moment}
+            2, {"contexts": (), "pairs": places, "chance": (2 + layers,), "shifted": (), "moment": moment}
         )
 
     def update(
@@ -132,8 +136,9 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     size, all_kept = caught.sum(dim=1), kept.sum(dim=1).clamp_min(1)[of]
     # Centred sums, and centred squares: nothing is lost to a vector that is common to all tokens.
     shifted = sums - size.unsqueeze(1) * mean[of]
+    squares = (moment * metric).sum(dim=(1, 2))
     between, total, groups, whole_total = sums_of_squares(
-        shifted, torch.zeros_like(whole), (moment * metric).sum(dim=(1, 2)), catches, metric
+        shifted, torch.zeros_like(whole), squares, catches, metric
     )
     weight = size * (all_kept - size) / all_kept
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
@@ -162,8 +167,35 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "other_length": others * size,
         "head_contexts": torch.ones(len(kept)),
         "head_moment": moment,
+        "head_shifted": torch.stack(
+            [
+                sums_of_squares(
+                    torch.einsum("st,stv->sv", moved.caught.double(), centred[of]),
+                    torch.zeros_like(whole),
+                    squares,
+                    moved,
+                    metric,
+                )[2]
+                for moved in moved_along(catches)
+            ]
+        ).mean(dim=0),
     }
     return found, _pairs(between, total, groups, whole_total, catches)
+
+
+def moved_along(catches: Catches) -> list[Catches]:
+    """The same groups, shifted round the context by 1, 2, … parts of `SHIFTS` + 1: runs stay as long as they were.
+
+    Tokens that are left out keep their places, and the others move past them.
+    """
+    kept, number = catches.kept, catches.kept.cumsum(dim=1) - 1
+    order = torch.argsort((~kept).byte(), dim=1, stable=True)
+    count = kept.sum(dim=1, keepdim=True).clamp_min(1)
+    moved = []
+    for part in range(1, SHIFTS + 1):
+        source = order.gather(1, (number + count * part // (SHIFTS + 1)).clamp_min(0) % count)
+        moved.append(replace(catches, caught=catches.caught.gather(1, source[catches.of]) & kept[catches.of]))
+    return moved
 
 
 def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict[str, Tensor]:

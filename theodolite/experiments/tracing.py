@@ -71,7 +71,8 @@ def traced_outcome(run: Run) -> Outcome:
         judge(
             TAGGED,
             *_mean(
-                "η² of the head's output by the sink that caught a query, mean over heads with a sink",
+                "η² of the head's output by the sink that caught a query, mean over heads with a sink; of the same "
+                f"groups shifted along the context {number(float(heads['tag_shifted'].mean()))}",
                 heads["tag"],
                 heads["tag_se"],
             ),

@@ -104,6 +104,7 @@ def traced_heads(
         "tag": eta[:, HEAD_OUTPUT],
         "tag_se": error[:, HEAD_OUTPUT],
         "tag_chance": chance[:, HEAD_OUTPUT],
+        "tag_shifted": sums["shifted"] / sums["pairs"][:, HEAD_OUTPUT, 1],
         **_release_columns(release, release_error, layers),
         "principal_share": share,
     }
