@@ -88,14 +88,16 @@ def test_verdicts_follow_the_numbers():
     assert by_claim == [
         (" softmax off by one", "holds"),
         (" softmax off by one", "holds"),
-        (" softmax off by one brings nothing", "fails"),
+        (" softmax off by one does not lower the loss", "fails"),
         (" learned logit", "fails"),
         (" learned logit", "holds"),
-        (" learned logit brings nothing", "holds"),
+        (" learned logit does not lower the loss", "holds"),
     ]
     ratios = np.array([0.19 / 0.2, 0.28 / 0.3, 0.41 / 0.4])
     assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence
     assert len(outcome.exhibits[0].draw(None).data) == 3 * len(MEASURES)
+    one = escape_outcome(table[table["seed"] == 0], {})
+    assert {verdict.verdict for verdict in one.verdicts} == {"not testable here"}
     without = table.assign(sinks=0.0)
     assert escape_outcome(without, {}).verdicts[0].verdict == "not testable here"
 

@@ -7,6 +7,7 @@ tag, which no escape can do. The models come from `theodolite train escape`; tho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,10 @@ def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np
 
 
 def _judged(claim: str, what: str, effect: Effect, criterion: Criterion) -> Verdict:
+    if not math.isfinite(effect.half_width):
+        return Verdict(
+            claim, UNTESTABLE, f"{what}: {effect}; {criterion}; an interval needs two seeds or more"
+        )
     # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
     verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
     return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
@@ -186,7 +191,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         own, none = _paired(table, escape, "loss")
         verdicts.append(
             _judged(
-                f"Sinks are all that a head needs: {NAMES[escape]} brings nothing (section 1.4)",
+                f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
                 "loss with the escape less that without, paired by seed",
                 Effect(own - none),
                 SAME,

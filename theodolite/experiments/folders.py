@@ -9,6 +9,7 @@ from pathlib import Path
 from theodolite.experiments.base import Experiment
 from theodolite.experiments.escape import ESCAPE, escapes_run, is_escapes
 from theodolite.experiments.regularised import REGULARISED, grid_run
+from theodolite.experiments.shots import FIGURE_3, few_shot_run, is_few_shot
 from theodolite.run import Run
 from theodolite.train.grid import is_grid
 
@@ -26,6 +27,7 @@ class Trainings:
 KINDS = (
     Trainings("theodolite train locater", is_grid, grid_run, REGULARISED),
     Trainings("theodolite train escape", is_escapes, escapes_run, ESCAPE),
+    Trainings("theodolite train few-shot", is_few_shot, few_shot_run, FIGURE_3),
 )
 
 

@@ -13,6 +13,8 @@ from theodolite.experiments.base import Experiment, place_of
 from theodolite.experiments.behaviour import BEHAVIOUR
 from theodolite.experiments.causal import CAUSAL
 from theodolite.experiments.claims import claims
+from theodolite.experiments.compression import COMPRESSION
+from theodolite.experiments.compression_sweep import SWEEPS
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.depth import DEPTH
 from theodolite.experiments.escape import ESCAPE
@@ -28,6 +30,7 @@ from theodolite.experiments.prompt_sinks import PROMPT_SINKS
 from theodolite.experiments.qk import QK
 from theodolite.experiments.regularised import REGULARISED
 from theodolite.experiments.separation import SEPARATION
+from theodolite.experiments.shots import FIGURE_3
 from theodolite.experiments.smoothness import SMOOTHNESS
 from theodolite.experiments.tables import TABLES
 from theodolite.experiments.text_walk import TEXT_WALK
@@ -70,7 +73,7 @@ _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
 """These need no model and no text: theory, and trainings of their own."""
 
-_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS, *ESCAPE]
+_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS, *ESCAPE, *FIGURE_3, *COMPRESSION, *SWEEPS]
 
 _LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 
