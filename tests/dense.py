@@ -117,7 +117,7 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
     """The measured part of the heads table, (L · H) values a column, MATH.md sections 3 and 4."""
     layers, contexts, heads, length, _ = dense.attention.shape
     names = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
-    columns = {name: np.zeros((layers, heads)) for name in names}
+    columns = {name: np.zeros((layers, heads)) for name in (*names, "entropy_se")}
     least = min(16, length / 4)
     for layer in range(layers):
         for head in range(heads):
@@ -142,6 +142,7 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
             values = (entropy, first, later, learned, previous, same)
             for name, value in zip(names, values, strict=True):
                 columns[name][layer, head] = np.mean(value) if value else math.nan
+            columns["entropy_se"][layer, head] = np.std(entropy, ddof=1) / math.sqrt(contexts)
     return {name: value.reshape(-1) for name, value in columns.items()}
 
 

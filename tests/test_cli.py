@@ -101,7 +101,7 @@ def test_report_renders_a_run_again(checkpoint, text, tmp_path):
 
 def test_version_and_help():
     assert call("--version")[1].strip() == __version__
-    for command in ("survey", "spectra", "report", "reproduce", "train"):
+    for command in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
         status, stdout, _ = call(command, "--help")
         assert status == 0
         assert f"Example: theodolite {command}" in stdout

@@ -131,7 +131,7 @@ def test_two_surveys_into_one_folder(tmp_path):
     )
     with Workspace(tmp_path / "run", {}).locked():
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert "another survey is writing to" in second.stderr
+        assert "another process is writing to" in second.stderr
     third = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert third.stdout == "in\n"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from theodolite.comparison import compare as compare
     from theodolite.corpus import Corpus as Corpus
     from theodolite.errors import TheodoliteError as TheodoliteError
     from theodolite.mask import Mask as Mask
@@ -32,6 +33,7 @@ _HOMES = {
     "OpenModel": "theodolite.models",
     "Run": "theodolite.run",
     "TheodoliteError": "theodolite.errors",
+    "compare": "theodolite.comparison",
     "constituents": "theodolite.splitting",
     "decompose": "theodolite.theory.decomposition",
     "find_outliers": "theodolite.outliers",
@@ -48,7 +50,7 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("interventions", "theory", "train"):
+    if name in ("interventions", "prune", "theory", "train"):
         return importlib.import_module(f"theodolite.{name}")
     raise AttributeError(f"module 'theodolite' has no attribute '{name}'")
 

@@ -6,6 +6,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +34,8 @@ Model = Annotated[
 CorpusSpec = Annotated[
     str | None,
     typer.Option(
-        help="A file or folder of .txt .md .jsonl .parquet; docs, code or random; or hf:NAME[:CONFIG[:SPLIT]] "
-        "[default: docs, the text inside every Python]."
+        help="A file or folder of .txt .md .jsonl .parquet; docs, code, random, addition or few-shot; or "
+        "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python]."
     ),
 ]
 Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
@@ -123,6 +124,17 @@ def _print_tables(run: Run) -> None:
 def say_where(page: Path, as_json: bool) -> None:
     """Say where a page is, beside JSON on the other stream."""
     (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
+
+
+def refuse_unread(who: str, given: Mapping[str, object]) -> None:
+    """Refuse what is not read, rather than ignore it.
+
+    Raises:
+        UsageError: something of it was given.
+    """
+    for what, value in given.items():
+        if value is not None:
+            raise UsageError(f"{who}: leave out {what}")
 
 
 def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:

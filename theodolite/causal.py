@@ -23,7 +23,7 @@ from theodolite.errors import UsageError
 from theodolite.interventions import masked_keys, removed_tag, without_low_rank
 from theodolite.models import OpenModel
 from theodolite.models.watch import watched
-from theodolite.reading import batch_of, check_fit
+from theodolite.reading import batch_of, check_fit, next_token_losses
 from theodolite.theory.attention import AttentionInputs
 
 CONTEXTS = 64
@@ -228,7 +228,7 @@ def _effects(
         watcher = _Watcher(layer, head, own)
         with disturb(part), watched(model, watcher), torch.inference_mode():
             logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
-        loss = _losses(logits, ids[part])
+        loss = next_token_losses(logits, ids[part])
         caught = torch.stack([catches.caught.any(dim=0) for catches in own])[:, :-1]
         values = {
             LOSS_CAUGHT: _mean_where(loss, caught),
@@ -240,19 +240,6 @@ def _effects(
             values[f"η² in layer {layer + 1 + deep}"] = eta
         found.append(values)
     return _Effects({name: torch.cat([values[name] for values in found]) for name in found[0]})
-
-
-def _losses(logits: Tensor, ids: Tensor) -> Float[Tensor, "contexts positions"]:
-    """Nats for each next token, in float32 or better, one context at a time."""
-    losses = [
-        torch.nn.functional.cross_entropy(
-            row[:-1].to(torch.promote_types(row.dtype, torch.float32)),
-            own[1:].to(row.device),
-            reduction="none",
-        )
-        for row, own in zip(logits, ids, strict=True)
-    ]
-    return torch.stack(losses).double().cpu()
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:

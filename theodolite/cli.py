@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,10 +35,14 @@ from theodolite.arguments import (
     finish_trace,
     opened_model,
     read_corpus,
+    refuse_unread,
     short_name,
 )
+from theodolite.comparing_cli import compare_command
 from theodolite.errors import UsageError
+from theodolite.evaluating_cli import evaluate_command
 from theodolite.interrupt import interruptible
+from theodolite.pruning_cli import prune_command
 from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
 from theodolite.training_cli import training
 
@@ -193,6 +196,11 @@ def mask_command(
         Console(soft_wrap=True).print(f"{len(mask.rules)} rules: {out}", highlight=False)
 
 
+app.command("prune")(prune_command)
+app.command("compare")(compare_command)
+app.command("evaluate")(evaluate_command)
+
+
 @app.command("report")
 def report_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
@@ -279,12 +287,12 @@ def reproduce_command(
         unread |= {"--device-map": device_map, "--revision": revision}
         trainings, command = model and trainings_at(model), made_by(experiments)
         if model is not None and trainings:
-            _refuse_unread(f"{name} of a folder of trainings reads no other text or model", unread)
+            refuse_unread(f"{name} of a folder of trainings reads no other text or model", unread)
             study, pages = Study(trainings.run(Path(model)), say=say), out or Path(model) / "reproduce"
         elif command is not None:
             raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
         elif stand_alone(experiments):
-            _refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
+            refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]
             study = Study(theory_run(seed), say=say)
         else:
@@ -308,13 +316,6 @@ def reproduce_command(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
         )
         (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
-
-
-def _refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Refuse what is not read, rather than ignore it."""
-    for what, value in given.items():
-        if value is not None:
-            raise UsageError(f"{who}: leave out {what}")
 
 
 def main() -> None:

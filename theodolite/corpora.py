@@ -1,4 +1,4 @@
-"""Corpora by name, as the command line has them, and the corpus of additions."""
+"""Corpora by name, as the command line has them, and those of additions and of few-shot prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from theodolite.arithmetic import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
 from theodolite.errors import UsageError
+from theodolite.rules import NAME as FEW_SHOT
+from theodolite.rules import READ, RULES, prompt_ids
 
 DRAWN_AT_ONCE = 1000
 
@@ -24,10 +26,10 @@ def make_corpus(
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
 
-    `docs` (or None), `code`, `random`, `addition[:DIGITS]`, `hf:NAME[:CONFIG[:SPLIT]]`.
+    `docs` (or None), `code`, `random`, `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
-    A file named like a keyword is reached as `./docs`. Random tokens, additions and datasets give `STREAMED_CONTEXTS`
-    when `contexts` is None.
+    A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
+    `STREAMED_CONTEXTS` when `contexts` is None.
     """
     name = "docs" if spec is None else str(spec)
     if name == "docs":
@@ -37,6 +39,8 @@ def make_corpus(
     some = STREAMED_CONTEXTS if contexts is None else contexts
     if name == "random":
         return Corpus.random_tokens(tokenizer, length, some, seed)
+    if name == FEW_SHOT:
+        return few_shot_corpus(tokenizer, length, some, seed)
     digits = digits_of(name)
     if digits is not None:
         return addition_corpus(tokenizer, length, some, seed, digits)
@@ -51,7 +55,7 @@ def make_corpus(
         )
     if not Path(name).exists():
         raise UsageError(
-            f"There is no file or folder {name}; give a path, or docs, code, random, addition or hf:NAME."
+            f"There is no file or folder {name}; give a path, or docs, code, random, addition, few-shot or hf:NAME."
         )
     return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
 
@@ -88,3 +92,16 @@ def addition_corpus(
             )
     ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
     return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1), [], seed)
+
+
+def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
+    """Few-shot prompts (`rules.RULES`), a context each, cut to `length` tokens: none that a model is tested on.
+
+    Raises:
+        UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
+    """
+    prompts = RULES.draw(contexts, np.random.default_rng([seed, READ]))
+    ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
+    if not 4 <= length <= ids.shape[1]:
+        raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
+    return Corpus(FEW_SHOT, ids[:, :length].clone(), torch.full((contexts,), -1), [], seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
@@ -246,3 +247,16 @@ def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
     """
     if not torch.isfinite(hidden.sum(dtype=torch.float32)):
         raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32")
+
+
+def next_token_losses(logits: Tensor, ids: Tensor) -> Float[Tensor, "contexts positions"]:
+    """Nats for each next token, in float32 or better, one context at a time."""
+    losses = [
+        torch.nn.functional.cross_entropy(
+            row[:-1].to(torch.promote_types(row.dtype, torch.float32)),
+            own[1:].to(row.device),
+            reduction="none",
+        )
+        for row, own in zip(logits, ids, strict=True)
+    ]
+    return torch.stack(losses).double().cpu()

@@ -179,7 +179,7 @@ class Workspace:
                 ).exists():  # what a place that takes no files looks like to the lock
                     raise WorkError(f"cannot write {self.out}: no file can be made there") from None
                 raise UsageError(
-                    f"another survey is writing to {self.out}: wait for it or choose another"
+                    f"another process is writing to {self.out}: wait for it or choose another"
                 ) from None
         try:
             yield

@@ -12,7 +12,8 @@ from rich.console import Console
 from theodolite.screen import one_line_errors, screen
 
 training = typer.Typer(
-    help="Train a small model: the embedded one again, one of characters, one that adds, or a grid with LocAteR.\n\n"
+    help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
+    "examples, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -108,6 +109,37 @@ def addition_command(
             "series": series,
         }
         _say(train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+
+
+@training.command("few-shot")
+def few_shot_command(
+    out: Out,
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary",
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts a step [default: 32].")] = None,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001].")] = None,
+    series: Series = False,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
+
+    A label follows from one of two attributes of a word, which and how differs from prompt to prompt. `theodolite
+    evaluate OUT --task few-shot` says how often it is right after 0, 1, … 5 examples. Can be stopped and started again.
+
+    Example: theodolite train few-shot --out few-shot --seed 0
+    """
+    with one_line_errors():
+        from theodolite.train.command import train_few_shot
+
+        options = {
+            "positions": positions,
+            "steps": steps,
+            "batch": batch,
+            "learning_rate": rate,
+            "series": series,
+        }
+        _say(train_few_shot(out, options, seed=seed, threads=threads, console=_quiet_screen()), out)
 
 
 @training.command("escape")

@@ -71,7 +71,8 @@ class AttentionStatistics(LayerSums):
 
     State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats;
     received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query;
-    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; gram_norm (L) the
+    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; entropy_squared (L, H)
+    sums over contexts of the square of the context's mean entropy; gram_norm (L) the
     largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
     example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 6) int64 rows
     (layer, head, token, is first, contexts, sum of positions).
@@ -79,7 +80,7 @@ class AttentionStatistics(LayerSums):
 
     def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ("sink_later", "previous", "same", "learned")
+        by_head = ("sink_later", "previous", "same", "learned", "entropy_squared")
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
@@ -171,6 +172,7 @@ def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Te
     received = output.new_zeros(batch, heads, length, dtype=torch.float64)
     sums = {name: torch.zeros_like(received[0]) for name in ("entropy", "propagates", "last_sees")}
     sums |= {name: torch.zeros_like(received[0, :, 0]) for name in ("previous", "same", "learned")}
+    entropies = torch.zeros_like(received[:, :, 0])
     for number, block in enumerate(inputs.blocks(BLOCK)):
         start, stop, first, last = block.start, block.stop, block.first, block.last
         if stop == length:
@@ -181,6 +183,7 @@ def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Te
         output[:, start:stop] = weigh(weights, inputs.value[:, :, first:last]).transpose(1, 2)
         received[:, :, first:last] += weights.sum(dim=-2)
         sums["entropy"][:, start:stop] = entropy.double().sum(dim=0)
+        entropies += entropy.double().sum(dim=-1)
         if learned is not None:
             sums["learned"] += learned.double().sum(dim=(0, 2))
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
@@ -191,7 +194,7 @@ def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Te
             visible = (key >= first) & (key < last)
             row, key = row[visible], key[visible]
             sums["same"] += weights[context][:, row, key - first].double().sum(dim=1)
-    return sums | {"received": received}
+    return sums | {"received": received, "entropy_squared": (entropies / length).square().sum(dim=0)}
 
 
 def _last_query(logits: Float[Tensor, "batch heads keys"]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from theodolite.accumulate.sums import State
 def head_columns(attention: State) -> dict[str, list[float]]:
     """Measured columns of the heads table, L · H values each, layer by layer.
 
-    entropy: mean over contexts and queries, nats. propagation: mean over the keys that the last query sees of
+    entropy: mean over contexts and queries, nats; entropy_se: its standard error, contexts taken as independent
+    (NaN for one). propagation: mean over the keys that the last query sees of
     the share of contexts in which they propagate (Bao et al. 2024, definition 1). sink_first, sink_later: share
     of contexts with a sink at key 0, at a later key. sink_learned: mean mass on a learned sink column.
     previous_token: mean attention from positions 1 … T−1 to the one before. same_token: mean attention to all
@@ -23,8 +24,11 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     """
     contexts = attention["contexts"].view(-1, 1)
     length = attention["entropy"].shape[-1]
+    entropy = attention["entropy"].sum(dim=-1) / (contexts * length)
+    spread = (attention["entropy_squared"] / contexts - entropy.square()).clamp_min(0)
     columns = {
-        "entropy": attention["entropy"].sum(dim=-1) / (contexts * length),
+        "entropy": entropy,
+        "entropy_se": (spread / torch.where(contexts > 1, contexts - 1, torch.nan)).sqrt(),
         "propagation": propagation_by_position(attention).nanmean(dim=-1),
         "sink_first": attention["sink"][:, :, 0] / contexts,
         "sink_later": attention["sink_later"] / contexts,

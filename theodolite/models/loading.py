@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.factored import is_factored, load_factored
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -77,6 +78,12 @@ def load(
             f"cannot open {source}: transformers {transformers.__version__} has no architecture {names[0]} "
             "(theodolite runs no code that a checkpoint brings along)"
         )
+    folder = Path(source).expanduser()
+    if is_factored(folder):
+        if device_map is not None:
+            raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
+        factored = load_factored(architecture, config, folder)
+        return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
     model, info = (architecture or AutoModel).from_pretrained(
         source,
         config=config,

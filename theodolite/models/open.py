@@ -90,7 +90,7 @@ class OpenModel:
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """The interventions that are open now: what is measured is not what the checkpoint on disk does."""
+        """Interventions that are open now, and what was done for good: it is not what the checkpoint on disk does."""
         return tuple(self._edits)
 
     @contextmanager
@@ -101,6 +101,10 @@ class OpenModel:
             yield
         finally:
             self._edits.remove(edit)
+
+    def mark(self, edit: str) -> None:
+        """From now on `edit` is among `edits`: its weights were changed for good."""
+        self._edits.append(edit)
 
     @property
     def device(self) -> torch.device:

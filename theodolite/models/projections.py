@@ -146,7 +146,7 @@ def find_projections(
         UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
             normalised after the projection, carry an adapter, or are quantised.
     """
-    _refuse_replaced_weights(model, _DONE[purpose])
+    refuse_replaced_weights(model, _DONE[purpose])
     with tapped(model, raise_captured):
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
@@ -177,7 +177,8 @@ def replaced(parts: Iterable[tuple[Place, list[int] | None, Tensor]]) -> Iterato
             module._parameters[name] = parameter
 
 
-def _refuse_replaced_weights(model: PreTrainedModel, done: str) -> None:
+def refuse_replaced_weights(model: PreTrainedModel, done: str) -> None:
+    """Raise `UsageError` where matrices are quantised or carry an adapter; `done` is what cannot be done to them."""
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(
             f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {done}: load it in bfloat16 "

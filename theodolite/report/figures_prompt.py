@@ -65,12 +65,21 @@ def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> g
     return style.figure([heat], "key", "query", height=760, layout=layout)
 
 
-def by_dimension(vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], y: str = "token") -> go.Figure:
-    """Vectors (tokens, d), a row a token: the dimensions that are largest at any token, in their order."""
-    largest = np.abs(vectors).max(axis=0)
+def by_dimension(
+    vectors: Floats,
+    tokens: Sequence[str],
+    sinks: Sequence[int],
+    y: str = "token",
+    like: Floats | None = None,
+) -> go.Figure:
+    """Vectors (tokens, d), a row a token: the dimensions that are largest at any token, in their order.
+
+    Those, and the colours, are of the vectors `like` (rows, d), if given: for figures that are to be compared.
+    """
+    largest = np.abs(vectors if like is None else like).max(axis=0)
     chosen = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     values = vectors[:, chosen]
-    bound = float(np.abs(values).max()) or 1.0
+    bound = float(largest.max()) or 1.0
     heat = go.Heatmap(
         z=values.astype(np.float32),
         x=list(range(len(chosen))),

@@ -344,8 +344,8 @@ OTHER_TITLES: dict[str, str] = {
     f"{name}_low_frequency_{cutoff}": f"{title} low freq. K={cutoff}"
     for name, title in (("pwp", "PWPᵀ"), ("qk", "QK"))
     for cutoff in (1, 3, 5)
-}
-"""Columns of the heads table that are no measures of their own: K = 10 stands for them."""
+} | {"entropy_se": "entropy, standard error"}
+"""Columns of the heads table that are no measures of their own: K = 10 stands for them, or what they are of."""
 
 
 def heading(column: str) -> str:

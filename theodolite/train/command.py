@@ -1,4 +1,4 @@
-"""What `theodolite train embedded | characters | addition` do, and what they say of the result."""
+"""What `theodolite train embedded | characters | addition | few-shot` do, and what they say of the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from theodolite.arithmetic import parse_digits
-from theodolite.train.small import PUBLISHED, changed, train_small
+from theodolite.train.few_shot import DEFAULT, FewShot
+from theodolite.train.small import PUBLISHED, SmallConfig, changed, train_small
 from theodolite.train.small_tasks import Additions, Characters, Task
 from theodolite.train.tiny import TinyConfig, train_tiny
 
@@ -42,7 +43,7 @@ def train_characters(
         WorkError: as `train_small`.
     """
     task = Characters.of_file(text)
-    result = _train("characters", out, task, options, seed=seed, threads=threads, console=console)
+    result = _train(PUBLISHED["characters"], out, task, options, seed=seed, threads=threads, console=console)
     return [
         f"loss {result['validation_loss']:.3f} nats a character held out, "
         f"{result['training_loss']:.3f} on the training text"
@@ -59,15 +60,39 @@ def train_addition(
         WorkError: as `train_small`.
     """
     task = Additions(parse_digits(digits))
-    result = _train("addition", out, task, options, seed=seed, threads=threads, console=console)
+    result = _train(PUBLISHED["addition"], out, task, options, seed=seed, threads=threads, console=console)
     shorter = ", ".join(
         f"{n} digit{'' if n == '1' else 's'} {share:.1%}" for n, share in result["accuracy_by_digits"].items()
     )
     return [f"accuracy {result['accuracy']:.1%} in distribution; {shorter}"]
 
 
+def train_few_shot(
+    out: Path, options: dict[str, Any], *, seed: int, threads: int, console: Console
+) -> list[str]:
+    """Train on prompts whose labels follow a hidden rule; `options` that are None are those of `few_shot.DEFAULT`.
+
+    Raises:
+        UsageError, WorkError: as `train_small`.
+    """
+    result = _train(DEFAULT, out, FewShot(), options, seed=seed, threads=threads, console=console)
+    return [
+        f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"
+        for shots, (share, best) in enumerate(
+            zip(result["accuracy_by_shots"], result["best_by_shots"], strict=True)
+        )
+    ]
+
+
 def _train(
-    kind: str, out: Path, task: Task, options: dict[str, Any], *, seed: int, threads: int, console: Console
+    settings: SmallConfig,
+    out: Path,
+    task: Task,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    threads: int,
+    console: Console,
 ) -> dict[str, Any]:
-    config = replace(changed(PUBLISHED[kind], options.items()), seed=seed)
+    config = replace(changed(settings, options.items()), seed=seed)
     return train_small(out, task, config, threads=threads, console=console)

@@ -1,0 +1,126 @@
+"""Latency of pruned models and of sparse products, as ratios to the dense ones, measured in turns in one run.
+
+`python -m benchmarks.pruned_latency` prunes a random model of GPT-2's width by OATS and compares the forward passes
+of the dense checkpoint, the merged one (same layers, so 1 is expected) and the factored one (a dense product with the
+zeros of S in it, and two thin ones). Below that, one matrix of GPT-2's size by itself: PyTorch's sparse products, by
+rows (CSR) at half of the entries, and on a CUDA device that has them, the 2:4 ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from theodolite import Corpus, open_model
+from theodolite.models.structure import backbone
+from theodolite.prune import magnitude, prune_model
+
+SHAPES = ((1, 1), (1, 128), (8, 128))
+"""Contexts × tokens of a forward pass; the first is a step of decoding, without its cache."""
+
+WIDTH, INNER = 768, 3072
+
+
+def main(layers: int, rounds: int, device: str) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support")
+    print(
+        f"{torch.get_num_threads()} threads, {device}, {rounds} rounds in turns; ratios to dense: median (range)"
+    )
+    models(layers, rounds, device)
+    products(rounds, device)
+
+
+def models(layers: int, rounds: int, device: str) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, vocab_size=1024, bos_token_id=None, eos_token_id=None)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        GPT2LMHeadModel(config).save_pretrained(folder / "dense")
+        corpus = Corpus.random_tokens(1024, 128, 32)
+        for form in ("merged", "factored"):
+            dense = open_model(folder / "dense", device=device)
+            prune_model(dense, corpus, "oats", 0.5, iterations=5, out=folder / form, form=form)
+        opened = {name: open_model(folder / name, device=device) for name in ("dense", "merged", "factored")}
+        sizes = {
+            name: sum(f.stat().st_size for f in (folder / name).glob("*.safetensors")) for name in opened
+        }
+    print(
+        f"GPT-2 of {layers} layers by OATS; factored files {sizes['factored'] / sizes['dense']:.3f} of the dense"
+    )
+    for shape in SHAPES:
+        ids = torch.randint(1024, shape, device=device)
+        works = {name: forward(backbone(model.hf), ids) for name, model in opened.items()}
+        say(f"{shape[0]} × {shape[1]}", works, rounds, device)
+
+
+def products(rounds: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(INNER, WIDTH, generator=generator)
+    halved = magnitude(weight, 0.5)
+    dtype = torch.float16 if device.startswith("cuda") else torch.float32
+    print(f"one matrix of {INNER} × {WIDTH}, half of its entries 0, {dtype}")
+    kinds = {"csr": halved.to(device, dtype).to_sparse_csr()}
+    try:
+        pairs = magnitude(weight, 0.5, "2:4").to(device, dtype)
+        kinds["2:4"] = torch.sparse.to_sparse_semi_structured(pairs)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        print(f"2:4 products: not available here ({str(error).splitlines()[0]})")
+    for contexts, tokens in SHAPES:
+        rows = torch.randn(contexts * tokens, WIDTH, generator=generator).to(device, dtype)
+        dense = weight.to(device, dtype)
+        works: dict[str, Callable[[], object]] = {"dense": lambda x=rows, w=dense: functional.linear(x, w)}
+        for name, sparse in kinds.items():
+            if name == "csr":
+                works[name] = lambda x=rows, w=sparse: (w @ x.T).T
+            else:
+                works[name] = lambda x=rows, w=sparse: functional.linear(x, w)
+        say(f"{len(rows)} rows", works, rounds, device)
+
+
+def forward(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    return lambda: model(input_ids=ids, use_cache=False)
+
+
+def say(what: str, works: dict[str, Callable[[], object]], rounds: int, device: str) -> None:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    with torch.inference_mode():
+        for turn in range(rounds + 2):
+            for name, work in works.items():
+                taken = seconds(work, device)
+                if turn >= 2:
+                    times[name].append(taken)
+    dense = times.pop("dense")
+    told = [f"{what:>9} | dense {statistics.median(dense) * 1e3:8.2f} ms"]
+    for name, taken in times.items():
+        ratios = [a / b for a, b in zip(taken, dense, strict=True)]
+        told.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(" | ".join(told))
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Of one call; on a GPU, until it is done."""
+    started = time.perf_counter()
+    work()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    main(arguments.layers, arguments.rounds, arguments.device)

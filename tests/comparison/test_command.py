@@ -1,0 +1,256 @@
+"""`theodolite compare` as its users meet it: folders and models, files, what is gone on with, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tests import checkpoints, planted
+from tests.comparison.conftest import CORPUS, IDS
+from theodolite.cli import app
+from theodolite.comparison.candidates import candidates_of, look, without_term
+from theodolite.comparison.command import compare_models
+from theodolite.errors import UsageError
+from theodolite.experiments.study import Focus
+from theodolite.models import open_model
+from theodolite.prune import prune_model
+from theodolite.surveyor import survey
+from theodolite.tracer import trace_sinks
+
+TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(pair, tmp_path_factory):
+    """Run folders by the names that a user would give, traces beside them."""
+    root = tmp_path_factory.mktemp("folders")
+    for how in ("", "destroyed"):
+        run, trace = pair(how)
+        shutil.copytree(run.folder, root / (how or "dense"))
+        shutil.copytree(trace.folder, root / f"{how or 'dense'}-sinks")
+    return root
+
+
+def test_run_folders(folders, tmp_path):
+    out = tmp_path / "out"
+    status, stdout, _ = call("compare", folders / "dense", folders / "destroyed", "--out", out)
+    assert status == 0
+    assert "Hit hardest: L0H2" in stdout
+    assert "tags  3 of 5 tags survive" in stdout
+    page = out / "sinks-compare"
+    assert stdout.rstrip().endswith(f"Report: {page}/index.html")
+    told = json.loads((out / "comparison.json").read_text())
+    (pair,) = told["comparisons"]
+    assert (pair["reference"], pair["other"]) == ("dense", "destroyed")
+    sinks = pd.read_parquet(page / "table-sinks.parquet")
+    assert (sinks["status"] == "lost").sum() == 2
+    assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()
+    first = (page / "index.html").read_bytes()
+    assert call("compare", folders / "dense", folders / "destroyed", "--out", out)[0] == 0
+    assert (page / "index.html").read_bytes() == first
+
+
+def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
+    alone = tmp_path / "alone"
+    shutil.copytree(folders / "destroyed", alone)
+    status, stdout, _ = call("compare", folders / "dense", alone, "--json", "--out", tmp_path / "out")
+    assert status == 0
+    told = json.loads(stdout)
+    names = [part["name"] for part in told["comparisons"][0]["parts"]]
+    assert "sinks" in names
+    assert "tags" not in names
+    stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
+    assert "tags  Not compared: not every folder has its trace beside it" in stdout
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A tiny model, and a copy whose head (1, 0) is destroyed; neither with sinks by nature."""
+    first = checkpoints.write("gpt2", tmp_path / "first")
+    model = open_model(first)
+    with torch.no_grad():
+        model.hf.transformer.h[1].attn.c_attn.weight[:, :8] = 0
+        model.hf.transformer.h[1].attn.c_attn.bias[:8] = 0
+    model.hf.save_pretrained(tmp_path / "second")
+    model.tokenizer.save_pretrained(tmp_path / "second")
+    return first, tmp_path / "second"
+
+
+def test_models_are_surveyed_and_looked_at_side_by_side(two, text, tmp_path):
+    out = tmp_path / "out"
+    options = ("--corpus", text, "--length", 32, "--contexts", 8, "--layer", 1, "--head", 0)
+    command = ("compare", *two, *options, "--prompt", "To be, or not to be", "--out", out)
+    status, stdout, stderr = call(*command)
+    assert status == 0, stderr
+    assert "lost: L1H0" in stdout
+    page = (out / "sinks-compare" / "index.html").read_text()
+    assert "Attention of L1H0, model by model" in page
+    made = {
+        name: (out / name / "arrays.safetensors").stat().st_mtime_ns for name in ("first", "second-sinks")
+    }
+    assert call(*command)[0] == 0
+    for name, before in made.items():
+        assert (out / name / "arrays.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_cannot_be_compared_is_said_in_one_line(two, folders, text, tmp_path):
+    first, second = two
+    for folder, change in (("shallow", {"n_layer": 2}), ("short", {"n_positions": 24})):
+        config = transformers.GPT2Config.from_pretrained(first, **change)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / folder)
+        checkpoints.byte_tokenizer().save_pretrained(tmp_path / folder)
+    out = ("--out", tmp_path / "out", "--corpus", text, "--length", 32, "--contexts", 4)
+    cases = [
+        ((first,), "give two or more"),
+        ((first, folders / "dense"), "give run folders or models, not both"),
+        ((folders / "dense", folders / "destroyed", "--layer", 1), "leave out --layer"),
+        ((folders / "dense", folders / "destroyed", "--rank", 1), "leave out --rank"),
+        ((first, second, "--layer", 1, *out), "give both --layer and --head"),
+        ((first, second, "--rank", 2, *out), "give both"),
+        (
+            (first, second, "--without-low-rank", 1, *out),
+            "was not pruned to sparse + low-rank: give the --rank",
+        ),
+        ((folders / "dense", folders / "dense-sinks"), "this is a trace of sinks"),
+        ((first, tmp_path / "nowhere", *out), "no checkpoint at"),
+        ((first, tmp_path / "shallow", *out), "shallow has 2 layers, first 3: only models of one shape"),
+        (
+            (first, tmp_path / "short", "--corpus", text, "--out", tmp_path / "short-out"),
+            "read this text as different",
+        ),
+    ]
+    for arguments, words in cases:
+        status, _, stderr = call("compare", *arguments)
+        assert status == 2, (arguments, stderr)
+        (line,) = (line for line in stderr.splitlines() if line.startswith("error:"))
+        assert words in line
+
+
+class Work:
+    """Surveys in memory, on the planted text."""
+
+    def __init__(self) -> None:
+        self.opened_sources: list[str] = []
+
+    def opened(self, source):
+        self.opened_sources.append(source)
+        return open_model(source)
+
+    def read(self, model):
+        return CORPUS
+
+    def survey(self, candidate, model, corpus):
+        return survey(model, corpus)
+
+    def trace(self, candidate, model, corpus):
+        return trace_sinks(model, corpus)
+
+
+def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeypatch):
+    """Planted: W_Q and W_K of layer 0 are the three sinks' own directions, and nothing else is in them."""
+    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    work = Work()
+    compared = compare_models([str(damaged()), str(damaged("noisy"))], work, Focus(), layer=0, rank=8)
+    names = ["noisy", "noisy, layer 0 without rank 8", "noisy, layer 0 without a random part"]
+    assert [audit.other for audit in compared.audits] == names
+    assert [audit.reference for audit in compared.audits] == ["planted", "noisy", "noisy"]
+    assert (
+        work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 2
+    )  # once for each, and for the prompt
+    table = compared.outcome.tables["sinks_of_the_layer"]
+    planted_there = [sink for sink in planted.SINKS if sink[0] == 0]
+    assert (table["with_term"] == 1).sum() == len(planted_there)
+    assert (table.loc[table["with_term"] == 1, "without_term"] == 0).all()
+    deeper = compared.audits[1].part("sinks").table.query("layer == 1 and before == 1")
+    assert len(deeper) == 2
+    verdict = compared.outcome.verdicts[0]
+    assert verdict.claim.startswith("The low-rank term makes the sinks of its layer")
+    assert "0\u00a0% of them are left without it" in verdict.evidence
+    page = compared.outcome.exhibits[0]
+    assert page.title.startswith("Attention of L0H")
+    assert len(page.draw(compared.run).data) == 4
+
+
+def test_the_term_that_a_model_was_pruned_to_is_read_from_its_folder(damaged, tmp_path):
+    """Oracle: the factors in the file, taken from the weights by hand; the control has their singular values."""
+    folder = tmp_path / "oats"
+    prune_model(open_model(damaged("random")), CORPUS, "oats", 0.5, iterations=5, out=folder)
+    factors = load_file(folder / "low_rank.safetensors")
+    (candidate,) = candidates_of([str(folder)])
+    term, control = without_term(0, candidate, 0, None)
+    assert (term.name, control.name) == (
+        "oats, layer 0 without its low-rank term",
+        "oats, layer 0 without a random part",
+    )
+    model = open_model(folder)
+    weight = model.hf.transformer.h[0].attn.c_attn.weight.T.clone()  # (outputs of Q, K, V; inputs)
+    for place, name in enumerate("qkv"):
+        own = slice(64 * place, 64 * (place + 1))
+        low = factors[f"0/{name}/left"] @ factors[f"0/{name}/right"]
+        with term.edit(model) as taken:
+            left = model.hf.transformer.h[0].attn.c_attn.weight.T[own].clone()
+        torch.testing.assert_close(left, weight[own] - low, atol=1e-9, rtol=0)
+        assert taken[name] == pytest.approx(float(low.square().sum() / weight[own].square().sum()))
+        with control.edit(model):
+            left = model.hf.transformer.h[0].attn.c_attn.weight.T[own].clone()
+        values = torch.linalg.svdvals(weight[own] - left)
+        torch.testing.assert_close(values, torch.linalg.svdvals(low), atol=1e-7, rtol=0)
+        assert not torch.allclose(weight[own] - left, low, atol=1e-4)
+    with pytest.raises(UsageError, match="a low-rank term of its own: leave out --rank"):
+        without_term(0, candidate, 0, 3)
+
+
+def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
+    folder = tmp_path / "factored"
+    prune_model(open_model(damaged("random")), CORPUS, "oats", 0.5, iterations=2, out=folder, form="factored")
+    with pytest.raises(
+        UsageError, match="a factored checkpoint: a low-rank term is taken out of a merged one"
+    ):
+        without_term(0, candidates_of([str(folder)])[0], 0, None)
+
+
+def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
+    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
+    seen = look(candidates, open_model, None, 0, 2)
+    expected = planted.attention(IDS[0].numpy(), 2)
+    torch.testing.assert_close(
+        seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0
+    )
+    even = torch.tril(torch.ones(60, 60, dtype=torch.float64))
+    even /= even.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(seen.traces["destroyed"].attention, even, atol=1e-9, rtol=0)
+    assert len(seen.traces["planted"].sinks) == 2
+    assert len(seen.traces["destroyed"].sinks) == 0
+
+
+def test_help_shows_an_example():
+    status, stdout, _ = call("compare", "--help")
+    assert status == 0
+    assert "Example: theodolite compare" in stdout
+
+
+def test_candidates_that_are_called_alike_are_numbered():
+    found = candidates_of(["a/model", "b/model", "model", "other"])
+    assert [candidate.name for candidate in found] == ["model", "model-2", "model-3", "other"]
+    with pytest.raises(UsageError, match="give the --rank"):
+        without_term(0, found[0], 1, None)

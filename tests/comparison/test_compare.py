@@ -1,0 +1,374 @@
+"""Two runs compared. Oracles: what was planted and destroyed, and every number again from the files, by loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.linalg
+import torch
+from safetensors.numpy import load_file
+
+from tests import planted
+from tests.comparison.conftest import CORPUS, IDS
+from tests.report.synthetic import make_survey, weights_only
+from theodolite import compare
+from theodolite.comparison.audit import most_lost
+from theodolite.errors import UsageError
+from theodolite.models import open_model
+from theodolite.surveyor import survey
+from theodolite.tracer import trace_sinks
+
+DESTROYED = (0, 2)
+
+
+def of(damaged, reference, **names):
+    return compare(reference.run, damaged.run, reference.trace, damaged.trace, **names)
+
+
+def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
+    rows = table[table["status"] == status]
+    return set(zip(rows["layer"], rows["head"], strict=True))
+
+
+def test_a_model_compared_with_itself_survives_exactly(pair):
+    audit = of(pair(), pair())
+    assert audit.summary == "Everything survived, exactly: no number differs."
+    for part in audit.parts:
+        assert set(part.table["status"]) <= {"survived"}
+        assert part.exact or not len(part.table)
+    assert audit.part("sinks").sentence == "All 5 sinks survive, in as many contexts as before."
+    assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
+    assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
+    assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
+
+
+def test_synthetic_runs_compared_with_themselves_survive_exactly():
+    run = make_survey()
+    audit = compare(run, replace(run))
+    assert audit.summary == "Everything survived, exactly: no number differs."
+    assert [part.name for part in audit.parts if part.name == "tags"] == []
+
+
+def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
+    audit = of(pair("destroyed"), pair(), names=("planted", "destroyed"))
+    sinks = audit.part("sinks").table
+    lost = sinks[sinks["status"] == "lost"]
+    assert {tuple(row) for row in lost[["layer", "head", "kind", "token_id"]].itertuples(index=False)} == {
+        (*DESTROYED, "later", planted.S1),
+        (*DESTROYED, "later", planted.S2),
+    }
+    assert (lost["before"] == 1).all()
+    assert (lost["after"] == 0).all()
+    others = sinks[sinks["status"] != "lost"]
+    assert set(others["status"]) == {"survived"}
+    assert len(others) == len(planted.SINKS) - 2
+    assert places(audit.part("tags").table, "lost") == {DESTROYED}
+    assert places(audit.part("spectra").table, "lost") == {DESTROYED}
+    assert places(audit.part("entropies").table, "lost") == {DESTROYED}
+    assert "Hit hardest: L0H2 (sinks, tags, entropies, head types and spectra)" in audit.summary
+    assert "lost: L0H2" in audit.part("sinks").sentence
+    assert audit.part("sinks").sentence.startswith("3 of 5 sinks survive (60\u00a0% by weight); 2 of 3 heads")
+    assert most_lost([audit]) == DESTROYED
+    assert most_lost([audit], layer=1) == (1, 3)  # nothing is lost there: the head that tags most
+
+
+def test_of_a_random_model_nothing_survives(pair):
+    audit = of(pair("random"), pair())
+    assert audit.summary.startswith("Nothing survived: neither sinks, tags, ")
+    for part in audit.parts:
+        assert not part.left > 0.1, part.name
+
+
+def test_numbers_from_the_files_by_loops(pair):
+    """Sinks, outliers, entropies, head types, spectra of a noisy copy, in plain Python from parquet and safetensors."""
+    first, second = pair(), pair("noisy")
+    audit = of(second, first)
+    contexts = len(IDS)
+    shares: list[dict[tuple[int, int, str, int], float]] = []
+    for one in (first, second):
+        found: dict[tuple[int, int, str, int], float] = {}
+        for row in pd.read_parquet(one.run.folder / "sinks.parquet").to_dict("records"):
+            token = -1 if row["first"] else row["token_id"]
+            key = (row["layer"], row["head"], "first" if row["first"] else "later", token)
+            found[key] = found.get(key, 0) + row["contexts"] / contexts
+        shares.append(found)
+    expected = {}
+    for key in {*shares[0], *shares[1]}:
+        before, after = (found.get(key, 0.0) for found in shares)
+        spread = sum(p * (1 - p) if key[2] == "first" else p for p in (before, after)) / contexts
+        clear = abs(after - before) > 2 * spread**0.5
+        if before >= 0.01:
+            status = "survived" if after >= before / 2 else "lost" if clear else "undecided"
+        else:
+            status = "new" if before < after / 2 and clear else "undecided"
+        expected[key] = (before, after, spread**0.5, status)
+    table = audit.part("sinks").table
+    assert len(table) == len(expected)
+    for row in table.to_dict("records"):
+        before, after, error, status = expected[row["layer"], row["head"], row["kind"], row["token_id"]]
+        assert (row["before"], row["after"], row["se"]) == pytest.approx((before, after, error))
+        assert row["status"] == status
+    heads = [pd.read_parquet(one.run.folder / "heads.parquet") for one in (first, second)]
+    arrays = [load_file(one.run.folder / "arrays.safetensors") for one in (first, second)]
+    entropies = audit.part("entropies").table
+    kept = []
+    for place, row in enumerate(entropies.to_dict("records")):
+        one, other = (frame.iloc[place] for frame in heads)
+        highest = np.mean([np.log(n) for n in arrays[0]["visible_keys"][int(one["layer"])]])
+        assert row["difference"] == pytest.approx(other["entropy"] - one["entropy"])
+        assert row["se"] == pytest.approx((one["entropy_se"] ** 2 + other["entropy_se"] ** 2) ** 0.5)
+        a, b = one["entropy"] / highest, other["entropy"] / highest
+        assert (row["share_before"], row["share_after"]) == pytest.approx((a, b))
+        ranges = [0 if x < 0.05 else 2 if x >= 0.995 else 1 for x in (a, b)]
+        kept.append(abs(a - b) <= 0.1 and ranges[0] == ranges[1])
+    assert (entropies["status"] == "survived").tolist() == kept
+    spectra = audit.part("spectra").table
+    for place, row in enumerate(spectra.to_dict("records")):
+        sizes = [frame.iloc[place]["frobenius_squared"] ** 0.5 for frame in heads]
+        regimes = [frame.iloc[place]["regime"] for frame in heads]
+        assert (row["frobenius_before"], row["frobenius_after"]) == pytest.approx(sizes)
+        same = regimes[0] == regimes[1] and min(sizes) >= max(sizes) / 2
+        assert row["status"] == ("survived" if same else "lost")
+    assert {"survived", "lost"} <= {*entropies["status"], *spectra["status"]}  # or little was tried
+
+
+def test_tags_from_the_files_by_loops(pair):
+    first, second = pair(), pair("noisy")
+    table = of(second, first).part("tags").table
+    found = []
+    for one in (first, second):
+        arrays = load_file(one.trace.folder / "arrays.safetensors")
+        rows = pd.read_parquet(one.trace.folder / "traces.parquet").to_dict("records")
+        found.append(
+            {
+                (row["layer"], row["head"], row["kind"], row["token_id"]): (row, direction)
+                for row, direction in zip(rows, arrays["tag_direction"].astype(np.float64), strict=True)
+            }
+        )
+    assert len(table) == len(planted.SINKS)
+    for row in table.to_dict("records"):
+        key = (row["layer"], row["head"], row["kind"], row["token_id"])
+        (before, u), (after, v) = found[0][key], found[1][key]
+        cosine = u @ v / np.linalg.norm(u) / np.linalg.norm(v)
+        assert row["cosine"] == pytest.approx(cosine)
+        assert (row["before"], row["after"]) == pytest.approx((before["tag"], after["tag"]))
+        assert row["se"] == pytest.approx(np.hypot(before["tag_se"], after["tag_se"]))
+        assert row["released_difference"] == pytest.approx(after["released"] - before["released"])
+        half = after["tag"] >= before["tag"] / 2
+        assert row["status"] == ("survived" if half and cosine >= 0.5**0.5 else "lost")
+    assert (table["cosine"] < 1 - 1e-6).all()
+
+
+@pytest.mark.parametrize(("cosine", "status"), [(-1.0, "lost"), (0.69, "lost"), (0.72, "survived")])
+def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
+    """The same η² in another direction, of whose square half is along the old one or not."""
+    first = pair()
+    directions = first.trace.arrays["tag_direction"].clone()
+    unit = directions[0].double() / directions[0].double().norm()
+    across = torch.roll(unit, 5) - torch.roll(unit, 5) @ unit * unit
+    directions[0] = 3 * (cosine * unit + (1 - cosine**2) ** 0.5 * across / across.norm())
+    other = replace(first.trace, arrays=first.trace.arrays | {"tag_direction": directions})
+    part = compare(first.run, first.run, first.trace, other).part("tags")
+    strongest = first.trace.traces.iloc[0]
+    assert places(part.table, "lost") == (
+        {(strongest["layer"], strongest["head"])} if status == "lost" else set()
+    )
+    assert ("turned, cosine" in part.sentence) == (status == "lost")
+    assert part.table["cosine"].min() == pytest.approx(cosine, abs=1e-6)
+
+
+def test_a_rare_sink_that_is_gone_leaves_its_tag_undecided(pair):
+    """One context in sixteen of two runs is no difference: neither sink nor tag counts as lost."""
+    first = pair()
+    strongest = first.run.sinks[~first.run.sinks["first"]].iloc[0]
+    keys = ["layer", "head", "token_id"]
+
+    def rare(frame: pd.DataFrame) -> pd.DataFrame:
+        own = (frame[keys] == strongest[keys]).all(axis=1)
+        return frame.assign(
+            contexts=frame["contexts"].where(~own, 1), share=frame["share"].where(~own, 1 / 16)
+        )
+
+    def gone(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[~(frame[keys] == strongest[keys]).all(axis=1)].reset_index(drop=True)
+
+    before = [
+        replace(first.run, sinks=rare(first.run.sinks)),
+        replace(first.trace, traces=rare(first.trace.traces)),
+    ]
+    kept = ~(first.trace.traces[keys] == strongest[keys]).all(axis=1)
+    directions = {"tag_direction": first.trace.arrays["tag_direction"][torch.tensor(kept.tolist())]}
+    after = [
+        replace(first.run, sinks=gone(first.run.sinks)),
+        replace(first.trace, traces=gone(first.trace.traces), arrays=first.trace.arrays | directions),
+    ]
+    audit = compare(before[0], after[0], before[1], after[1])
+    for name in ("sinks", "tags"):
+        part = audit.part(name)
+        assert (part.count("lost"), part.count("undecided")) == (0, 1), name
+
+
+def test_outlier_dimensions_from_shares_by_loops():
+    first, second = make_survey(seed=0), make_survey(seed=1)
+    share = first.arrays["outlier_share"].clone()
+    share[1, 3], share[2, 3], share[3, 5] = 0.06, 0.2, 0.5
+    other = share.clone()
+    other[1, 3], other[2, 3], other[3, 5], other[0, 7] = 0.03, 0.09, 0.4, 0.3
+    runs = [
+        replace(run, arrays=run.arrays | {"outlier_share": shares})
+        for run, shares in ((first, share), (second, other))
+    ]
+    table = compare(*runs).part("outlier dimensions").table
+    fates = {(row["layer"], row["dimension"]): row["status"] for row in table.to_dict("records")}
+    for layer in range(share.shape[0]):
+        for dimension in range(share.shape[1]):
+            before, after = float(share[layer, dimension]), float(other[layer, dimension])
+            if max(before, after) < 0.06:
+                assert (layer, dimension) not in fates
+            elif before < 0.06:
+                assert fates[layer, dimension] == ("new" if before < after / 2 else "undecided")
+            else:
+                assert fates[layer, dimension] == ("survived" if after >= before / 2 else "lost")
+    assert fates[2, 3] == "lost"
+    assert fates[0, 7] == "new"
+    assert fates[3, 5] == "survived"
+
+
+def test_massive_activations_are_counted_by_place():
+    first = make_survey()
+    other = replace(
+        first, outliers=first.outliers.assign(massive_first=[4, 1, 0][: len(first.outliers)], massive=2)
+    )
+    table = compare(first, other).part("massive activations").table
+    found = {(row["layer"], row["position"]): row["status"] for row in table.to_dict("records")}
+    assert found == {
+        (1, "first"): "survived",
+        (2, "first"): "lost",
+        (3, "first"): "lost",
+        **{(layer, "later"): "new" for layer in (1, 2, 3)},
+    }
+
+
+def test_positions_against_angles_and_gram_matrices():
+    """Oracle: scipy's principal angles, and products of positions written out."""
+    first, second = make_survey(seed=0), make_survey(seed=3)
+    moved = first.arrays["positional_basis"] + 0.4 * second.arrays["positional_basis"]
+    other = replace(first, arrays=first.arrays | {"positional_basis": moved})
+    table = compare(first, other).part("positional basis").table
+    for layer, row in enumerate(table.to_dict("records")):
+        p, q = (basis[layer, 1:].double().numpy() for basis in (first.arrays["positional_basis"], moved))
+        rank = int(first.layers["rank"][layer])
+        leading = [np.linalg.svd(matrix)[2][:rank].T for matrix in (p, q)]
+        angles = scipy.linalg.subspace_angles(*leading)
+        assert row["overlap"] == pytest.approx(np.mean(np.cos(angles) ** 2))
+        g, h = p @ p.T, q @ q.T
+        assert row["curve"] == pytest.approx((g * h).sum() / np.sqrt((g**2).sum() * (h**2).sum()))
+        assert row["status"] == ("survived" if row["overlap"] >= 0.5 else "lost")
+
+
+def test_a_basis_in_other_directions_keeps_its_curve():
+    """Rotated, the directions are others and the products of positions the same."""
+    first = make_survey()
+    width = first.arrays["positional_basis"].shape[-1]
+    rotation = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(0))).Q
+    turned = first.arrays["positional_basis"] @ rotation
+    table = compare(first, replace(first, arrays=first.arrays | {"positional_basis": turned})).part(
+        "positional basis"
+    )
+    assert table.table["curve"].to_numpy() == pytest.approx(1.0, abs=1e-5)
+    assert (table.table["overlap"] < 0.9).all()
+
+
+def test_head_types_by_their_thresholds():
+    first = make_survey()
+    heads = first.heads.assign(
+        previous_token=0.1, induction=0.1, same_token=0.1, sink_first=0.0, sink_later=0.0
+    )
+    before, after = heads.copy(), heads.copy()
+    before.loc[[1, 2], "previous_token"] = (0.8, 0.41)
+    after.loc[[1, 2, 3], "previous_token"] = (0.3, 0.39, 0.7)
+    before.loc[5, "induction"] = 0.29
+    table = compare(replace(first, heads=before), replace(first, heads=after)).part("head types").table
+    found = {(row["layer"] * 4 + row["head"], row["type"]): row["status"] for row in table.to_dict("records")}
+    assert found == {
+        (1, "previous-token head"): "lost",
+        (2, "previous-token head"): "survived",
+        (3, "previous-token head"): "new",
+    }
+
+
+def test_differences_within_two_standard_errors_are_called_so():
+    first = make_survey()
+    layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
+    sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
+    assert "rank is 11.5 → 12 (within two standard errors), its relative norm" in sentence
+    layers = first.layers.assign(rank=first.layers["rank"] + 2)
+    sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
+    assert "rank is 11.5 → 13.5, its" in sentence
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3", "gpt_oss", "bloom", "mistral"])
+def test_other_families(family, opened):
+    """Undefined regimes, learned sinks, no causal mask: a model is itself, whatever it lacks."""
+    model = opened(family)
+    ids = torch.randint(0, 250, (4, 24), generator=torch.Generator().manual_seed(0))
+    corpus = replace(CORPUS, contexts=ids, labels=torch.full((4,), -1))
+    run, trace = survey(model, corpus), trace_sinks(model, corpus)
+    audit = compare(run, run, trace, trace)
+    assert audit.summary == "Everything survived, exactly: no number differs."
+
+
+def provenance(run, **model):
+    return replace(run, provenance=run.provenance | {"model": run.provenance["model"] | model})
+
+
+def test_refusals(pair):
+    run, trace = pair()
+    other_text = replace(
+        run, provenance=run.provenance | {"corpus": run.provenance["corpus"] | {"sha256": "another"}}
+    )
+    cases = [
+        ((run, provenance(run, layers=7)), "has 7 layers, .* only models of one shape"),
+        ((run, provenance(run, heads=7)), "has 7 heads a layer, .* 4: only"),
+        ((run, provenance(run, width=7)), "has 7 dimensions of the residual stream"),
+        ((run, provenance(run, vocabulary=7)), "has 7 tokens in the vocabulary"),
+        ((run, other_text), "did not read the same tokens"),
+        ((run, trace), "this is a trace of sinks; give the survey"),
+        ((run, weights_only(run)), "spectra of weights, and no text was read"),
+        ((run, run, trace), "give both or neither"),
+        ((run, run, trace, run), "this is no trace of sinks"),
+        ((run, run, trace, pair("noisy").trace), "the trace is of another model than the survey"),
+    ]
+    for arguments, words in cases:
+        with pytest.raises(UsageError, match=words):
+            compare(*arguments)
+    with pytest.raises(UsageError, match="no part 'heads': there are sinks, "):
+        compare(run, run).part("heads")
+
+
+def test_what_an_audit_says_and_gives(pair):
+    audit = of(pair("destroyed"), pair(), names=("a", "b"))
+    assert repr(audit).startswith("Audit of b against a: b keeps its")
+    assert str(audit).splitlines()[1].startswith("sinks: 3 of 5")
+    counts = audit.tables["parts"].set_index("part")
+    assert counts.loc["sinks", ["survived", "lost", "new", "undecided"]].tolist() == [3, 2, 0, 0]
+    assert counts.loc["sinks", "left"] == pytest.approx(3 / 5)
+    assert set(audit.tables) == {"parts", *(part.name.replace(" ", "_") for part in audit.parts)}
+    assert audit.runs["b"]["model"]["sha256"] == pair("destroyed").run.provenance["model"]["sha256"]
+    named = compare(pair().run, pair("destroyed").run)
+    assert named.reference == pair().run.provenance["model"]["id"]
+
+
+def test_an_intervention_is_named(damaged, pair):
+    from theodolite.interventions import masked_keys
+
+    model = open_model(damaged())
+    with masked_keys(model, 0, 2, [1, 2, 3, 4, 5]):
+        run = survey(model, CORPUS)
+    audit = compare(pair().run, run)
+    assert "under masked_keys(layer=0, head=2" in audit.other
+    assert places(audit.part("sinks").table, "lost") == {DESTROYED}
+    assert audit.part("spectra").exact

@@ -1,0 +1,167 @@
+"""The page of a comparison and its figures; oracle: the tables that they are drawn from."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from tests.report.synthetic import make_survey
+from theodolite import compare
+from theodolite.comparison.page import COMPARED, outcome
+from theodolite.experiments.page import render
+from theodolite.report import figures_compare as drawing
+from theodolite.report import figures_prompt
+
+
+@pytest.fixture(scope="module")
+def audits(pair):
+    names = ("planted", "destroyed"), ("planted", "noisy")
+    return [
+        compare(pair().run, pair(how).run, pair().trace, pair(how).trace, names=(name, how))
+        for name, how in names
+    ]
+
+
+def points(figure: go.Figure, name: str) -> set[tuple[float, float]]:
+    (trace,) = (trace for trace in figure.data if trace.name == name)
+    return {(round(float(x), 5), round(float(y), 5)) for x, y in zip(trace.x, trace.y, strict=True)}
+
+
+def test_dots_are_the_rows(audits):
+    table = audits[0].part("tags").table
+    figure = drawing.scatter(table, drawing.TAG_DOTS)
+    for status in ("survived", "lost"):
+        rows = table[table["status"] == status]
+        assert points(figure, status) == set(
+            zip(rows["before"].round(5), rows["after"].round(5), strict=True)
+        )
+        assert len(rows)
+    assert "L0H2" in "".join(next(t for t in figure.data if t.name == "lost").text)
+
+
+def test_a_share_of_none_has_a_place_on_a_logarithmic_axis(audits):
+    figure = drawing.scatter(audits[0].part("sinks").table, drawing.SINK_DOTS)
+    lost = next(trace for trace in figure.data if trace.name == "lost")
+    assert list(lost.y) == [np.float32(drawing.FEWEST)] * 2
+    assert list(lost.x) == [1, 1]
+    assert figure.layout.yaxis.ticktext[0] == "none"
+    assert 10 ** figure.layout.yaxis.range[0] < drawing.FEWEST
+
+
+def dots(of: drawing.Dots):
+    return functools.partial(drawing.scatter, dots=of), functools.partial(drawing.scatter_patch, dots=of)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_patches_give_the_figure_of_the_other_table(audits, place):
+    """A figure of one table under the patch of another is the other's figure, but for what only the first has."""
+    cases = [
+        ("sinks", *dots(drawing.SINK_DOTS)),
+        ("tags", *dots(drawing.TAG_DOTS)),
+        ("spectra", *dots(drawing.SPECTRUM_DOTS)),
+        ("entropies", drawing.entropies, drawing.entropies_patch),
+        ("positional basis", drawing.positions, drawing.positions_patch),
+    ]
+    for name, draw, patch in cases:
+        figure = draw(audits[1 - place].part(name).table)
+        expected = draw(audits[place].part(name).table)
+        patches = patch(audits[place].part(name).table)
+        assert len(patches) == len(figure.data)
+        for trace, changed, other in zip(figure.data, patches, expected.data, strict=True):
+            drawn, expected_trace = trace.update(changed).to_plotly_json(), other.to_plotly_json()
+            for key in {"x", "y", "z", "text"} & set(expected_trace):
+                np.testing.assert_array_equal(drawn[key], expected_trace[key], err_msg=f"{name} {key}")
+
+
+def test_entropies_stand_at_their_heads(audits):
+    table = audits[0].part("entropies").table
+    before, after, change = drawing.entropies(table).data
+    for row in table.to_dict("records"):
+        at = (row["layer"], row["head"])
+        assert before.z[at] == pytest.approx(row["share_before"])
+        assert after.z[at] == pytest.approx(row["share_after"])
+        assert change.z[at] == pytest.approx(row["difference"], abs=1e-6)
+
+
+def test_outliers_stand_at_their_layers():
+    table = pd.DataFrame(
+        {"layer": [1, 2, 2], "dimension": [7, 7, 3], "before": [0.5, 0.6, 0.0], "after": [0.1, 0.0, 0.4]}
+    )
+    before, after = drawing.outliers(table, [3, 7], 4).data
+    nan = np.nan
+    np.testing.assert_allclose(before.z, [[nan, nan, 0, nan], [nan, 0.5, 0.6, nan]])
+    np.testing.assert_allclose(after.z, [[nan, nan, 0.4, nan], [nan, 0.1, 0, nan]], rtol=1e-6)
+    assert list(before.y) == ["3", "7"]
+
+
+def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():
+    tokens = [f"t{n}" for n in range(9)]
+    weights = [np.tril(np.full((9, 9), 0.1 * n)) for n in (1, 2)]
+    maps = {
+        name: figures_prompt.attention(own, tokens, sinks)
+        for name, own, sinks in zip(("a model", "b"), weights, ([2], []), strict=True)
+    }
+    figure = drawing.side_by_side(maps, square=True)
+    assert [note.text for note in figure.layout.annotations] == ["a model", "b"]
+    assert [trace.zmax for trace in figure.data] == [1, 1]
+    assert [bool(trace.showscale) for trace in figure.data] == [True, False]
+    for trace, own in zip(figure.data, weights, strict=True):
+        np.testing.assert_allclose(trace.z[np.tri(9, dtype=bool)], own[np.tri(9, dtype=bool)], rtol=1e-6)
+    assert list(figure.layout.xaxis.ticktext) == ["▼ t2"]
+    assert list(figure.layout.xaxis2.ticktext) == []
+    first, second = figure.layout.xaxis.domain, figure.layout.xaxis2.domain
+    assert first[1] < second[0]
+
+
+def test_outputs_of_several_models_have_the_same_dimensions():
+    generator = np.random.default_rng(0)
+    first, second = generator.normal(size=(5, 100)), generator.normal(size=(5, 100))
+    first[:, 90], second[:, 4] = 50, -70
+    both = np.concatenate([first, second])
+    figures = [
+        figures_prompt.by_dimension(vectors, list("abcde"), [0], like=both).data[0]
+        for vectors in (first, second)
+    ]
+    assert figures[0].customdata[0] == figures[1].customdata[0]
+    assert {"4", "90"} <= set(figures[0].customdata[0])
+    assert [trace.zmax for trace in figures] == [70, 70]
+
+
+def test_the_page_tells_every_part_and_every_model(audits):
+    made = outcome(audits)
+    claims = {verdict.claim: verdict.verdict for verdict in made.verdicts}
+    assert claims["The mechanism of planted survives in destroyed"] == "holds"  # 3 of 5 sinks, 15 of 16 heads
+    assert claims["destroyed, spectra"] == "holds"
+    page = render(COMPARED, made, make_survey())
+    for word in (
+        "lost: L0H2",
+        "Criterion: a sink of a head in at least 1",
+        "noisy, tags",
+        "Sinks before and after",
+    ):
+        assert word in page
+    assert set(made.tables["sinks"]["after_in"]) == {"destroyed", "noisy"}
+    assert len(made.tables["sinks"]) == sum(len(audit.part("sinks").table) for audit in audits)
+    assert list(made.runs) == ["destroyed", "noisy"]
+
+
+def test_a_page_of_nothing(pair):
+    """Two random models: no sink, tag, outlier or massive activation in either."""
+    run, trace = pair("random")
+    made = outcome([compare(run, run, trace, trace)])
+    page = render(COMPARED, made, run)
+    assert "Everything survived, exactly" in page
+    assert "Sinks before and after" not in page
+    assert "Entropy of attention" in page
+
+
+def test_hostile_names_are_shown_and_do_nothing():
+    run = make_survey()
+    name = "<script>alert(1)</script>\u202e"
+    page = render(COMPARED, outcome([compare(run, run, names=("a", name))]), run)
+    assert "<script>alert(1)" not in page
+    assert "\u202e" not in page

@@ -1,0 +1,168 @@
+"""The command as its users meet it. Oracles: the functions that it calls, each tested beside this file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from theodolite.cli import app
+from theodolite.corpora import make_corpus
+from theodolite.errors import UsageError
+from theodolite.evaluate import command
+from theodolite.evaluate.command import parse_shots, tables
+from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
+from theodolite.evaluate.perplexity import perplexity
+from theodolite.evaluate.scores import Score, table
+
+TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 20
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["evaluate", *(str(a) for a in arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_path):
+    """Oracle: the functions themselves; the second model has paired differences to the first."""
+    first, second = checkpoint("gpt2"), checkpoint("llama3")
+    options = (
+        "--corpus",
+        text,
+        "--length",
+        32,
+        "--task",
+        "few-shot",
+        "--shots",
+        "0,5",
+        "--prompts",
+        40,
+        "--json",
+    )
+    status, stdout, stderr = call(first, second, *options)
+    assert status == 0, stderr
+    said = json.loads(stdout)
+    assert [model["id"] for model in said["models"]] == [str(first), str(second)]
+    assert said["versions"]["torch"]
+    rows = {(row["model"], row["metric"], row["shots"]): row for row in said["scores"]}
+    assert len(rows) == len(said["scores"]) == 8
+    model = opened("llama3")
+    corpus = make_corpus(text, model.tokenizer, 32, 256)
+    loss = rows[str(second), "loss", 0]
+    assert loss["value"] == pytest.approx(perplexity(model, corpus).loss)
+    assert rows[str(second), "perplexity", 0]["value"] == pytest.approx(math.exp(loss["value"]))
+    apart = perplexity(model, corpus).losses - perplexity(opened("gpt2"), corpus).losses
+    assert loss["difference"] == pytest.approx(apart.mean())
+    wanted = few_shot_accuracy(model, prompts=40)
+    for shots in (0, 5):
+        row = rows[str(second), "accuracy", shots]
+        assert row["value"] == wanted["accuracy"][shots]
+        assert row["best"] == pytest.approx(wanted["best"][shots])
+        answers = [few_shot_answers(m, prompts=40)[:, shots].astype(float) for m in (opened("gpt2"), model)]
+        assert row["difference"] == pytest.approx((answers[1] - answers[0]).mean())
+    assert rows[str(first), "accuracy", 5]["difference"] is None
+
+
+def test_what_is_in_the_file_is_not_asked_again(checkpoint, tmp_path, monkeypatch):
+    """Oracle: the bytes of the file, and a model that may not be asked; other prompts are other questions."""
+    out = tmp_path / "scores.json"
+    options = (checkpoint("gpt2"), "--task", "few-shot", "--prompts", 20, "--out", out)
+    assert call(*options)[0] == 0
+    before = out.read_bytes()
+
+    def refuse(*_, **__):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(command, "few_shot_answers", refuse)
+    status, stdout, stderr = call(*options, "--shots", "1")
+    assert status == 0, stderr
+    assert "accuracy" in stdout
+    assert out.read_bytes() == before
+    status, _, stderr = call(checkpoint("gpt2"), "--task", "few-shot", "--prompts", 21, "--out", out)
+    assert (status, "asked again" in stderr) == (1, True)
+    assert out.read_bytes() == before
+
+
+def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monkeypatch):
+    """Oracle: which calls lm-eval gets; an interruption loses the one that was under way, and no other."""
+    asked: list[int] = []
+
+    def measured(model, tasks, shots, **_):
+        if shots == [2] and len(asked) < 3:
+            asked.append(-1)
+            raise KeyboardInterrupt
+        asked.append(*shots)
+        return [Score(model.id, "sums", shots[0], "acc", 0.5, 0.1, 4, 8, "q", np.array([0.0, 1, 0, 1]))]
+
+    monkeypatch.setattr(command, "harness", measured)
+    options = (checkpoint("gpt2"), "--task", "sums", "--shots", "0-2", "--out", tmp_path / "s.json", "--json")
+    assert call(*options)[0] == 130
+    status, stdout, stderr = call(*options)
+    assert status == 0, stderr
+    assert asked == [0, 1, -1, 2]
+    assert [row["shots"] for row in json.loads(stdout)["scores"]] == [0, 1, 2]
+
+
+def test_without_a_task_it_is_the_loss_on_the_text_inside_every_python(checkpoint):
+    status, stdout, stderr = call(checkpoint("gpt2"), "--contexts", 3, "--length", 16)
+    assert status == 0, stderr
+    assert "python_docs" in stdout
+    assert "perplexity" in stdout
+    assert "few-shot" not in stdout
+
+
+def test_the_table_shows_values_differences_and_bounds():
+    """Oracle: the words and numbers, as text."""
+    each = np.array([1.0] * 9 + [0.0] * 7)
+    shared = {"task": "t", "shots": 3, "metric": "accuracy", "count": 16, "batch": 2, "questions": "q"}
+    scores = [
+        Score("a/dense", value=0.5625, error=0.128, each=each, chance=1 / 3, best=0.9, **shared),
+        Score("b/pruned", value=0.4375, error=0.128, each=1 - each, chance=1 / 3, best=0.9, cut=2, **shared),
+    ]
+    console = Console(width=120, record=True, file=io.StringIO())
+    for shown in tables(table(scores)):
+        console.print(shown)
+    text = console.export_text()
+    for words in ("dense", "pruned", "0.56 ± 0.13", "Δ −0.1 ± 0.3", "0.333", "0.9", "chance", "best"):
+        assert words in text
+    assert "lost their beginning: 2" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("3", (3,)), ("0-5", (0, 1, 2, 3, 4, 5)), ("0,2,5", (0, 2, 5)), ("4,0-1,1", (0, 1, 4))],
+)
+def test_numbers_of_examples_are_read(given, found):
+    assert parse_shots(given) == found
+
+
+@pytest.mark.parametrize("given", ["", "x", "-1", "1-2-3", "5-0", "0,", "²"])
+def test_what_are_no_numbers_of_examples_is_said(given):
+    with pytest.raises(UsageError, match="are no numbers of examples"):
+        parse_shots(given)
+
+
+def test_what_cannot_be_asked_is_one_line(checkpoint, tmp_path):
+    for options, says in (
+        (("--task", "few-shot", "--shots", "6"), "few-shot has up to 5 examples: use --shots 0-5"),
+        (("--task", "few-shot", "--batch", "0"), "a batch of 0 prompts reads nothing"),
+        (("--task", "few-shot", "--shots", "six"), "are no numbers of examples"),
+        (("--tasks", tmp_path / "none", "--shots", "0"), "there is no folder"),
+    ):
+        status, _, stderr = call(checkpoint("gpt2"), *options)
+        assert status == 2
+        assert says in stderr
+        assert len(stderr.strip().splitlines()) == 1

@@ -1,0 +1,251 @@
+"""Oracles: log-likelihoods of the choices by plain `transformers`, prompts written out, sockets that nobody opens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+
+from theodolite.errors import UsageError
+from theodolite.evaluate import harness as module
+from theodolite.evaluate.few_shot import few_shot_answers
+from theodolite.evaluate.harness import harness
+from theodolite.evaluate.scores import table
+from theodolite.rules import RULES, TESTED
+
+YAML = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{dev: dev.jsonl, test: {test}}}
+fewshot_split: dev
+fewshot_config: {{sampler: first_n}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}="
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+fewshot_delimiter: ";"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 3.0}}
+"""
+
+DEV = [("1+2", ["3", "12"], 0), ("2+2", ["five", "4"], 1), ("9+1", ["10", "1"], 0)]
+
+
+def question(a: int, b: int) -> tuple[str, list[str], int]:
+    choices = [str(a + b), str(a * b + 7), f"{a}{b}{a}"]
+    return f"{a}+{b}", choices, (a + 2 * b) % 3
+
+
+TEST = [question(a, b) for a in range(1, 5) for b in range(1, 6)]
+
+
+def write(path: Path, rows: list[tuple[str, list[str], int]]) -> None:
+    names = ("question", "choices", "answer")
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of two small tasks and a group of both; data are cached where the test is."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    place = tmp_path / "tasks"
+    place.mkdir()
+    write(place / "dev.jsonl", DEV)
+    write(place / "sums.jsonl", TEST)
+    write(place / "more.jsonl", TEST[:5])
+    (place / "sums.yaml").write_text(YAML.format(name="sums", test="sums.jsonl"))
+    (place / "more.yaml").write_text(YAML.format(name="more", test="more.jsonl"))
+    aggregate = "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]"
+    (place / "both.yaml").write_text(f"group: both\ntask: [sums, more]\n{aggregate}\n")
+    return place
+
+
+def log_likelihood(model, prompt: str, choice: str) -> float:
+    """Of the choice after the prompt, in nats, in float64."""
+    before, after = (model.tokenizer(text)["input_ids"] for text in (prompt, choice))
+    with torch.no_grad():
+        logits = model.hf(torch.tensor([before + after])).logits[0].double().log_softmax(-1)
+    return float(sum(logits[len(before) + i - 1, token] for i, token in enumerate(after)))
+
+
+def answers(model, shots: int, rows=TEST) -> dict[str, np.ndarray]:
+    """Whether each question is right by log-likelihood, and by log-likelihood a character."""
+    examples = "".join(f"{text}={choices[answer]};" for text, choices, answer in DEV[:shots])
+    found = {"acc": [], "acc_norm": []}
+    for text, choices, answer in rows:
+        each = np.array([log_likelihood(model, f"{examples}{text}=", choice) for choice in choices])
+        lengths = np.array([len(choice) for choice in choices])
+        found["acc"].append(each.argmax() == answer)
+        found["acc_norm"].append((each / lengths).argmax() == answer)
+    return {name: np.array(values, dtype=float) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_values_are_those_of_plain_transformers(opened, folder, family):
+    """Oracle: the log-likelihood of every choice, prompt by prompt, at 0, 1 and 2 examples."""
+    model = opened(family)
+    scores = harness(model, ["sums"], range(3), folder=folder, batch=4)
+    assert [(s.shots, s.metric) for s in scores] == [(k, m) for k in range(3) for m in ("acc", "acc_norm")]
+    for score in scores:
+        wanted = answers(model, score.shots)[score.metric]
+        assert np.array_equal(score.each, wanted)
+        assert score.value == pytest.approx(wanted.mean())
+        assert score.error == pytest.approx(wanted.std(ddof=1) / math.sqrt(len(wanted)))
+        assert (score.count, score.batch, score.version, score.cut) == (20, 4, "3.0", 0)
+        assert score.model == model.id
+
+
+def test_models_are_compared_document_by_document(opened, folder):
+    """Oracle: the paired differences of the log-likelihoods' choices."""
+    first, second = opened("gpt2"), opened("llama3")
+    scores = [*harness(first, ["sums"], [1], folder=folder), *harness(second, ["sums"], [1], folder=folder)]
+    rows = table(scores)
+    apart = answers(second, 1)["acc"] - answers(first, 1)["acc"]
+    row = rows[(rows["model"] == second.id) & (rows["metric"] == "acc")].iloc[0]
+    assert row["difference"] == pytest.approx(apart.mean())
+    assert row["difference_se"] == pytest.approx(apart.std(ddof=1) / math.sqrt(20))
+
+
+def test_a_group_is_the_mean_over_all_its_documents(opened, folder):
+    """Oracle: both tasks' answers side by side; its parts are not shown, those asked for by name are."""
+    model = opened("gpt2")
+    (group,) = harness(model, ["both"], [0], folder=folder)
+    wanted = np.concatenate([answers(model, 0)["acc"], answers(model, 0, TEST[:5])["acc"]])
+    assert (group.task, group.metric, group.count) == ("both", "acc", 25)
+    assert group.value == pytest.approx(wanted.mean())
+    assert np.array_equal(np.sort(group.each), np.sort(wanted))
+    tasks = harness(model, [], [0], folder=folder)
+    assert {score.task for score in tasks} == {"sums", "more"}
+    assert harness(model, ["sums"], [0], folder=folder, limit=6)[0].count == 6
+
+
+def test_the_offline_task_is_the_same_through_lm_eval(opened, tmp_path, monkeypatch):
+    """Oracle: `few_shot_answers` on the same prompts, each cut before its answer."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    model = opened("llama3")
+    prompts = RULES.draw(12, np.random.default_rng([3, TESTED]))
+    rows = []
+    for row, asked, labels in zip(prompts.ids, prompts.asked, prompts.labels, strict=True):
+        text = "".join(RULES.characters[i] for i in row)
+        rows.append((text[: asked[5]], ["A", "B", "C"], int(labels[5])))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    write(folder / "test.jsonl", rows)
+    write(folder / "dev.jsonl", rows[:1])
+    yaml = YAML.format(name="five", test="test.jsonl").replace("{{question}}=", "{{question}}:")
+    (folder / "five.yaml").write_text(yaml)
+    score = harness(model, ["five"], [0], folder=folder)[0]
+    right = few_shot_answers(model, prompts=12, seed=3)
+    assert np.array_equal(score.each, right[:, 5].astype(float))
+
+
+def test_prompts_that_are_too_long_are_counted(opened, folder):
+    """Oracle: the lengths: positions for 128 tokens, one more is predicted."""
+    long = [("1" * 150, ["3", "4"], 0), ("2+1", ["3", "4"], 0)]
+    write(folder / "sums.jsonl", long)
+    score = harness(opened("gpt2"), ["sums"], [0], folder=folder)[0]
+    assert score.cut == 1
+    assert harness(opened("gpt2"), ["more"], [0], folder=folder)[0].cut == 0
+
+
+def test_the_caller_keeps_random_numbers_and_may_stop(opened, folder):
+    """Oracle: the generators' own states, and the exception that was raised."""
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    passes: list[int] = []
+    harness(opened("gpt2"), ["sums"], [0], folder=folder, before_pass=lambda: passes.append(1))
+    assert len(passes) >= 3
+    assert random.getstate() == before[0]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        harness(opened("gpt2"), ["sums"], [0], folder=folder, before_pass=stop)
+    harness(opened("gpt2"), ["sums"], [0], folder=folder)
+    assert len(passes) < 10  # the hook is gone
+
+
+def test_the_network_is_left_alone(opened, folder, monkeypatch):
+    """Oracle: sockets, none of which may be opened; the flags of `datasets` are put back."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def refuse(*_, **__):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert harness(opened("gpt2"), ["sums"], [0], folder=folder)
+    far = YAML.format(name="far", test="x").replace("dataset_path: json", "dataset_path: nobody/has-this")
+    (folder / "far.yaml").write_text(far)
+    with pytest.raises(UsageError, match=r"cannot load far: .*are only fetched with --download"):
+        harness(opened("gpt2"), ["far"], [0], folder=folder)
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_what_cannot_be_asked_is_said_in_a_line(opened, folder, tmp_path, monkeypatch):
+    """Oracle: the words."""
+    model = opened("gpt2")
+    from lm_eval.tasks import TaskManager
+
+    few = TaskManager(include_path=str(folder), include_defaults=False)
+    monkeypatch.setattr(module, "_all_tasks", lambda place: few)  # to read all of lm-eval's takes a minute
+    (tmp_path / "cache").mkdir()
+    for call, says in (
+        ({"tasks": ["sum"], "folder": folder}, r"lm-eval knows no task sum: did you mean sums\?"),
+        ({"tasks": ["qqq"], "folder": folder}, "lm-eval knows no task qqq: `lm-eval ls tasks` lists"),
+        ({"tasks": ["sums"], "folder": tmp_path / "none"}, "there is no folder .*none"),
+        ({"tasks": [], "folder": None}, "no task was named"),
+        ({"tasks": [], "folder": tmp_path / "cache"}, "holds no task of lm-eval"),
+        ({"tasks": ["sums"], "folder": folder, "batch": 0}, "batch is 0: use 1 or more"),
+        ({"tasks": ["sums"], "folder": folder, "limit": 0}, "limit is 0: use 1 or more"),
+        ({"tasks": ["sums"], "folder": folder, "shots": [-1]}, "shots is -1: use 0 or more"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            harness(model, **{"shots": [0]} | call)
+    (folder / "sums.yaml").write_text(YAML.format(name="sums", test="sums.jsonl") + "num_fewshot: 0\n")
+    with pytest.raises(UsageError, match="sums is a task without examples in its prompt"):
+        harness(model, ["sums"], [2], folder=folder)
+    with pytest.raises(UsageError, match="sees later tokens too"):
+        harness(opened("bert"), ["sums"], [0], folder=folder)
+
+
+def test_the_package_lives_without_lm_eval(checkpoint):
+    """Oracle: a process in which the import fails: all but its tasks work, and they say what to install."""
+    code = (
+        "import sys; sys.modules['lm_eval'] = None\n"
+        "from theodolite.cli import main\n"
+        "sys.argv = ['theodolite', 'evaluate', *sys.argv[1:]]\n"
+        "main()"
+    )
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(checkpoint("gpt2")), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("--task", "few-shot", "--prompts", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["scores"]) == 6
+    refused = run("--task", "arc_easy", "--shots", "0")
+    assert refused.returncode == 2
+    assert "pip install 'theodolite[evaluate]'" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1

@@ -1,0 +1,116 @@
+"""Oracles: numpy's own variance, closed forms, simulated coverage."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from theodolite.errors import UsageError
+from theodolite.evaluate.kept import Kept
+from theodolite.evaluate.scores import Score, mean_and_error, over_seeds, table
+
+
+def score(model: str, each: list[float] | None, questions: str = "q", **more) -> Score:
+    value, error = (0.5, 0.1) if each is None else mean_and_error(np.array(each))
+    values = None if each is None else np.array(each)
+    given = {"task": "t", "shots": 2, "metric": "accuracy", "count": 4, "batch": 8}
+    return Score(model=model, value=value, error=error, questions=questions, each=values, **given | more)
+
+
+def test_the_error_of_a_share_is_the_binomial_one():
+    """Closed form √(p (1 − p)/(n − 1))."""
+    values = np.array([1.0] * 30 + [0.0] * 10)
+    mean, error = mean_and_error(values)
+    assert mean == 0.75
+    assert error == pytest.approx(math.sqrt(0.75 * 0.25 / 39))
+    assert math.isnan(mean_and_error(values[:1])[1])
+
+
+def test_models_are_compared_on_the_same_questions_alone():
+    """Oracle: the mean and the standard error of the differences, by hand."""
+    dense, pruned = score("dense", [1, 1, 0, 1]), score("pruned", [1, 0, 0, 0])
+    other = score("other", [0, 0, 0, 0], questions="others")
+    unknown = score("unknown", None)
+    rows = table([dense, pruned, other, unknown])
+    assert list(rows["model"]) == ["dense", "pruned", "other", "unknown"]
+    assert rows["difference"][1] == -0.5
+    assert rows["difference_se"][1] == pytest.approx(np.std([0, -1, 0, -1], ddof=1) / 2)
+    assert rows["difference"][[0, 2, 3]].isna().all()
+    assert rows["value_se"][0] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+
+
+def test_intervals_over_seeds_hold_the_truth_as_often_as_they_say():
+    """Oracle: 95 % of 2,000 simulated triples of seeds, within four standard errors of that share."""
+    random = np.random.default_rng(0)
+    hit = 0
+    for _ in range(2000):
+        seeds = pd.DataFrame(
+            {
+                "model": "m",
+                "seed": range(3),
+                "shots": 1,
+                "accuracy": random.normal(0.7, 0.05, 3),
+                "accuracy_se": 0.01,
+            }
+        )
+        row = over_seeds(seeds).iloc[0]
+        hit += row["low"] <= 0.7 <= row["high"]
+    assert abs(hit / 2000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_one_seed_has_its_own_interval_and_the_order_is_kept():
+    rows = pd.DataFrame(
+        {
+            "model": ["z", "z", "a", "a"],
+            "seed": 0,
+            "shots": [0, 1, 0, 1],
+            "accuracy": [0.4, 0.6, 0.3, 0.5],
+            "accuracy_se": [0.01, 0.02, 0.01, 0.01],
+        }
+    )
+    found = over_seeds(rows)
+    assert list(zip(found["model"], found["shots"], strict=True)) == [("z", 0), ("z", 1), ("a", 0), ("a", 1)]
+    assert found["high"][1] == pytest.approx(0.6 + 1.96 * 0.02)
+    assert found["low"][1] == pytest.approx(0.6 - 1.96 * 0.02)
+    assert list(found["seeds"]) == [1] * 4
+
+
+def test_what_is_kept_is_not_measured_again(tmp_path):
+    """Oracle: the scores themselves; every number comes back as it was, and one that is none as NaN."""
+    path, asked = tmp_path / "new" / "scores.json", []
+    first, second = (
+        score("m", [1, 0, 1, 1], chance=1 / 3),
+        replace(score("m", None), error=math.nan, version="1"),
+    )
+
+    def measure():
+        asked.append(1)
+        return [first, second]
+
+    Kept(path).get({"model": "a", "shots": 1}, measure)
+    before = path.read_bytes()
+    again = Kept(path).get({"shots": 1, "model": "a"}, measure)
+    assert len(asked) == 1
+    assert np.array_equal(again[0].each, first.each)
+    pairs = zip(again, (first, second), strict=True)
+    assert all(repr(replace(x, each=None)) == repr(replace(y, each=None)) for x, y in pairs)
+    Kept(path).get({"model": "b", "shots": 1}, measure)
+    assert len(asked) == 2
+    assert len(json.loads(path.read_text())["measured"]) == 2
+    path.write_bytes(before)
+    Kept(path).get({"model": "b", "shots": 1}, measure)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 9, "measured": []}'])
+def test_another_file_is_left_alone(tmp_path, text):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="holds no evaluation: choose another --out or remove it"):
+        Kept(path)
+    assert path.read_text() == text

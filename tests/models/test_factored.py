@@ -1,0 +1,113 @@
+"""Sparse and low-rank matrices as bytes and as layers, against the dense ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from theodolite.errors import WorkError
+from theodolite.models.factored import Piece, SparseLowRankLinear, read_pieces, write_pieces
+from theodolite.models.packing import packed, unpacked
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 19),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.floats(0, 1),
+    st.integers(0, 1000),
+)
+def test_a_packed_matrix_comes_back(outputs, inputs, dtype, share, seed):
+    """Oracle: the matrix itself, and the size by count: a value a nonzero, a bit an entry."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    matrix[torch.rand(outputs, inputs, generator=generator) < share] = 0
+    values, bits = packed(matrix)
+    assert torch.equal(unpacked(values, bits, (outputs, inputs)), matrix)
+    assert len(values) == np.count_nonzero(matrix.float().numpy())
+    assert len(bits) == (outputs * inputs + 7) // 8
+
+
+def test_golden_bits():
+    """By hand: row by row, the first entry the highest bit."""
+    values, bits = packed(torch.tensor([[1.0, 0, 0, 2.0, 0], [0, 0, 3.0, 0, 4.0]]))
+    assert values.tolist() == [1, 2, 3, 4]
+    assert bits.tolist() == [0b10010001, 0b01000000]
+
+
+def test_bits_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="2 values for 1 bits"):
+        unpacked(torch.ones(2), torch.tensor([128], dtype=torch.uint8), (2, 2))
+    with pytest.raises(ValueError, match="2 bytes of bits for 4 entries"):
+        unpacked(torch.ones(1), torch.zeros(2, dtype=torch.uint8), (2, 2))
+
+
+def _pieces() -> list[Piece]:
+    """Two matrices of one layer of 7 outputs and 5 inputs, interleaved; the second one has no low-rank part."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    first, second = random(4, 5), random(3, 5)
+    first[:, 1] = second[0] = 0
+    rows = torch.tensor([6, 0, 2, 4]), torch.tensor([1, 3, 5])
+    return [
+        Piece("q", "block.fused.weight", None, 1, rows[0], first, random(4, 2), random(2, 5)),
+        Piece("mlp.fc.3", "block.fused.weight", None, 0, rows[1], second),
+    ]
+
+
+def test_pieces_come_back_from_their_file(tmp_path):
+    """Oracle: the pieces themselves."""
+    pieces, notes = _pieces(), {"rows": [1, 2], "error": 0.1}
+    write_pieces(tmp_path / "block.safetensors", pieces, notes)
+    found, told = read_pieces(tmp_path / "block.safetensors")
+    assert told == notes
+    for one, other in zip(pieces, found, strict=True):
+        for name, value in vars(one).items():
+            again = getattr(other, name)
+            assert torch.equal(value, again) if isinstance(value, torch.Tensor) else value == again, name
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "block.safetensors"
+    write_pieces(path, _pieces(), {})
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
+        read_pieces(path)
+
+
+@pytest.mark.parametrize("bias", [None, nn.Parameter(torch.arange(7.0))], ids=["no bias", "bias"])
+def test_the_layer_is_that_of_the_merged_matrices(bias):
+    """Oracle: rows put in their places one by one, S + L R in float64."""
+    pieces = _pieces()
+    weight = torch.zeros(7, 5, dtype=torch.float64)
+    for piece in pieces:
+        for row, place in enumerate(piece.rows):
+            weight[place] = piece.sparse[row]
+            if piece.left is not None:
+                weight[place] += piece.left[row].double() @ piece.right.double()
+    layer = SparseLowRankLinear(pieces, bias)
+    inputs = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    expected = inputs.double() @ weight.T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(layer(inputs).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (layer.weight == 0).sum() == 4 + 5
+    for piece in pieces:
+        merged = torch.stack([weight[row] for row in piece.rows]).float()
+        torch.testing.assert_close(piece.merged(), merged, rtol=1e-6, atol=1e-6)
+    assert (layer.in_features, layer.out_features) == (5, 7)
+
+
+def test_a_layer_of_one_sparse_matrix_does_one_product():
+    """Oracle: `nn.functional.linear`, bit by bit."""
+    piece = Piece("mlp.fc", "block.fc.weight", None, 0, None, torch.eye(3, 5))
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    layer = SparseLowRankLinear([piece], None)
+    assert layer.order is None
+    assert torch.equal(layer(inputs), nn.functional.linear(inputs, torch.eye(3, 5)))

@@ -1,0 +1,178 @@
+"""A pruning that is interrupted, refused, or cannot be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.prune.families import opened_anew
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.prune import checkpoint, prune_model
+from theodolite.prune.checkpoint import Partial
+from theodolite.prune.settings import Settings
+
+
+def corpus_of(seed: int = 0) -> Corpus:
+    return Corpus.random_tokens(300, 24, 10, seed)
+
+
+def pruned(family: str, place: Path, out: Path, method: str = "oats", seed: int = 0, **options: object):
+    """A model opened anew and pruned into `out`."""
+    model = opened_anew(family, place)
+    return prune_model(model, corpus_of(seed), method, 0.5, iterations=4, out=out, batch=4, **options)
+
+
+def stop_after(matrices: int):
+    def show(done: int, total: int) -> None:
+        if done >= matrices:
+            raise KeyboardInterrupt
+
+    return show
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the one that says how long it took; that one without."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "pruning.json"}
+    told = json.loads((folder / "pruning.json").read_text())
+    assert told.pop("wall_seconds") > 0
+    return files | {"pruning.json": json.dumps(told).encode()}
+
+
+@pytest.mark.parametrize("form", ["merged", "factored"])
+@pytest.mark.parametrize(
+    ("family", "method"), [("gpt2", "oats"), ("gpt_oss", "oats"), ("llama3", "sparsegpt")]
+)
+def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path):
+    """Oracle: the files of a pruning that was not stopped."""
+    whole, parts, partial = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
+    matrices = len(pruned(family, tmp_path, whole, method, form=form).table) // 3
+    for block in range(3):
+        with pytest.raises(KeyboardInterrupt):  # in the middle of each block
+            pruned(family, tmp_path, parts, method, form=form, show_progress=stop_after(matrices * block + 2))
+        assert not parts.exists()
+        blocks = sorted(path.name for path in partial.glob("block-*"))
+        assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
+    pruned(family, tmp_path, parts, method, form=form)
+    assert contents(parts) == contents(whole)
+    assert not partial.exists()
+    assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob("*.writing"))
+
+
+def test_blocks_that_are_done_are_not_pruned_again(tmp_path, monkeypatch):
+    """Oracle: how often a matrix is pruned."""
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        pruned("gpt2", tmp_path, out, show_progress=stop_after(13))
+    own, layers = Settings.prune, []
+    monkeypatch.setattr(
+        Settings, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
+    )
+    table = pruned("gpt2", tmp_path, out).table
+    assert layers == [2] * 6
+    assert len(table) == 18
+
+
+def test_killed_while_it_writes_the_end_it_goes_on(tmp_path, monkeypatch):
+    """Oracle: the files of a pruning that was not killed."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    pruned("gpt2", tmp_path, whole)
+    monkeypatch.setattr(Partial, "_write_weights", lambda *_: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):
+        pruned("gpt2", tmp_path, out)
+    monkeypatch.undo()
+    assert not out.exists()
+    assert not (tmp_path / "out.writing").exists()
+    pruned("gpt2", tmp_path, out)
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "wanda"}, {"seed": 1}, {"rank_ratio": 0.5}, {"pattern": "2:4"}, {"batch": 5}]
+)
+def test_another_pruning_is_refused_where_one_is_unfinished(options, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(7))
+    arguments = {"method": "oats", "batch": 4} | options
+    corpus = corpus_of(arguments.pop("seed", 0))
+    model = opened_anew("gpt2", tmp_path)
+    with pytest.raises(
+        UsageError, match=r"out\.partial holds an unfinished pruning of another model, text or"
+    ):
+        prune_model(model, corpus, sparsity=0.5, iterations=4, out=tmp_path / "out", **arguments)
+    assert model.edits == ()
+
+
+def test_another_model_is_refused_there(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(7))
+    with pytest.raises(UsageError, match="unfinished pruning of another model"):
+        pruned("llama2", tmp_path, tmp_path / "out")
+
+
+def test_the_format_may_change_in_between(tmp_path):
+    """It decides how the result is written, not what it is. Oracle: files of one that was not stopped."""
+    pruned("gpt2", tmp_path, tmp_path / "whole", form="factored")
+    with pytest.raises(KeyboardInterrupt):
+        pruned("gpt2", tmp_path, tmp_path / "out", form="merged", show_progress=stop_after(7))
+    pruned("gpt2", tmp_path, tmp_path / "out", form="factored")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_folder_that_exists_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="out exists already: choose another --out or remove it"):
+        pruned("gpt2", tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    (tmp_path / "out" / "notes.txt").unlink()
+    pruned("gpt2", tmp_path, tmp_path / "out")  # an empty one will do
+
+
+def test_a_damaged_block_is_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(13))
+    block = tmp_path / "out.partial" / "block-001.safetensors"
+    block.write_bytes(block.read_bytes()[:1000])
+    with pytest.raises(WorkError, match=r"block-001\.safetensors is damaged"):
+        pruned("gpt2", tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", ["blocks", "checkpoint"])
+def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, monkeypatch):
+    """A disk that is full from a moment on; what was kept before is still there."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if what == "blocks":
+        monkeypatch.setattr(checkpoint, "write_pieces", full)
+    else:
+        monkeypatch.setattr(checkpoint, "_measured", full)
+    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
+        pruned("gpt2", tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.writing").exists()
+    blocks = list((tmp_path / "out.partial").iterdir())
+    assert len(blocks) == (0 if what == "blocks" else 4)
+
+
+def test_everybody_may_read_what_was_written(tmp_path):
+    """safetensors writes files for their owner only. Oracle: the mode of a file made by `open`."""
+    pruned("gpt2", tmp_path, tmp_path / "out")
+    (tmp_path / "plain").write_text("")
+    mode = (tmp_path / "plain").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
+
+
+def test_what_is_measured_is_what_is_there(tmp_path):
+    """Oracle: sizes of the files and of the dense model's tensors, counted here."""
+    for form in ("merged", "factored"):
+        told = pruned("gpt2", tmp_path, tmp_path / form, form=form).provenance["pruning"]
+        weights = [p for p in (tmp_path / form).glob("*.safetensors") if p.name != "low_rank.safetensors"]
+        assert told["bytes"] == sum(path.stat().st_size for path in weights)
+    dense = opened_anew("gpt2", tmp_path).hf
+    assert told["dense_bytes"] == sum(p.nbytes for p in {id(p): p for p in dense.parameters()}.values())
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in {".bin", ".pt", ".pkl"}]

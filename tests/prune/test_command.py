@@ -1,0 +1,179 @@
+"""`theodolite prune` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests.prune.families import write
+from tests.test_cli import TEXT, call
+from theodolite.report.figures_pruning import error_map
+
+RESULT = Path("report") / "sinks-prune" / "result.json"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object]:
+    return ["prune", model, "--corpus", text, "--length", 32, "--contexts", 12, "--out", out, *more]
+
+
+def test_it_writes_a_checkpoint_and_a_page(tmp_path, text):
+    model, out = write("gpt_oss", tmp_path / "model"), tmp_path / "out"
+    status, stdout, stderr = call(*_arguments(model, text, out, "--sparsity", "0.4,0.5,0.6"))
+    assert status == 0, stderr
+    said = " ".join(stdout.split())
+    assert "method oats" in said
+    assert "weights on disk" in said
+    assert f"Checkpoint: {out}" in said
+    assert said.endswith(f"Report: {out}/report/sinks-prune/index.html")
+    assert (
+        "left dense: 0.5% of the blocks' weights, 3 tensors such as model.layers.0.mlp.router.weight"
+        in " ".join(stderr.split())
+    )
+    table = pd.read_parquet(out / "pruning.parquet")
+    assert table.groupby("layer")["asked"].first().tolist() == [0.4, 0.5, 0.6]
+    told = json.loads((out / "pruning.json").read_text())
+    assert told["pruning"]["method"] == "oats"
+    assert told["corpus"]["contexts"] == 12
+    assert told["model"]["id"] == str(model)
+    shown = json.loads((out / RESULT).read_text())["tables"]["matrices"]
+    assert len(shown) == len(table) == 3 * 8
+    page = (out / RESULT).with_name("index.html").read_text()
+    assert 'data-figure="error-scaled"' in page
+    assert (out / "report" / "index.html").is_file()
+
+
+def test_the_map_of_errors_shows_each_matrix_and_the_mean_of_experts():
+    """By hand."""
+    rows = [
+        (0, "q", -1, 0.1),
+        (0, "mlp.up", 0, 0.2),
+        (0, "mlp.up", 1, 0.4),
+        (1, "q", -1, 0.5),
+        (1, "mlp.up", 0, 0.6),
+    ]
+    table = pd.DataFrame(rows, columns=["layer", "matrix", "expert", "error"])
+    (heat,) = error_map(table, "error").data
+    assert list(heat.x) == ["q", "mlp.up"]
+    assert list(heat.y) == ["0", "1"]
+    np.testing.assert_allclose(heat.z, [[0.1, 0.3], [0.5, 0.6]], rtol=1e-6)
+
+
+def test_json_is_json_and_nothing_else(tmp_path, text):
+    model, out = write("gpt2", tmp_path / "model"), tmp_path / "out"
+    more = ("--method", "sparsegpt", "--pattern", "2:4", "--format", "factored", "--json")
+    status, stdout, _ = call(*_arguments(model, text, out, *more))
+    assert status == 0
+    result = json.loads(stdout)
+    assert result == json.loads((out / RESULT).read_text())
+    rows = result["tables"]["matrices"]
+    assert {row["method"] for row in rows} == {"sparsegpt"}
+    assert all(abs(row["sparsity"] - 0.5) < 1e-9 and row["error"] > 0 for row in rows)
+    assert [row["asked"] for row in rows] == [None] * len(rows)
+    assert 'data-figure="error"' in (out / RESULT).with_name("index.html").read_text()
+
+
+def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
+    short, there = tmp_path / "short.txt", tmp_path / "there"
+    short.write_text("A few words.")
+    there.mkdir()
+    (there / "mine.txt").write_text("mine")
+    (tmp_path / "pruned").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "pruned" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "pruned" / "pruning.json").write_text("{}")
+
+    def bad(*more: object) -> list[object]:
+        return _arguments(model, text, tmp_path / "out", *more)
+
+    return {
+        "a sparsity of 0": (bad("--sparsity", "0"), "sparsity is 0.0"),
+        "a sparsity of 1": (bad("--sparsity", "1"), "sparsity is 1.0"),
+        "no number": (bad("--sparsity", "half"), "'half' is no number"),
+        "too few sparsities": (bad("--sparsity", "0.5,0.5"), "2 sparsities for 3 blocks"),
+        "a rank ratio above 1": (bad("--rank-ratio", "2"), "rank ratio 2 of q in block 0"),
+        "an unknown method": (bad("--method", "lottery"), "unknown method lottery"),
+        "an unknown format": (bad("--format", "zip"), "unknown format zip"),
+        "a pattern that does not divide": (bad("--pattern", "3:5"), "needs a multiple of 5 inputs"),
+        "no pattern": (bad("--pattern", "half"), "pattern is 'half'"),
+        "a pattern of another sparsity": (
+            bad("--pattern", "2:4", "--sparsity", "0.6", "--method", "wanda"),
+            "removes 0.5 of the entries, not 0.6",
+        ),
+        "a short text": (_arguments(model, short, tmp_path / "out"), "short.txt"),
+        "few tokens": (
+            bad("--method", "sparsegpt", "--contexts", "2"),
+            "64 tokens do not calibrate SparseGPT",
+        ),
+        "a model that is pruned": (
+            _arguments(tmp_path / "pruned", text, tmp_path / "out"),
+            "is pruned already",
+        ),
+        "a folder that exists": (_arguments(model, text, there), "exists already"),
+        "a file": (_arguments(model, text, short), "exists already"),
+        "no model": (_arguments(tmp_path / "nowhere", text, tmp_path / "out"), "nowhere"),
+        "a place for no files": (_arguments(model, text, Path("/proc/out")), "cannot write"),
+    }
+
+
+def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
+    for name, (arguments, words) in _bad_calls(tmp_path, write("gpt2", tmp_path / "model"), text).items():
+        before = sorted(tmp_path.rglob("*"))
+        status, stdout, stderr = call(*arguments)
+        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert status in (1, 2), name
+        assert len(errors) == 1, (name, stderr)
+        assert words in errors[0], (name, errors)
+        assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
+        assert not stdout, name
+        assert sorted(tmp_path.rglob("*")) == before, name
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
+    """Oracle: the weights and the table of a pruning that was not stopped."""
+    model, whole, parts = write("llama3", tmp_path / "model"), tmp_path / "whole", tmp_path / "parts"
+    assert call(*_arguments(model, text, whole))[0] == 0
+    # Each block waits when it is kept, so that the signal finds the command at work.
+    code = (
+        f"import time, torch; torch.set_num_threads({torch.get_num_threads()}); "  # it changes last bits
+        "from theodolite.prune.checkpoint import Partial; own = Partial.save; "
+        "Partial.save = lambda *a: (own(*a), time.sleep(0.5)); "
+        "from theodolite.cli import main; main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, _arguments(model, text, parts))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "parts.partial" / "block-000.safetensors").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == (130 if number == signal.SIGINT else -9), stderr
+    assert not parts.exists()
+    if number == signal.SIGINT:
+        assert "error: interrupted; run the same command again to go on" in stderr
+    assert call(*_arguments(model, text, parts))[0] == 0
+    for name in ("model.safetensors", "low_rank.safetensors", "pruning.parquet", "config.json"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    assert not (tmp_path / "parts.partial").exists()

@@ -1,0 +1,350 @@
+"""Magnitude, Wanda and SparseGPT against the papers' formulas in numpy, row by row and input by input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from theodolite.errors import UsageError
+from theodolite.prune.methods import factor_hessian, magnitude, sparsegpt, sparsegpt_factored, wanda
+
+
+def weights(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(outputs, inputs))
+
+
+def hessian_of(inputs: int, kind: str, seed: int = 0) -> np.ndarray:
+    """Mean of x xᵀ over tokens whose inputs are correlated, of different size, partly dead, or few."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(3 * inputs, inputs))
+    if kind == "correlated":
+        x = x @ (np.eye(inputs) + generator.normal(size=(inputs, inputs)) / np.sqrt(inputs))
+    elif kind == "outliers":
+        x = x * np.exp(1.5 * generator.normal(size=inputs))
+    elif kind == "dead":
+        x[:, ::5] = 0
+    elif kind == "singular":
+        x = generator.normal(size=(3 * inputs, 3)) @ generator.normal(size=(3, inputs))
+    return x.T @ x / len(x)
+
+
+KINDS = ["correlated", "outliers", "dead", "singular"]
+
+
+def removed_in_groups(scores: np.ndarray, kept: int, of: int) -> np.ndarray:
+    removed = np.zeros(scores.shape, dtype=bool)
+    for row in range(len(scores)):
+        for first in range(0, scores.shape[1], of):
+            order = np.argsort(scores[row, first : first + of], kind="stable")
+            removed[row, first + order[: of - kept]] = True
+    return removed
+
+
+def slow_sparsegpt(
+    weight: np.ndarray,
+    hessian: np.ndarray,
+    sparsity: float,
+    pattern=None,
+    block: int = 128,
+    damping: float = 0.1,
+) -> np.ndarray:
+    """The optimal brain surgeon input by input: the Hessian of the inputs that are left is inverted anew each time.
+
+    Removing w_j costs w_j² / H⁻¹_jj and moves the others by −w_j H⁻¹_j / H⁻¹_jj, with H⁻¹ that of inputs j, j + 1 …
+    """
+    left, hessian = weight.copy(), hessian.copy()
+    outputs, inputs = weight.shape
+    dead = np.diag(hessian) == 0
+    hessian[dead, dead] = 1
+    left[:, dead] = 0
+    hessian += damping * np.diag(hessian).mean() * np.eye(inputs)
+    inverses = [np.linalg.inv(hessian[j:, j:]) for j in range(inputs)]
+    price = np.array([inverse[0, 0] for inverse in inverses])
+    removed = np.zeros(weight.shape, dtype=bool)
+    for j in range(inputs):
+        if pattern is None and j % block == 0:
+            part = slice(j, min(j + block, inputs))
+            score = left[:, part] ** 2 / price[part]
+            gone = np.zeros(score.size, dtype=bool)
+            gone[np.argsort(score.T, axis=None, kind="stable")[: int(sparsity * score.size)]] = True
+            removed[:, part] = gone.reshape(score.T.shape).T
+        elif pattern is not None and j % pattern[1] == 0:
+            part = slice(j, j + pattern[1])
+            removed[:, part] = removed_in_groups(left[:, part] ** 2 / price[part], *pattern)
+        for row in range(outputs):
+            if removed[row, j]:
+                left[row, j:] -= left[row, j] / price[j] * inverses[j][0]
+                left[row, j] = 0
+    return left
+
+
+def hessian_error(weight: np.ndarray, pruned: torch.Tensor, hessian: np.ndarray) -> float:
+    """‖(W − Ŵ) X‖² per token."""
+    lost = weight - pruned.double().numpy()
+    return float(np.trace(lost @ hessian @ lost.T))
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.9])
+def test_magnitude_removes_the_smallest_of_the_whole_matrix(sparsity):
+    weight = weights(13, 21)
+    order = np.argsort(np.abs(weight), axis=None)
+    expected = weight.flatten()
+    expected[order[: int(sparsity * weight.size)]] = 0
+    got = magnitude(torch.from_numpy(weight), sparsity)
+    assert np.array_equal(got.numpy(), expected.reshape(weight.shape))
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.9])
+def test_wanda_removes_the_smallest_of_each_output(sparsity):
+    weight, x = weights(13, 21), np.random.default_rng(1).normal(size=(50, 21)) * np.arange(1, 22)
+    expected = weight.copy()
+    for row in expected:
+        score = [abs(row[j]) * np.linalg.norm(x[:, j]) for j in range(21)]
+        row[np.argsort(score)[: int(sparsity * 21)]] = 0
+    for factor in (1, 1 / np.sqrt(50), 1e6):
+        norm = torch.from_numpy(factor * np.linalg.norm(x, axis=0))
+        assert np.array_equal(wanda(torch.from_numpy(weight), norm, sparsity).numpy(), expected)
+
+
+@pytest.mark.parametrize("pattern", [(2, 4), (4, 8), (2, 8), (1, 3)])
+def test_patterns_keep_the_best_of_each_group(pattern):
+    weight, norm = weights(6, 48), np.exp(weights(1, 48, 1)[0])
+    text = f"{pattern[0]}:{pattern[1]}"
+    expected = np.where(removed_in_groups(np.abs(weight), *pattern), 0, weight)
+    assert np.array_equal(magnitude(torch.from_numpy(weight), pattern=text).numpy(), expected)
+    expected = np.where(removed_in_groups(np.abs(weight) * norm, *pattern), 0, weight)
+    got = wanda(torch.from_numpy(weight), torch.from_numpy(norm), 1 - pattern[0] / pattern[1], pattern)
+    assert np.array_equal(got.numpy(), expected)
+
+
+def test_a_dead_input_is_removed_first_by_wanda():
+    norm = torch.ones(10)
+    norm[[2, 7]] = 0
+    pruned = wanda(torch.from_numpy(weights(5, 10)), norm, 0.2)
+    assert (pruned[:, [2, 7]] == 0).all()
+    assert (pruned != 0).sum() == 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [1, 5, 16, 128])
+def test_sparsegpt_is_the_optimal_brain_surgeon(kind, block):
+    weight, hessian = weights(9, 24), hessian_of(24, kind)
+    expected = slow_sparsegpt(weight, hessian, 0.6, block=block)
+    got = sparsegpt(torch.from_numpy(weight), torch.from_numpy(hessian), 0.6, block=block).numpy()
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+    assert np.array_equal(got == 0, expected == 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", [(2, 4), (4, 8), (2, 8), (1, 3), (20, 24)])
+def test_sparsegpt_with_a_pattern(kind, pattern):
+    """Groups are chosen as adjusted for those before them, so blocks change nothing."""
+    weight, hessian = weights(7, 48), hessian_of(48, kind, 2)
+    expected = slow_sparsegpt(weight, hessian, 0, pattern)
+    for block in (1, 20, 128):
+        got = sparsegpt(torch.from_numpy(weight), torch.from_numpy(hessian), None, pattern, block=block)
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("damping", [0.01, 0.1, 1.0])
+def test_damping_is_a_share_of_the_mean_diagonal(damping):
+    weight, hessian = weights(5, 12), hessian_of(12, "outliers")
+    expected = slow_sparsegpt(weight, hessian, 0.5, damping=damping)
+    for factor in (1, 1e-6, 1e6):
+        given_ = torch.from_numpy(factor * hessian)
+        got = sparsegpt(torch.from_numpy(weight), given_, 0.5, damping=damping)
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_more_inputs_than_one_block():
+    """300 inputs: three blocks of 128, the last one smaller."""
+    weight, hessian = weights(6, 300), hessian_of(300, "correlated")
+    expected = slow_sparsegpt(weight, hessian, 0.5)
+    got = sparsegpt(torch.from_numpy(weight), torch.from_numpy(hessian), 0.5)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-8, atol=1e-10)
+    single = sparsegpt(torch.from_numpy(weight).float(), torch.from_numpy(hessian).float(), 0.5)
+    np.testing.assert_allclose(single.numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    outputs=st.integers(1, 12),
+    groups=st.integers(1, 9),
+    sparsity=st.floats(0.01, 0.99),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 99),
+)
+def test_counts_are_exact(outputs, groups, sparsity, kind, seed):
+    """Of continuous numbers no entry is 0 but those that were removed, and the dead ones of SparseGPT."""
+    weight, hessian = weights(outputs, 4 * groups, seed), hessian_of(4 * groups, kind, seed)
+    given_, norm = torch.from_numpy(weight), torch.from_numpy(hessian).diagonal().sqrt()
+    assert (magnitude(given_, sparsity) == 0).sum() == int(sparsity * weight.size)
+    assert ((wanda(given_, norm, sparsity) == 0).sum(1) == int(sparsity * 4 * groups)).all()
+    removed = int((sparsegpt(given_, torch.from_numpy(hessian), sparsity) == 0).sum())
+    dead = outputs * int((norm == 0).sum())
+    assert removed == max(dead, int(sparsity * weight.size))
+    for pruned in (
+        magnitude(given_, pattern="2:4"),
+        wanda(given_, norm, pattern="2:4"),
+        sparsegpt(given_, torch.from_numpy(hessian), pattern="2:4"),
+    ):
+        per_group = (pruned.view(-1, 4) != 0).sum(1)
+        assert (per_group <= 2).all()
+        assert kind == "dead" or (per_group == 2).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_sparsegpt_loses_less_than_wanda_and_that_less_than_magnitude(kind, pattern):
+    """In the Hessian's norm, on the average over matrices. Wanda and magnitude differ where inputs do in size.
+
+    Inputs of very different size that are not correlated leave SparseGPT nothing to gain, and damping by a tenth of
+    the mean diagonal, which is that of the largest, blurs what Wanda sees.
+    """
+    lost = np.zeros((8, 3))
+    for seed in range(8):
+        weight, hessian = weights(16, 64, seed), hessian_of(64, kind, seed)
+        given_, full = torch.from_numpy(weight), torch.from_numpy(hessian)
+        for method, pruned in enumerate(
+            (
+                sparsegpt(given_, full, 0.5, pattern),
+                wanda(given_, full.diagonal().sqrt(), 0.5, pattern),
+                magnitude(given_, 0.5, pattern),
+            )
+        ):
+            lost[seed, method] = hessian_error(weight, pruned, hessian)
+    means = lost.mean(axis=0)
+    if kind == "outliers":
+        assert means[1] < 0.9 * means[2]
+    else:
+        assert means[0] < 0.95 * means[1]
+
+
+def test_damping_is_raised_until_the_hessian_can_be_factored():
+    """A known spectrum: with mean diagonal 1 and an eigenvalue −0.35, damping 0.1 fails and 1 does."""
+    inputs = 6
+    basis = np.linalg.qr(weights(inputs, inputs))[0]
+    values = np.full(inputs, (inputs + 0.35) / (inputs - 1))
+    values[0] = -0.35
+    hessian = torch.from_numpy((basis * values) @ basis.T)
+    factor = factor_hessian(hessian)
+    assert factor.damping == 1
+    torch.testing.assert_close(
+        factor.upper @ factor.upper.mT, hessian + torch.eye(inputs, dtype=torch.float64), rtol=0, atol=1e-12
+    )
+    assert torch.equal(factor.upper, factor.upper.triu())
+    weight = torch.from_numpy(weights(3, inputs))
+    expected = slow_sparsegpt(weight.numpy(), hessian.numpy(), 0.5, damping=1)
+    np.testing.assert_allclose(sparsegpt(weight, hessian, 0.5).numpy(), expected, rtol=1e-9)
+
+
+def test_a_singular_hessian_without_damping():
+    """Of rank 1, exact in float64: it gets just enough."""
+    column = torch.arange(1, 9, dtype=torch.float64)
+    factor = factor_hessian(torch.outer(column, column), damping=0)
+    assert 0 < factor.damping < 1e-12
+    pruned = sparsegpt_factored(torch.from_numpy(weights(4, 8)), factor, 0.5)
+    assert torch.isfinite(pruned).all()
+    assert factor_hessian(torch.eye(4), damping=0).damping == 0
+
+
+def test_dead_inputs_get_no_weight():
+    hessian = torch.from_numpy(hessian_of(20, "dead"))
+    pruned = sparsegpt(torch.from_numpy(weights(4, 20)), hessian, 0.1)
+    assert (pruned[:, ::5] == 0).all()
+    assert factor_hessian(hessian).dead.nonzero().flatten().tolist() == [0, 5, 10, 15]
+    assert (sparsegpt(torch.ones(2, 3), torch.zeros(3, 3), 0.5) == 0).all()
+
+
+def test_one_factor_serves_several_matrices():
+    hessian = torch.from_numpy(hessian_of(16, "correlated"))
+    factor = factor_hessian(hessian, 0.2)
+    assert factor.damping == 0.2
+    for seed in range(3):
+        weight = torch.from_numpy(weights(5, 16, seed))
+        expected = sparsegpt(weight, hessian, 0.5, damping=0.2)
+        assert torch.equal(sparsegpt_factored(weight, factor, 0.5), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_dtype_stays_and_half_precisions_are_computed_in_float32(dtype):
+    weight, hessian = torch.from_numpy(weights(8, 32)).to(dtype), torch.from_numpy(hessian_of(32, "outliers"))
+    wide, norm = weight.to(torch.promote_types(dtype, torch.float32)), hessian.diagonal().sqrt()
+    for method in (
+        lambda matrix: magnitude(matrix, 0.5),
+        lambda matrix: wanda(matrix, norm, 0.5),
+        lambda matrix: sparsegpt(matrix, hessian, 0.5),
+        lambda matrix: sparsegpt(matrix, hessian, None, "2:4"),
+    ):
+        pruned = method(weight)
+        assert pruned.dtype == dtype
+        assert pruned.is_contiguous()
+        assert torch.equal(pruned, method(wide).to(dtype))
+
+
+def test_equal_entries_are_counted_exactly():
+    """bfloat16 has few different numbers: at the threshold are many, of which the last in the row stay."""
+    weight = torch.from_numpy(weights(40, 50)).bfloat16()
+    assert weight.abs().unique().numel() < 1000
+    assert (magnitude(weight, 0.5) == 0).sum() == 1000
+    assert wanda(torch.ones(2, 6), torch.ones(6), 0.5).tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+    assert magnitude(torch.ones(2, 4), pattern="2:4").tolist() == [[0, 0, 1, 1]] * 2
+
+
+def test_nothing_given_is_changed():
+    strided = torch.from_numpy(weights(12, 24)).T
+    hessian = torch.from_numpy(hessian_of(12, "dead"))
+    before, square = strided.clone(), hessian.clone()
+    for pruned in (
+        magnitude(strided, 0.5),
+        wanda(strided, hessian.diagonal(), 0.5),
+        sparsegpt(strided, hessian, 0.5),
+    ):
+        assert pruned.data_ptr() != strided.data_ptr()
+        assert not (pruned == before).all()
+    assert torch.equal(strided, before)
+    assert torch.equal(hessian, square)
+    assert torch.equal(sparsegpt(strided, hessian, 0.5), sparsegpt(strided.contiguous(), hessian, 0.5))
+    parameter = torch.nn.Parameter(strided)
+    assert not magnitude(parameter, 0.5).requires_grad
+    assert parameter.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w, h: magnitude(w, 1.5), "sparsity is 1.5"),
+        (lambda w, h: magnitude(w), "no sparsity is given"),
+        (lambda w, h: wanda(w, torch.ones(8), 0.6, "2:4"), "removes 0.5 of the entries, not 0.6"),
+        (lambda w, h: wanda(w, torch.ones(7), 0.6), "input_norm must be one number for each of 8 inputs"),
+        (lambda w, h: sparsegpt(w, h[:4], 0.5), r"shape \(4, 8\): give \(inputs, inputs\)"),
+        (lambda w, h: sparsegpt(w, h[:4, :4], 0.5), "the Hessian is of 4 inputs, the weight of 8"),
+        (lambda w, h: sparsegpt(w, h[0], 0.5), "hessian must be a tensor"),
+        (lambda w, h: sparsegpt(w, h.numpy(), 0.5), "hessian must be a tensor"),
+        (lambda w, h: sparsegpt(w, h * float("nan"), 0.5), "hessian holds NaN or infinity"),
+        (
+            lambda w, h: sparsegpt(w, torch.where(h == h.max(), torch.inf, h), 0.5),
+            "hessian holds NaN or infinity",
+        ),
+        (lambda w, h: sparsegpt(w, h + 0.1 * h.triu(1), 0.5), "hessian is not symmetric"),
+        (lambda w, h: sparsegpt(w, -h, 0.5), "hessian has a negative diagonal"),
+        (lambda w, h: sparsegpt(w, h, 0.5, damping=-1), "damping is -1"),
+        (lambda w, h: sparsegpt(w, h, 0.5, damping=float("nan")), "damping is nan"),
+        (lambda w, h: sparsegpt(w, h, 0.5, block=0), "block is 0"),
+        (lambda w, h: sparsegpt(w, h, 0.5, "3:5"), "needs a multiple of 5 inputs"),
+        (lambda w, h: sparsegpt(w * float("nan"), h, 0.5), "weight holds NaN"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(UsageError, match=message):
+        call(torch.from_numpy(weights(3, 8)), torch.from_numpy(hessian_of(8, "correlated")))
+
+
+def test_what_no_damping_makes_definite():
+    hessian = torch.full((3, 3), 1e20)
+    hessian.diagonal().fill_(1e-3)
+    with pytest.raises(UsageError, match="far from positive semidefinite"):
+        factor_hessian(hessian)

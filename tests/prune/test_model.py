@@ -1,0 +1,371 @@
+"""Whole models pruned layer by layer, against an independent slow pruning, and in every family."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests import checkpoints
+from tests.prune.families import DECODERS, FAMILIES, MORE, opened_anew
+from theodolite import interventions, surveyor
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.models.factored import read_pieces
+from theodolite.models.linears import block_matrices
+from theodolite.prune import Pruned, oats, prune_model
+
+METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
+ITERATIONS = 6
+"""Of OATS; what they converge to is tested where one matrix is."""
+
+
+def corpus_of(contexts: int = 10, length: int = 24) -> Corpus:
+    return Corpus.random_tokens(300, length, contexts)
+
+
+# The slow pruning: matrices by hand, whole forward passes of a live model, all inputs kept, numpy.
+
+LLAMA = [
+    *(("self_attn." + name, slice(None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(("mlp." + name, slice(None)) for name in ("gate_proj", "up_proj", "down_proj")),
+]
+GPT2 = [
+    *(("attn.c_attn", slice(start, start + 32)) for start in (0, 32, 64)),
+    *((name, slice(None)) for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+]
+
+
+def slowly_pruned(
+    model: transformers.PreTrainedModel, ids: torch.Tensor, method: str, sparsity: float
+) -> None:
+    gpt2 = isinstance(model, transformers.GPT2LMHeadModel)
+    for block in model.transformer.h if gpt2 else model.model.layers:
+        inputs: dict[str, np.ndarray] = {}
+        hooks = [_keeping(module, name, inputs) for name, module in block.named_modules() if name]
+        with torch.no_grad():
+            model(ids)
+        for hook in hooks:
+            hook.remove()
+        for name, rows in GPT2 if gpt2 else LLAMA:
+            weight = block.get_submodule(name).weight.data
+            part = weight[:, rows].T if gpt2 else weight[rows]
+            part.copy_(torch.from_numpy(slow_matrix(part.double().numpy(), inputs[name], method, sparsity)))
+
+
+def _keeping(
+    module: nn.Module, name: str, inputs: dict[str, np.ndarray]
+) -> torch.utils.hooks.RemovableHandle:
+    def keep(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args:  # attention modules are called by keywords
+            inputs[name] = args[0].flatten(0, -2).double().numpy()
+
+    return module.register_forward_pre_hook(keep)
+
+
+def slow_matrix(weight: np.ndarray, inputs: np.ndarray, method: str, sparsity: float) -> np.ndarray:
+    """One matrix (outputs, inputs) from all vectors that entered it, written from the papers' formulas."""
+    width = weight.shape[1]
+    if method == "magnitude":
+        order = np.argsort(np.abs(weight), axis=None)[: int(sparsity * weight.size)]
+        pruned = weight.copy()
+        pruned.flat[order] = 0
+        return pruned
+    if method == "wanda":
+        score = np.abs(weight) * np.linalg.norm(inputs, axis=0)
+        pruned = weight.copy()
+        np.put_along_axis(pruned, np.argsort(score, axis=1)[:, : int(sparsity * width)], 0, axis=1)
+        return pruned
+    if method == "sparsegpt":
+        hessian = inputs.T @ inputs
+        hessian += 0.1 * np.diag(hessian).mean() * np.eye(width)
+        upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
+        left = weight.copy()
+        score = left**2 / np.diag(upper) ** 2  # of the first 128 columns at once: there are no more
+        gone = np.zeros(weight.size, dtype=bool)
+        gone[np.argsort(score, axis=None)[: int(sparsity * weight.size)]] = True
+        gone = gone.reshape(weight.shape)
+        for column in range(width):
+            error = np.where(gone[:, column], left[:, column] / upper[column, column], 0)
+            left[:, column:] -= np.outer(error, upper[column, column:])
+            left[gone[:, column], column] = 0
+        return left
+    second_moment = torch.from_numpy((inputs**2).mean(axis=0))
+    found = oats(torch.from_numpy(weight).float(), second_moment, sparsity, iterations=ITERATIONS)
+    return found.dense().double().numpy()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama2", "gpt2"])
+def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, tmp_path):
+    """Oracle: `slowly_pruned`, which shares no code but, for OATS, that of one matrix."""
+    model, corpus = opened_anew(family, tmp_path), corpus_of()
+    slow = copy.deepcopy(model.hf)
+    slowly_pruned(slow, corpus.contexts, method, 0.5)
+    pruned = prune_model(model, corpus, method, 0.5, batch=4, iterations=ITERATIONS)
+    for (name, expected), (_, got) in zip(slow.named_parameters(), model.hf.named_parameters(), strict=True):
+        if method != "oats":  # whose sum has no zeros
+            assert torch.equal(got == 0, expected == 0), name
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=name)
+    assert (pruned.table["tokens"] == corpus.contexts.numel()).all()
+    assert pruned.folder is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_says_what_was_done(method, tmp_path):
+    """Oracle: inputs kept by hooks on the dense model's first block, errors and counts in numpy."""
+    model, corpus = opened_anew("llama3", tmp_path), corpus_of()
+    dense, inputs = copy.deepcopy(model.hf), {}
+    for name, module in dense.model.layers[0].named_modules():
+        _keeping(module, name, inputs)
+    with torch.no_grad():
+        dense(corpus.contexts)
+    table = prune_model(model, corpus, method, 0.5, iterations=ITERATIONS).table
+    assert list(table["layer"].unique()) == [0, 1, 2]
+    for row in table[table["layer"] == 0].itertuples():
+        path = {f"{name}": f"self_attn.{name}_proj" for name in "qkv"}.get(row.matrix, row.matrix)
+        assert row.parameter == f"model.layers.0.{path}.weight"
+        before = dense.get_parameter(row.parameter).double().numpy()
+        after = model.hf.get_parameter(row.parameter).double().numpy()
+        assert (row.outputs, row.inputs) == before.shape
+        rms = np.sqrt((inputs[path] ** 2).mean(axis=0))
+        scaled = np.linalg.norm((before - after) * rms) / np.linalg.norm(before * rms)
+        assert math.isclose(row.error_scaled, scaled, rel_tol=1e-6)
+        if method == "sparsegpt":
+            lost = inputs[path] @ (before - after).T
+            assert math.isclose(
+                row.error, np.linalg.norm(lost) / np.linalg.norm(inputs[path] @ before.T), rel_tol=1e-4
+            )
+            assert row.damping >= 0.1
+        else:
+            assert math.isnan(row.error)
+            assert math.isnan(row.damping)
+        kept = row.nonzeros + row.rank * (row.outputs + row.inputs)
+        assert math.isclose(row.sparsity, 1 - kept / before.size, rel_tol=1e-12)
+        if method != "oats":
+            assert row.nonzeros == np.count_nonzero(after)
+            assert row.rank == 0
+        assert abs(row.sparsity - 0.5) < 0.04
+        assert row.dense_bytes == 4 * before.size
+        assert row.compact_bytes == 4 * kept + before.size // 8
+        assert row.fallback == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pruned_checkpoint_of_every_family_opens_in_transformers(family, tmp_path):
+    """Oracle: the dense checkpoint, tensor by tensor, and the linear layers of its blocks by their classes."""
+    dense = opened_anew(family, tmp_path)
+    table = prune_model(opened_anew(family, tmp_path), corpus_of(), "wanda", 0.5, out=tmp_path / "out").table
+    architecture = getattr(transformers, ({**checkpoints.FAMILIES, **MORE})[family][0])
+    model = architecture.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("abc")["input_ids"] == dense.tokenizer("abc")["input_ids"]
+    linear = {
+        f"{name}.weight"
+        for name, module in dense.hf.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.startswith(_blocks(dense))
+    }
+    linear |= {name for name, parameter in dense.hf.named_parameters() if parameter.ndim == 3}
+    assert set(table["parameter"]) == linear
+    for (name, before), after in zip(dense.hf.state_dict().items(), model.state_dict().values(), strict=True):
+        if name not in linear:
+            assert torch.equal(before, after), name
+    opened = open_model(tmp_path / "out")
+    for matrix in (matrix for block in block_matrices(opened) for matrix in block):
+        assert ((matrix.read() == 0).sum(dim=1) == matrix.shape[1] // 2).all(), matrix.key
+    if family in DECODERS:
+        ids = torch.tensor([[5, 6, 7]])
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+        )
+        assert generated.shape[1] <= 7
+    tied = dense.hf.config.tie_word_embeddings
+    head = model.get_output_embeddings()
+    assert head is None or (head.weight is model.get_input_embeddings().weight) == tied
+
+
+def _blocks(model) -> tuple[str, ...]:
+    """What the names of the modules inside its blocks begin with."""
+    names = {module: name for name, module in model.hf.named_modules()}
+    return tuple(f"{names[block]}." for block in model.structure.blocks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_factored_and_merged_are_the_same_model(family, tmp_path):
+    """Oracle: the merged checkpoint's logits; its bytes by counting values, bits and factors."""
+    ids = corpus_of().contexts[:3]
+    opened = {}
+    for form in ("merged", "factored"):
+        model = opened_anew(family, tmp_path)
+        pruned = prune_model(model, corpus_of(), "oats", 0.5, iterations=4, out=tmp_path / form, form=form)
+        opened[form] = open_model(tmp_path / form)
+        assert pruned.provenance["pruning"]["format"] == form
+        again = Pruned.load(tmp_path / form)
+        pd.testing.assert_frame_equal(again.table, pruned.table)
+        assert again.provenance == pruned.provenance
+        assert again.low_rank.keys() == pruned.low_rank.keys()
+        for at, factors in pruned.low_rank.items():
+            assert all(map(torch.equal, again.low_rank[at], factors))
+    merged, factored = opened["merged"].hf, opened["factored"].hf
+    assert type(factored) is type(merged)
+    with torch.inference_mode():
+        one, other = merged(ids), factored(ids)
+    torch.testing.assert_close(other[0], one[0], rtol=1e-3, atol=1e-3 * float(one[0].abs().max()))
+    layers = [module for module in factored.modules() if type(module).__name__ == "SparseLowRankLinear"]
+    table = pruned.table
+    assert len(layers) == table[table["expert"] < 0]["parameter"].nunique()
+    for name, tensor in merged.state_dict().items():
+        if name not in set(table[table["expert"] < 0]["parameter"]):
+            assert torch.equal(factored.state_dict()[name], tensor), name
+    head = factored.get_output_embeddings()
+    tied = merged.config.tie_word_embeddings
+    assert head is None or (head.weight is factored.get_input_embeddings().weight) == tied
+    told = pruned.provenance["pruning"]
+    lost = (table["dense_bytes"] - table["compact_bytes"]).sum()
+    rows = sum(len(m.rows) for b in block_matrices(model) for m in b if m.rows is not None) * 8
+    assert (
+        told["dense_bytes"] - lost <= told["bytes"] <= told["dense_bytes"] - lost + rows + 80_000
+    )  # with headers
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss"])
+def test_a_factored_checkpoint_can_be_surveyed(family, tmp_path):
+    """Oracle: the probe's weights of the merged one, whose matrices are single parameters."""
+    opened = []
+    for form in ("merged", "factored"):
+        model = opened_anew(family, tmp_path)
+        prune_model(model, corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / form, form=form)
+        opened.append(open_model(tmp_path / form))
+    merged, factored = opened
+    for layer in range(merged.layers):
+        one, other = merged.head_weights(layer), factored.head_weights(layer)
+        for name in ("w_q", "w_k", "w_v", "b_q"):
+            torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            factored.output_weights(layer), merged.output_weights(layer), rtol=0, atol=1e-6
+        )
+    tables = [surveyor.survey(model, corpus_of()).heads for model in opened]
+    np.testing.assert_allclose(tables[1]["entropy"], tables[0]["entropy"], rtol=1e-3)
+    with pytest.raises(UsageError, match="factored is pruned already"):
+        prune_model(factored, corpus_of(), "wanda", 0.5)
+
+
+def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
+    out = tmp_path / "out"
+    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "wanda", 0.5, out=out, form="factored")
+    with pytest.raises(UsageError, match="out is factored, and goes to one device: leave out --device-map"):
+        open_model(out, device_map="auto")
+    assert open_model(out, dtype="float64").hf.dtype == torch.float64
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # transformers would make up weights
+        transformers.AutoModelForCausalLM.from_pretrained(out)
+    dense = (out / "dense.safetensors").read_bytes()
+    (out / "dense.safetensors").write_bytes(dense[:-3])
+    with pytest.raises(WorkError, match=r"dense\.safetensors is damaged"):
+        open_model(out)
+    (out / "dense.safetensors").write_bytes(dense)
+    (out / "block-001.safetensors").unlink()
+    with pytest.raises(WorkError, match=r"lacks 4 of the model's tensors \(first: transformer\.h\.1\.attn"):
+        open_model(out)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_neox"])
+def test_the_factors_are_what_interventions_take_out(family, tmp_path):
+    """Oracle: the sparse parts in the factored checkpoint, which are all that is left."""
+    for form in ("merged", "factored"):
+        prune_model(
+            opened_anew(family, tmp_path),
+            corpus_of(),
+            "oats",
+            0.5,
+            iterations=4,
+            out=tmp_path / form,
+            form=form,
+        )
+    model, pruned = open_model(tmp_path / "merged"), Pruned.load(tmp_path / "merged")
+    pieces, _ = read_pieces(tmp_path / "factored" / "block-001.safetensors")
+    sparse = {piece.key: piece.sparse for piece in pieces}
+    with interventions.without_low_rank(model, 1, factors=pruned.factors(1)) as shares:
+        assert set(shares) == {"q", "k", "v"}
+        assert min(shares.values()) > 0.01
+        for matrix in block_matrices(model)[1]:
+            if matrix.name in "qkv":
+                torch.testing.assert_close(matrix.read(), sparse[matrix.name], rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="W_Q, W_K and W_V of block 7 have no low-rank part"):
+        pruned.factors(7)
+    assert "oats" in repr(pruned)
+
+
+def test_rank_goes_where_it_is_asked_for(tmp_path):
+    """Oracle: r = ⌊κ(1 − ρ) · outputs · inputs / (outputs + inputs)⌋, by hand."""
+    model = opened_anew("gpt2", tmp_path)
+    table = prune_model(
+        model,
+        corpus_of(),
+        "oats",
+        [0.4, 0.5, 0.6],
+        iterations=3,
+        rank_ratio=lambda layer, name: {(1, "q"): 0.5, (2, "mlp.c_fc"): 0.0}.get((layer, name), 0.25),
+    ).table.set_index(["layer", "matrix"])
+    assert table["rank"][0, "q"] == int(0.25 * 0.6 * 16)
+    assert table["rank"][1, "q"] == int(0.5 * 0.5 * 16) == 4
+    assert table["rank"][1, "k"] == int(0.25 * 0.5 * 16) == 2
+    assert table["rank"][2, "mlp.c_fc"] == 0
+    assert table["asked"].groupby("layer").first().tolist() == [0.4, 0.5, 0.6]
+    for (layer, _), sparsity in table["sparsity"].items():
+        assert abs(sparsity - [0.4, 0.5, 0.6][layer]) < 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pattern_holds_in_every_group(method, tmp_path):
+    """Oracle: counts of each four neighbouring inputs, in the sparse part."""
+    pruned = prune_model(
+        opened_anew("phi3", tmp_path),
+        corpus_of(),
+        method,
+        0.5,
+        pattern="2:4",
+        iterations=3,
+        out=tmp_path / "out",
+        form="factored",
+    )
+    for layer in range(3):
+        for piece in read_pieces(tmp_path / "out" / f"block-{layer:03d}.safetensors")[0]:
+            groups = (piece.sparse != 0).unflatten(1, (-1, 4)).sum(dim=2)
+            assert (groups <= 2).all(), piece.key
+    assert pruned.provenance["pruning"]["pattern"] == "2:4"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision(method, tmp_path):
+    """Oracle: the float32 pruning of the same weights: errors agree to the dtype's rounding."""
+    half = opened_anew("llama2", tmp_path, dtype=torch.bfloat16)
+    single = open_model(tmp_path / "llama2", dtype="float32")
+    first, second = (
+        prune_model(model, corpus_of(), method, 0.5, iterations=4).table for model in (half, single)
+    )
+    assert half.hf.dtype == torch.bfloat16
+    assert (first["dense_bytes"] * 2 == second["dense_bytes"]).all()
+    np.testing.assert_allclose(first["error_scaled"], second["error_scaled"], rtol=0.05, atol=0.01)
+
+
+def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
+    """Oracle: magnitude by output, which is what Wanda does when all inputs count alike."""
+    model = opened_anew("gpt_oss", tmp_path)
+    for block in model.structure.blocks:
+        block.mlp.router.bias.data[:] = torch.tensor([100.0, -100.0])
+    dense = model.hf.model.layers[0].mlp.experts.down_proj[1].clone()
+    table = prune_model(model, corpus_of(), "wanda", 0.5).table.set_index(["layer", "matrix", "expert"])
+    assert (table.xs(1, level="expert")["tokens"] == 0).all()
+    assert table.xs(1, level="expert")["fallback"].str.startswith("no token of the text reached it").all()
+    assert (table.xs(0, level="expert")["fallback"] == "").all()
+    got = model.hf.model.layers[0].mlp.experts.down_proj[1]  # (inputs, outputs)
+    smallest = dense.abs().argsort(dim=0)[:24]
+    assert torch.equal(got == 0, torch.zeros_like(got, dtype=torch.bool).scatter(0, smallest, True))

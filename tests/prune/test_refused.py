@@ -1,0 +1,96 @@
+"""What is not pruned, and what a pruned model says of itself."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.prune.families import opened_anew
+from tests.prune.test_model import corpus_of
+from theodolite import interventions
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import open_model
+from theodolite.prune import Pruned, load_factored, prune_model
+
+
+def test_the_model_says_that_it_was_pruned_and_how(tmp_path):
+    """What is measured of it in memory must not be taken for the dense model's, nor for another pruning's."""
+    edits = []
+    for sparsity in (0.5, 0.5, 0.6):
+        model = opened_anew("gpt2", tmp_path)
+        assert model.edits == ()
+        prune_model(model, corpus_of(), "magnitude", sparsity)
+        edits += model.edits
+    assert all(re.fullmatch(r"pruned\(magnitude, sha256:[0-9a-f]{16}\)", edit) for edit in edits)
+    assert edits[0] == edits[1] != edits[2]
+    with pytest.raises(UsageError, match=r"is not what its checkpoint is \(pruned\(magnitude"):
+        prune_model(model, corpus_of(), "magnitude", 0.5)
+
+
+def test_a_pruned_model_is_refused(tmp_path):
+    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out")
+    with pytest.raises(UsageError, match=r"out is pruned already \(pruning\.json lies beside it\)"):
+        prune_model(open_model(tmp_path / "out"), corpus_of(), "wanda", 0.5)
+    sparse = opened_anew("gpt2", tmp_path)
+    for block in sparse.structure.blocks:
+        block.mlp.c_fc.weight.data[:, ::2] = block.mlp.c_proj.weight.data[::2] = 0
+    with pytest.raises(UsageError, match=r"33% of the weights .* are 0, as if it was pruned"):
+        prune_model(sparse, corpus_of(), "wanda", 0.5)
+
+
+def test_an_open_intervention_is_refused(tmp_path):
+    model = opened_anew("gpt2", tmp_path)
+    with (
+        interventions.without_low_rank(model, 0, 2),
+        pytest.raises(UsageError, match="is not what its checkpoint is"),
+    ):
+        prune_model(model, corpus_of(), "wanda", 0.5)
+
+
+def test_only_factored_folders_are_opened_as_such(checkpoint):
+    with pytest.raises(UsageError, match="gpt2 is no factored checkpoint"):
+        load_factored(checkpoint("gpt2"))
+    with pytest.raises(UsageError, match="no pruned checkpoint at"):
+        Pruned.load(checkpoint("gpt2"))
+
+
+BAD = {
+    "sparsity is 0.0": {"sparsity": 0.0},
+    "sparsity is 1.0": {"sparsity": 1.0},
+    "sparsity is -0.5": {"sparsity": [0.5, -0.5, 0.5]},
+    "sparsity is nan": {"sparsity": math.nan},
+    "2 sparsities for 3 blocks": {"sparsity": [0.5, 0.5]},
+    "unknown method lottery: use oats, sparsegpt, wanda, magnitude": {"method": "lottery"},
+    "rank ratio 1.5 of q in block 0 is not from 0 to 1": {"rank_ratio": 1.5},
+    "rank ratio -1 of v in block 2": {
+        "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
+    },
+    "iterations is 0": {"iterations": 0},
+    "no sparsity is given": {"sparsity": None},
+    "pattern 2:4 removes 0.5 of the entries, not 0.6": {"method": "wanda", "sparsity": 0.6, "pattern": "2:4"},
+    "pattern 3:5 needs a multiple of 5 inputs; the matrix has 32": {"sparsity": 0.4, "pattern": "3:5"},
+    "pattern is '4:2'": {"pattern": "4:2"},
+    "unknown format zip: use merged or factored": {"form": "zip"},
+    "120 tokens do not calibrate": {"method": "sparsegpt", "corpus": corpus_of(5)},
+    "contexts of 3 tokens are too short": {"corpus": corpus_of(5, 3)},
+    "token id 999 does not fit": {
+        "corpus": Corpus("ids", torch.full((4, 24), 999), torch.full((4,), -1), [], 0)
+    },
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_be_done_is_refused_before_anything_is(words, opened, tmp_path):
+    arguments = {"corpus": corpus_of(), "method": "oats", "sparsity": 0.5, **BAD[words]}
+    model = opened("gpt2")
+    before = model.hf.transformer.h[0].mlp.c_fc.weight.clone()
+    with pytest.raises(UsageError) as error:
+        prune_model(model, out=tmp_path / "out", **arguments)
+    assert words in str(error.value)
+    assert model.edits == ()
+    assert torch.equal(model.hf.transformer.h[0].mlp.c_fc.weight, before)
+    assert not list(tmp_path.iterdir())

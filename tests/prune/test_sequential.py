@@ -1,0 +1,110 @@
+"""Blocks run one by one, against the model's own passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.prune.families import FAMILIES, opened_anew
+from theodolite.corpus import Corpus
+from theodolite.errors import WorkError
+from theodolite.models.linears import one_expert_at_a_time
+from theodolite.models.structure import backbone, first_tensor
+from theodolite.prune.sequential import BlockByBlock
+
+
+def corpus_of(contexts: int = 5, length: int = 24) -> Corpus:
+    return Corpus.random_tokens(300, length, contexts)
+
+
+def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
+    """What enters a block in the model's own pass over the whole corpus."""
+    seen: list[torch.Tensor] = []
+    hook = model.structure.blocks[layer].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(first_tensor(args, kwargs)), with_kwargs=True
+    )
+    with torch.inference_mode(), one_expert_at_a_time(model.hf):
+        backbone(model.hf)(input_ids=corpus.contexts, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_block_gets_what_the_changed_ones_before_it_give(family, tmp_path):
+    """Oracle: a hook in a whole pass of the model, whose first blocks are changed. The last batch is smaller."""
+    model, corpus = opened_anew(family, tmp_path), corpus_of()
+    with one_expert_at_a_time(model.hf):
+        stream = BlockByBlock(model, corpus, 2, lambda: None)
+        for layer in range(model.layers):
+            seen = []
+            block = model.structure.blocks[layer]
+            hook = block.register_forward_pre_hook(
+                lambda _, args, kwargs, seen=seen: seen.append(first_tensor(args, kwargs)), with_kwargs=True
+            )
+            stream.read(layer)
+            hook.remove()
+            assert [len(hidden) for hidden in seen] == [2, 2, 1]
+            expected = entering(model, corpus, layer)
+            torch.testing.assert_close(torch.cat(seen), expected, rtol=1e-5, atol=1e-5)
+            with torch.no_grad():
+                for parameter in block.parameters():
+                    parameter *= 0.9
+            if layer + 1 < model.layers:
+                stream.advance(layer)
+        stream.verify_end()
+
+
+def test_every_batch_is_followed_by_a_word(tmp_path):
+    """Oracle: batches by count: one pass over 3 batches, then two blocks over each."""
+    model, told = opened_anew("gpt2", tmp_path), []
+    stream = BlockByBlock(model, corpus_of(), 2, lambda: told.append(1))
+    assert len(told) == 3
+    stream.read(0)
+    stream.advance(0)
+    assert len(told) == 9
+
+
+def test_arguments_that_are_alike_are_kept_once(tmp_path):
+    """Oracle: the masks of Mistral's window, one a block and batch, of which two have one shape and one another."""
+    model = opened_anew("mistral", tmp_path)
+    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    masks = [kwargs["attention_mask"] for calls in stream._calls for _, kwargs in calls]
+    assert len(masks) == 9
+    assert len({mask.data_ptr() for mask in masks}) == 2
+    assert all(kwargs.get("hidden_states") is None for calls in stream._calls for _, kwargs in calls)
+    assert all(args[0] is None for calls in stream._calls for args, _ in calls)
+
+
+def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(tmp_path):
+    """In its own pass, and only there, the model adds the input of the first block once more after the second."""
+    model, entered, own_pass = opened_anew("gpt2", tmp_path), [], []
+    first, second, _ = blocks = model.structure.blocks
+    backbone(model.hf).register_forward_pre_hook(lambda *_: own_pass.append(True))
+    backbone(model.hf).register_forward_hook(lambda *_: own_pass.clear())
+    first.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    second.register_forward_hook(lambda _, args, output: output + entered[-1] if own_pass else None)
+    assert len(blocks) == 3
+    with pytest.raises(
+        WorkError, match=r"GPT2LMHeadModel: running its blocks one by one differs .* by 1\.9e-01"
+    ):
+        BlockByBlock(model, corpus_of(), 2, lambda: None)
+
+
+def test_numbers_that_are_none_stop_the_work(tmp_path):
+    model = opened_anew("gpt2", tmp_path)
+    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    with torch.no_grad():
+        model.hf.transformer.h[0].mlp.c_proj.bias[0] = float("nan")
+    with pytest.raises(WorkError, match="hidden states of layer 1 hold NaN or infinite values"):
+        stream.advance(0)
+
+
+def test_a_block_that_was_changed_behind_its_back_is_noticed_at_the_end(tmp_path):
+    model = opened_anew("gpt2", tmp_path)
+    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    stream.advance(0)
+    stream.advance(1)
+    with torch.no_grad():
+        model.hf.transformer.h[0].mlp.c_proj.weight *= 0
+    with pytest.raises(WorkError, match="differs from the model's own pass"):
+        stream.verify_end()

@@ -1,0 +1,5 @@
+"""What of the mechanism survives in another model: the audit of two runs, its page, and the models side by side."""
+
+from theodolite.comparison.audit import Audit as Audit
+from theodolite.comparison.audit import compare as compare
+from theodolite.comparison.parts import Part as Part

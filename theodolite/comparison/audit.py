@@ -1,0 +1,229 @@
+"""`compare`: what of one run's mechanism is in another run of the same text, in tables and sentences.
+
+It reads runs and sees no model: so it works for any two models of one shape, pruned, retrained, quantised, or under
+an intervention, and next year.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from theodolite.comparison import heads, sinks, stream
+from theodolite.comparison.parts import LOST, NEW, SURVIVED, UNDECIDED, Part
+from theodolite.errors import UsageError
+from theodolite.report.data import provenance
+from theodolite.report.text import counted, head_name, listed
+from theodolite.run import Run
+
+NEARLY_ALL, HARDLY_ANY = 0.9, 0.1
+"""Of a part: with more left it survived, with less it is lost."""
+
+HARDEST, LEAST_PARTS = 3, 2
+"""Heads that are named as hit hardest, where no more are alike, and the parts that one must lose something of."""
+
+OF_HEADS = ("sinks", "tags", "entropies", "head types", "spectra")
+
+SHAPE = {
+    "layers": "layers",
+    "heads": "heads a layer",
+    "width": "dimensions of the residual stream",
+    "vocabulary": "tokens in the vocabulary",
+}
+"""What two models must have alike, as the provenance calls it and as a message does."""
+
+
+@dataclass(frozen=True, repr=False)
+class Audit:
+    """What survives of a reference in another run.
+
+    Attributes:
+        reference, other: names of the two.
+        parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
+            entropies, head types, spectra.
+        summary: the verdict in one or two sentences; each part has one of its own.
+        runs: provenance of the two surveys.
+    """
+
+    reference: str
+    other: str
+    parts: tuple[Part, ...]
+    summary: str
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Audit of {self.other} against {self.reference}: {self.summary}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
+
+    def part(self, name: str) -> Part:
+        """The part of this name.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise UsageError(f"no part {name!r}: there are {listed([part.name for part in self.parts], 9)}")
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """`parts`, the counts of each part, and each part's own table by its name, with underscores."""
+        counts = pd.DataFrame(
+            {
+                "part": [part.name for part in self.parts],
+                "survived": [part.count(SURVIVED) for part in self.parts],
+                "lost": [part.count(LOST) for part in self.parts],
+                "new": [part.count(NEW) for part in self.parts],
+                "undecided": [part.count(UNDECIDED) for part in self.parts],
+                "by_chance": [part.by_chance for part in self.parts],
+                "left": [part.left for part in self.parts],
+            }
+        )
+        return {"parts": counts} | {part.name.replace(" ", "_"): part.table for part in self.parts}
+
+
+def compare(
+    reference: Run,
+    other: Run,
+    reference_trace: Run | None = None,
+    other_trace: Run | None = None,
+    *,
+    names: tuple[str, str] | None = None,
+) -> Audit:
+    """Say which sinks, tags, outliers, positions, entropies, head types and spectra of one model another has.
+
+    A difference has the standard error √(a² + b²) of the two runs' own, as if each had read a text of its own; they
+    read the same one, so that the true error is mostly smaller. `docs/comparison.md` has the criteria.
+
+    Args:
+        reference, other: from `survey` or `Run.load`, of the same text.
+        reference_trace, other_trace: from `trace_sinks` on that text, both or neither; without, tags are left out.
+        names: what to call the two; None: by their model's path or name.
+
+    Raises:
+        UsageError: two runs that cannot be compared, and why.
+    """
+    if (reference_trace is None) != (other_trace is None):
+        raise UsageError("tags are compared from two traces: give both or neither")
+    traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
+    called = names or (name_of(reference), name_of(other))
+    _check([reference, other], traces, [*called, *called])
+    made = [
+        sinks.sinks(reference, other),
+        *([sinks.tags(*traces)] if traces else []),
+        stream.outlier_dimensions(reference, other),
+        stream.massive_activations(reference, other),
+        stream.positions(reference, other),
+        heads.entropies(reference, other),
+        heads.head_types(reference, other),
+        heads.spectra(reference, other),
+    ]
+    parts = tuple(made)
+    runs = {name: run.provenance for name, run in zip(called, (reference, other), strict=True)}
+    return Audit(*called, parts, summarise(parts, called[1]), runs)
+
+
+def name_of(run: Run) -> str:
+    """The model of a run, and the interventions that it was under."""
+    edits = provenance(run, "fingerprint", "edits") or []
+    return " under ".join([str(run.provenance["model"]["id"]), *(str(edit) for edit in edits)])
+
+
+def _check(surveys: list[Run], traces: list[Run], names: list[str]) -> None:
+    """Refuse what cannot be compared."""
+    for run, name in zip(surveys, names, strict=False):
+        if run.is_trace:
+            raise UsageError(f"{name}: this is a trace of sinks; give the survey, and the trace beside it")
+        if not run.provenance.get("corpus"):
+            raise UsageError(f"{name}: these are spectra of weights, and no text was read; give a survey")
+    for run, name in zip(traces, names, strict=False):
+        if not run.is_trace:
+            raise UsageError(f"{name}: this is no trace of sinks; `theodolite trace` makes one")
+    first = surveys[0].provenance
+    for run, name in zip([*surveys, *traces], names, strict=False):
+        for key, noun in SHAPE.items():
+            before, here = (provenance["model"].get(key) for provenance in (first, run.provenance))
+            if before != here:
+                raise UsageError(
+                    f"{name} has {here} {noun}, {names[0]} {before}: only models of one shape are compared"
+                )
+        if run.provenance["corpus"]["sha256"] != first["corpus"]["sha256"]:
+            raise UsageError(
+                f"{name} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
+                "and --contexts; models with different tokenizers cannot be compared"
+            )
+    for survey, trace, name in zip(surveys, traces, names, strict=False):
+        models = [run.provenance["model"]["sha256"] for run in (survey, trace)]
+        edits = [provenance(run, "fingerprint", "edits") for run in (survey, trace)]
+        if models[0] != models[1] or edits[0] != edits[1]:
+            raise UsageError(f"{name}: the trace is of another model than the survey; trace the same one")
+
+
+def summarise(parts: tuple[Part, ...], other: str) -> str:
+    """One sentence on what survived and what did not, and one on the heads that were hit hardest."""
+    there = [part for part in parts if math.isfinite(part.left)]
+    if all(part.exact for part in parts if len(part.table)):
+        return "Everything survived, exactly: no number differs."
+    if all(part.left < HARDLY_ANY for part in there):
+        return (
+            f"Nothing survived: neither {listed([part.name for part in there], 9).replace(' and ', ' nor ')}."
+        )
+    groups: dict[str, list[str]] = {"keeps": [], "keeps in part": [], "loses": []}
+    for part in there:
+        verb = "keeps" if part.left >= NEARLY_ALL else "loses" if part.left < HARDLY_ANY else "keeps in part"
+        groups[verb].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
+    said = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
+    text = f"{other} {'; it '.join(said)}"
+    added = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
+    if added:
+        text += f"; it has {listed(added, 9)}"
+    if not groups["keeps in part"] and not groups["loses"] and not any(part.count(LOST) for part in parts):
+        text = f"Everything survived: {text}"
+    hardest = hit_hardest(parts)
+    return f"{text}. Hit hardest: {'; '.join(hardest)}." if hardest else f"{text}."
+
+
+def hit_hardest(parts: tuple[Part, ...]) -> list[str]:
+    """The heads that lost something in most parts, each with these parts; none where many are alike."""
+    lost: dict[tuple[int, int], list[str]] = {}
+    for part in parts:
+        if part.name in OF_HEADS:
+            rows = part.table[part.table["status"] == LOST]
+            for layer, head in sorted(set(zip(rows["layer"], rows["head"], strict=True))):
+                lost.setdefault((int(layer), int(head)), []).append(part.name)
+    most = max(map(len, lost.values()), default=0)
+    hit = [(place, names) for place, names in sorted(lost.items()) if len(names) == most]
+    if len(hit) > HARDEST or most < LEAST_PARTS:
+        return []
+    return [f"{head_name(*place)} ({listed(names, len(OF_HEADS))})" for place, names in hit]
+
+
+def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, int] | None:
+    """The head that lost most of its sinks, else that tags most, else that has most sinks; None: no head has any.
+
+    Args:
+        audits: of one or several models. layer: look in this block only.
+    """
+    for name, column, only_lost in (
+        ("sinks", "before", True),
+        ("tags", "tagged_before", False),
+        ("sinks", "before", False),
+    ):
+        tables = [part.table for audit in audits for part in audit.parts if part.name == name]
+        rows = pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "head", column, "status"])
+        if only_lost:
+            rows = rows[rows["status"] == LOST]
+        if layer is not None:
+            rows = rows[rows["layer"] == layer]
+        sums = rows.groupby(["layer", "head"])[column].sum()
+        if len(sums) and sums.max() > 0:
+            found = sums.idxmax()
+            return int(found[0]), int(found[1])
+    return None

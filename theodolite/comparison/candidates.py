@@ -1,0 +1,227 @@
+"""The models of a comparison: surveyed and traced on one text, and one head of each looked at on one prompt.
+
+One after another, so that no two need be in memory at once. An intervention makes a candidate of its own: a model
+without the low-rank term of a layer (Zhang et al. 2025, Fig. 4), and its control.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.experiments.prompt_sinks import shipped_prompt
+from theodolite.experiments.qk import prompt_ids
+from theodolite.interventions import Factors, without_low_rank
+from theodolite.models import OpenModel
+from theodolite.models.factored import is_factored
+from theodolite.prompt_trace import PromptTrace, trace_prompt
+from theodolite.provenance import token_text
+from theodolite.prune.checkpoint import SETTINGS, Pruned
+from theodolite.run import Run
+
+PROMPT = "inference"
+"""The prompt that the package carries of the kind that Fig. 5 shows."""
+
+CONTROL_SEED = 0
+
+Open = Callable[[str], OpenModel]
+Made = TypeVar("Made")
+Edit = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
+
+
+def _untouched(model: OpenModel) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model, or a model under an intervention.
+
+    Attributes:
+        name: what it is called.
+        folder: the name of its run folder.
+        source: path or hub name of the checkpoint.
+        edit: the intervention, a context manager.
+        against: the place of the candidate that it is compared with.
+        layer: of the intervention, if it has one.
+    """
+
+    name: str
+    folder: str
+    source: str
+    edit: Edit = _untouched
+    against: int = 0
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A candidate with its survey, its trace, and what its intervention took out (share of ‖W‖_F² of q, k, v)."""
+
+    candidate: Candidate
+    run: Run
+    trace: Run
+    taken: Mapping[str, float] | None
+
+
+def candidates_of(sources: Sequence[str]) -> list[Candidate]:
+    """One of each checkpoint, called by the last part of its path, numbered where two are called alike."""
+    made: list[Candidate] = []
+    for source in sources:
+        short = Path(source).name or source
+        alike = sum(Path(candidate.source).name == Path(source).name for candidate in made)
+        name = f"{short}-{alike + 1}" if alike else short
+        made.append(Candidate(name, name, source))
+    return made
+
+
+def without_term(place: int, candidate: Candidate, layer: int, rank: int | None) -> list[Candidate]:
+    """The candidate at `place` without the low-rank term of W_Q, W_K, W_V of a layer, and the control.
+
+    The term is what the candidate was pruned to, sparse + low-rank, or else the leading part of an SVD. The control
+    is without a random matrix that has the term's singular values.
+
+    Args:
+        layer: which block. rank: of the SVD's part; None for a candidate that has a low-rank term.
+
+    Raises:
+        UsageError: a rank and a term, or neither; a factored checkpoint, whose matrices are not one each.
+    """
+    if is_factored(Path(candidate.source)):
+        raise UsageError(
+            f"{candidate.name} is a factored checkpoint: a low-rank term is taken out of a merged one "
+            "(theodolite prune --format merged)"
+        )
+    factors = low_rank_factors(candidate.source, layer)
+    if rank is not None and factors is not None:
+        raise UsageError(f"{candidate.name} has a low-rank term of its own: leave out --rank")
+    if rank is None and factors is None:
+        raise UsageError(
+            f"{candidate.name} was not pruned to sparse + low-rank: give the --rank of the leading part of W_Q, W_K "
+            "and W_V that is to be taken out"
+        )
+    what = "its low-rank term" if rank is None else f"rank {rank}"
+    make = functools.partial(without_low_rank, layer=layer, rank=rank, factors=factors)
+    ends = {
+        f"layer {layer} without {what}": (f"without-low-rank-{layer}", None),
+        f"layer {layer} without a random part": (f"without-random-{layer}", CONTROL_SEED),
+    }
+    return [
+        Candidate(
+            f"{candidate.name}, {end}",
+            f"{candidate.folder}-{folder}",
+            candidate.source,
+            functools.partial(make, instead=seed),
+            place,
+            layer,
+        )
+        for end, (folder, seed) in ends.items()
+    ]
+
+
+def low_rank_factors(source: str, layer: int) -> Factors | None:
+    """The low-rank term of W_Q, W_K, W_V of a layer of a pruned checkpoint; None of another."""
+    if not (Path(source) / SETTINGS).is_file():
+        return None
+    pruned = Pruned.load(source)
+    return pruned.factors(layer) if pruned.low_rank else None
+
+
+class Work(Protocol):
+    """How a candidate is opened, reads a text, is surveyed and traced."""
+
+    def opened(self, source: str) -> OpenModel:
+        """The checkpoint, opened."""
+
+    def read(self, model: OpenModel) -> Corpus:
+        """The text, as the model's own tokens."""
+
+    def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        """The survey, or the finished one."""
+
+    def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        """The trace, or the finished one."""
+
+
+def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
+    """Survey and trace each candidate.
+
+    Raises:
+        UsageError: the models read the text as different tokens.
+    """
+    first: list[str] = []
+
+    def measured(candidate: Candidate, model: OpenModel) -> Measured:
+        corpus = work.read(model)
+        first.append(corpus.sha256)
+        if corpus.sha256 != first[0]:
+            raise UsageError(
+                f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
+                "tokenizer and enough positions for the same --length can be compared"
+            )
+        with candidate.edit(model) as taken:
+            run = work.survey(candidate, model, corpus)
+            return Measured(candidate, run, work.trace(candidate, model, corpus), taken)
+
+    return _each(candidates, work.opened, measured)
+
+
+def _each(
+    candidates: Sequence[Candidate], opened: Open, work: Callable[[Candidate, OpenModel], Made]
+) -> list[Made]:
+    """What `work` gives for every candidate; neighbours of one checkpoint share it, and it is gone before the next."""
+
+    def of_one(model: OpenModel, group: Iterable[Candidate]) -> list[Made]:
+        return [work(candidate, model) for candidate in group]
+
+    by_source = groupby(candidates, key=lambda candidate: candidate.source)
+    return [made for source, group in by_source for made in of_one(opened(source), group)]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One head of every candidate on one prompt: name → trace."""
+
+    layer: int
+    head: int
+    tokens: list[str]
+    traces: dict[str, PromptTrace]
+
+
+def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int) -> Look:
+    """Look at a head of each candidate on a prompt; None: one of a kind with the paper's.
+
+    Raises:
+        UsageError: no such layer or head, or a prompt that a model cannot read.
+    """
+    tokens: list[str] = []
+
+    def work(candidate: Candidate, model: OpenModel) -> PromptTrace:
+        ids = _ids(model, prompt)
+        tokens[:] = map(token_text(model), ids.tolist())
+        with candidate.edit(model):
+            return trace_prompt(model, ids, layer, head)
+
+    traces = _each(candidates, opened, work)
+    return Look(layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)})
+
+
+def _ids(model: OpenModel, prompt: str | None) -> Int[Tensor, " positions"]:
+    ids = prompt_ids(model, prompt or shipped_prompt(PROMPT), 0, 0)
+    if prompt is None:
+        return ids[-(model.longest or 0) :]
+    if model.longest is not None and len(ids) > model.longest:
+        raise UsageError(
+            f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
+        )
+    return ids

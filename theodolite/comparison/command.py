@@ -1,0 +1,157 @@
+"""`theodolite compare`: run folders or models compared, written and shown. The formulas are elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from theodolite.comparison.audit import Audit, compare, most_lost
+from theodolite.comparison.candidates import Work, candidates_of, look, measure, without_term
+from theodolite.comparison.page import COMPARED, TERM, outcome
+from theodolite.errors import UsageError
+from theodolite.experiments.base import Outcome, harmless
+from theodolite.experiments.page import MARKS, result, write_index, write_outcome
+from theodolite.experiments.study import Focus
+from theodolite.files import write_text, writing
+from theodolite.report.text import percent
+from theodolite.run import Run
+
+SCHEMA_VERSION = 1
+FILE = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was compared, and what its page shows."""
+
+    audits: list[Audit]
+    outcome: Outcome
+    run: Run
+
+
+def is_run(source: str) -> bool:
+    """Whether it is a run folder, not a model."""
+    return (Path(source) / "run.json").is_file()
+
+
+def compare_folders(folders: Sequence[str]) -> Compared:
+    """Compare surveys with the first of them; tags too, where a trace lies beside each, as FOLDER-sinks.
+
+    Raises:
+        UsageError: two runs that cannot be compared, and why.
+    """
+    names = [candidate.name for candidate in candidates_of(folders)]
+    runs = [Run.load(folder) for folder in folders]
+    beside = [Path(f"{Path(folder)}-sinks") for folder in folders]
+    traced = all((folder / "run.json").is_file() for folder in beside)
+    traces = [Run.load(folder) if traced else None for folder in beside]
+    audits = [
+        compare(runs[0], run, traces[0], trace, names=(names[0], name))
+        for run, trace, name in zip(runs[1:], traces[1:], names[1:], strict=True)
+    ]
+    return Compared(audits, outcome(audits), runs[0])
+
+
+def compare_models(
+    sources: Sequence[str], work: Work, focus: Focus, layer: int | None = None, rank: int | None = None
+) -> Compared:
+    """Survey and trace models, compare them with the first, and look at one head of each on a prompt.
+
+    Args:
+        sources: checkpoints, two or more.
+        work: opens, surveys and traces.
+        focus: prompt (None: one that the package carries) and head (None: the one that lost most of its sinks, in
+            `layer` if that is given; nothing is looked at where no head has a sink).
+        layer: also the second one without the low-rank term of this block, and without a random part as large; both
+            are compared with the second one.
+        rank: of the term where the checkpoint has none.
+
+    Raises:
+        UsageError: models that cannot be compared, and why; as `without_term` and `look`.
+    """
+    if rank is not None and layer is None:
+        raise UsageError("--rank is of the term that --without-low-rank LAYER takes out: give both")
+    candidates = candidates_of(sources)
+    if layer is not None:
+        candidates[2:2] = without_term(1, candidates[1], layer, rank)
+    measured = measure(candidates, work)
+    audits = []
+    for one in measured[1:]:
+        reference = measured[one.candidate.against]
+        names = (reference.candidate.name, one.candidate.name)
+        audits.append(compare(reference.run, one.run, reference.trace, one.trace, names=names))
+    place = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
+    place = place or most_lost(audits, layer)
+    seen = None if place is None else look(candidates, work.opened, focus.prompt, *place)
+    return Compared(audits, outcome(audits, measured, seen), measured[0].run)
+
+
+def as_json(compared: Compared) -> dict[str, Any]:
+    """What `comparison.json` holds: for each pair the summary and its parts; then verdicts, tables, provenance."""
+    told = [
+        {
+            "reference": audit.reference,
+            "other": audit.other,
+            "summary": audit.summary,
+            "parts": [
+                {"name": part.name, "criterion": part.criterion, "sentence": part.sentence}
+                for part in audit.parts
+            ],
+        }
+        for audit in compared.audits
+    ]
+    page = result(COMPARED, compared.outcome, compared.run)
+    return {"schema_version": SCHEMA_VERSION, "comparisons": told} | {
+        name: page[name] for name in ("verdicts", "tables", "provenance", "other_runs")
+    }
+
+
+def write(compared: Compared, out: Path) -> Path:
+    """Write `out`/comparison.json and the page with its tables as parquet; the page's path.
+
+    Raises:
+        WorkError: the folder cannot be written.
+    """
+    page = write_outcome(COMPARED, compared.outcome, compared.run, out)
+    text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
+    with writing(out):
+        write_text(out / FILE, text + "\n")
+    write_index(out)
+    return page
+
+
+def show(compared: Compared, console: Console) -> None:
+    """Print, for each pair, the summary, a table of the parts, and a sentence on each."""
+    for audit in compared.audits:
+        pair = escape(harmless(f"{audit.reference} → {audit.other}"))
+        console.print(f"\n[bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False)
+        console.print(_counts(audit))
+        for part in audit.parts:
+            console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
+        if "tags" not in audit.tables:
+            console.print(
+                "[bold]tags[/bold]  Not compared: not every folder has its trace beside it, as FOLDER-sinks."
+            )
+    for verdict in compared.outcome.verdicts:
+        if verdict.claim == TERM:
+            told = f"{MARKS[verdict.verdict]} {TERM}: {verdict.verdict}\n  {harmless(verdict.evidence)}"
+            console.print(f"\n{told}", markup=False, highlight=False)
+
+
+def _counts(audit: Audit) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("part", "survived", "lost", "new", "undecided", "by chance", "left"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for row in audit.tables["parts"].to_dict("records"):
+        counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
+        by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
+        table.add_row(row["part"], *counts, by_chance, percent(row["left"]))
+    return table

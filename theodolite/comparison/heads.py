@@ -1,0 +1,214 @@
+"""Which heads do after what they did before: entropy, type, spectrum of W_QK."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from theodolite.comparison.parts import (
+    HALF,
+    LOST,
+    NEW,
+    SURVIVED,
+    Flags,
+    Part,
+    changes,
+    fates,
+    of_all_pairs,
+)
+from theodolite.experiments.base import ERRORS
+from theodolite.report import summary
+from theodolite.report.data import Floats, column, entropy_limits
+from theodolite.report.health import ENTROPY_COLLAPSE, UNIFORM
+from theodolite.report.text import counted, head_name, listed, number, percent
+from theodolite.run import Run
+
+TENTH = 0.1
+"""An entropy survives that changes by at most this share of the highest possible (ours)."""
+
+RANGES = np.array(["collapsed", "", "a plain average"])
+"""What a head is whose share of the highest entropy is below `ENTROPY_COLLAPSE`, between, and above `UNIFORM`."""
+
+NAMED = 4
+"""Heads that a sentence names."""
+
+TYPES = {
+    "previous_token": ("previous-token head", summary.PREVIOUS_TOKEN),
+    "induction": ("induction head", summary.INDUCTION),
+    "same_token": ("same-token head", summary.SAME_TOKEN),
+    "sink_first": ("first-token sink head", summary.SINK_HEAD),
+    "sink_later": ("later sink head", summary.LATER_SINK_HEAD),
+    "sink_learned": ("learned sink head", summary.LEARNED_SINK),
+}
+"""Column → what a head with at least so much of it is called."""
+
+
+def entropies(reference: Run, other: Run) -> Part:
+    """Mean attention entropy of every head, its share of the highest possible, and propagation."""
+    table = reference.heads[["layer", "head"]].reset_index(drop=True)
+    before, after = (_values(run, "entropy") for run in (reference, other))
+    highest = np.maximum(entropy_limits(reference).mean(axis=1), 1e-9)[table["layer"]]
+    table = table.join(changes(before, after))
+    table["se"] = np.hypot(_values(reference, "entropy_se"), _values(other, "entropy_se"))
+    table["share_before"], table["share_after"] = before / highest, after / highest
+    moved = changes(_values(reference, "propagation"), _values(other, "propagation"))
+    table = table.join(moved.add_prefix("propagation_"))
+    table["left_range"] = _left_range(table["share_before"], table["share_after"])
+    table = table[table["difference"].notna()].reset_index(drop=True)
+    first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
+    ranges = _range(first)[:, None] == _range(second)
+    holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
+    table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
+    part = Part(
+        "entropies",
+        "head",
+        f"of a head: survives where it changes by at most {percent(TENTH)} of the highest possible, and the head "
+        f"comes to be neither collapsed (below {percent(ENTROPY_COLLAPSE)} of it) nor a plain average (above "
+        f"{percent(UNIFORM)}), nor ceases to be",
+        table,
+        "",
+        by_chance=of_all_pairs(holds),
+    )
+    return replace(part, sentence=_entropies_sentence(part))
+
+
+def _values(run: Run, name: str) -> Floats:
+    values = column(run.heads, name)
+    return np.full(len(run.heads), np.nan) if values is None else values
+
+
+def _range(share: Floats | pd.Series) -> np.ndarray:
+    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM])
+
+
+def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
+    """What a head has become that it was not."""
+    return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
+
+
+def _entropies_sentence(part: Part) -> str:
+    table = part.table
+    if part.exact:
+        return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
+    near = (table["difference"].abs() <= ERRORS * table["se"]).sum()
+    said = [
+        f"{part.count(SURVIVED)} of {counted(len(table), 'head')} keep their entropy ({part.by_chance:.1f} would by "
+        f"chance), {near} within two standard errors; mean {number(table['before'].mean())} → "
+        f"{number(table['after'].mean())} nats, propagation {percent(table['propagation_before'].mean())} → "
+        f"{percent(table['propagation_after'].mean())}"
+    ]
+    lost = table[table["status"] == LOST]
+    if len(lost):
+        order = lost["difference"].abs().sort_values(ascending=False, kind="stable").index
+        said.append(f"changed most: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _moved(row: pd.Series) -> str:
+    became = f", now {row['left_range']}" if row["left_range"] else ""
+    moved = f"{number(row['before'])} → {number(row['after'])}{became}"
+    return f"{head_name(row['layer'], row['head'])} ({moved})"
+
+
+def head_types(reference: Run, other: Run) -> Part:
+    """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
+    found = []
+    for name, (kind, least) in TYPES.items():
+        change = changes(_values(reference, name), _values(other, name)).fillna(0.0)
+        table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=kind, least=least)
+        table = table.join(change).assign(status=fates(change, least))
+        found.append(table[(table["before"] >= least) | (table["after"] >= least)])
+    part = Part(
+        "head types",
+        "head role",
+        "; ".join(f"{kind}: score of at least {least:g}" for kind, least in TYPES.values())
+        + "; survives where at least half of the score is left",
+        pd.concat(found, ignore_index=True),
+        "",
+    )
+    return replace(part, sentence=_types_sentence(part))
+
+
+def _types_sentence(part: Part) -> str:
+    table = part.table
+    names = [
+        f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
+        f"({number(row['before'], 2)} → {number(row['after'], 2)})"
+        for _, row in table.iterrows()
+    ]
+    if part.exact and len(table):
+        kept = [counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()]
+        return f"All head roles survive, unchanged: {listed(kept, len(TYPES))}."
+    said = []
+    if part.decided:
+        said.append(part.counts())
+    else:
+        said.append("No head of the reference has a role: no score reaches its threshold")
+    for status in (LOST, NEW):
+        chosen = [name for name, is_it in zip(names, table["status"] == status, strict=True) if is_it]
+        if chosen:
+            said.append(f"{status}: {listed(chosen, NAMED)}")
+    return "; ".join(said) + "."
+
+
+def spectra(reference: Run, other: Run) -> Part:
+    """W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
+    table = reference.heads[["layer", "head"]].reset_index(drop=True)
+    sizes = [np.sqrt(_values(run, "frobenius_squared")) for run in (reference, other)]
+    table = table.join(changes(*sizes).add_prefix("frobenius_"))
+    for name in ("trace", "r"):
+        change = changes(_values(reference, name), _values(other, name))
+        table = table.join(change.add_prefix(f"{name}_"))
+    for name in ("regime", "regime_data"):
+        if name in reference.heads and name in other.heads:
+            table[f"{name}_before"] = reference.heads[name].to_numpy()
+            table[f"{name}_after"] = other.heads[name].to_numpy()
+    table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
+    first, second = (table[f"frobenius_{side}"].to_numpy() for side in ("before", "after"))
+    alike = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
+    sized = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
+    holds: Flags = alike & sized
+    table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
+    part = Part(
+        "spectra",
+        "head",
+        "W_QK of a head: survives where its Frobenius norm is at least half and at most twice what it was, and its "
+        "regime (of the weights alone) is the same",
+        table,
+        "",
+        by_chance=of_all_pairs(holds),
+    )
+    return replace(part, sentence=_spectra_sentence(part))
+
+
+def _spectra_sentence(part: Part) -> str:
+    table = part.table
+    if not len(table):
+        return "No head has a W_QK to compare: queries and keys are no affine functions of the input."
+    if part.exact:
+        return f"W_QK of all {counted(len(table), 'head')} is unchanged."
+    changed = round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0  # no −0 %
+    regimes = (table["regime_before"] == table["regime_after"]).sum()
+    said = [
+        f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its size and regime "
+        f"({part.by_chance:.1f} would by chance): Frobenius norm {percent(changed)} in the median, trace "
+        f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())} on average, the regime of "
+        f"{regimes} is the same"
+    ]
+    if "regime_data_before" in table:
+        same = (table["regime_data_before"] == table["regime_data_after"]).sum()
+        said[0] += f" ({same} where what the head reads is counted in)"
+    lost = table[table["status"] == LOST]
+    if len(lost) > 0:
+        order = np.argsort((lost["frobenius_after"] / lost["frobenius_before"]).to_numpy(), kind="stable")
+        said.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _resized(row: pd.Series) -> str:
+    moved = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
+    if row["regime_before"] != row["regime_after"]:
+        moved += f", {row['regime_before']} → {row['regime_after']}"
+    return f"{head_name(row['layer'], row['head'])} ({moved})"

@@ -1,0 +1,295 @@
+"""The page of a comparison: a verdict on each part, figures before and after, every number, one head side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite.comparison.audit import Audit
+from theodolite.comparison.candidates import Look, Measured
+from theodolite.comparison.parts import HALF
+from theodolite.comparison.sinks import KEY
+from theodolite.experiments.base import (
+    ERRORS,
+    FAILS,
+    HOLDS,
+    UNTESTABLE,
+    Answer,
+    Experiment,
+    Outcome,
+    Verdict,
+)
+from theodolite.experiments.layers import by_name, exhibit
+from theodolite.report import figures_compare as drawing
+from theodolite.report import figures_prompt
+from theodolite.report.exhibit import Exhibit
+from theodolite.report.measures import BAO, SONG, ZHANG
+from theodolite.report.style import Patch
+from theodolite.report.text import counted, head_name, listed, number, percent, token_text
+
+COMPARED = Experiment(
+    "sinks/compare",
+    "What of the mechanism survives",
+    "Pruning to sparse + low-rank (OATS) keeps sinks that Wanda and SparseGPT lose; without the low-rank term of a "
+    "layer its sinks are gone (section 3, Figs. 4 and 5)",
+    (),
+    make=lambda study: Outcome([], [], {}),
+)
+"""What the page is of; `theodolite compare` makes it, no study does."""
+
+TERM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
+FEWEST_SINKS = 8
+"""Times that keys of the layer are sinks in the text, below which nothing is said of them."""
+
+
+def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Look | None = None) -> Outcome:
+    """The page's content.
+
+    Args:
+        audits: at least one.
+        measured: the models, where they were at hand.
+        seen: one head of each on a prompt.
+    """
+    several = len(audits) > 1
+    verdicts = [
+        verdict for place, audit in enumerate(audits) for verdict in _verdicts(audit, explain=place == 0)
+    ]
+    tables = {}
+    for name in audits[0].tables:
+        some = [_named(audit, audit.tables[name]) if several else audit.tables[name] for audit in audits]
+        tables[name] = pd.concat([table for table in some if len(table)] or some[:1], ignore_index=True)
+    aimed = [one for one in measured if one.candidate.layer is not None]
+    if aimed:
+        tables = {"sinks_of_the_layer": _of_the_layer(aimed, audits)} | tables
+        verdicts.insert(0, _term_verdict(aimed, audits))
+    exhibits = [*(_side_by_side(seen) if seen else []), *_exhibits(audits)]
+    runs = {name: provenance for audit in audits for name, provenance in audit.runs.items()}
+    runs.pop(audits[0].reference)
+    return Outcome([], verdicts, tables, exhibits, dict(runs))
+
+
+def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
+    """On the whole mechanism, and on each part; `explain` what survives."""
+    parts = [part for part in audit.parts if len(part.table)]
+    worst = min((part.left for part in parts if math.isfinite(part.left)), default=math.nan)
+    whole = Verdict(
+        f"The mechanism of {audit.reference} survives in {audit.other}", _answer(worst), audit.summary
+    )
+    return [
+        whole,
+        *(
+            Verdict(
+                f"{audit.other}, {part.name}",
+                _answer(part.left),
+                f"{part.sentence} {'Criterion: ' + part.criterion + '.' if explain else ''}".strip(),
+            )
+            for part in parts
+        ),
+    ]
+
+
+def _answer(left: float) -> Answer:
+    if not math.isfinite(left):
+        return UNTESTABLE
+    return HOLDS if left >= HALF else FAILS
+
+
+def _named(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
+    """With the names of the two models in front."""
+    return table.assign(before_in=audit.reference, after_in=audit.other)[["before_in", "after_in", *table]]
+
+
+def _audits_of(aimed: Sequence[Measured], audits: Sequence[Audit]) -> list[Audit]:
+    return [next(audit for audit in audits if audit.other == one.candidate.name) for one in aimed]
+
+
+def _of_the_layer(aimed: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
+    """The sinks of the layer with its low-rank term, without it, and without a random part as large."""
+    table: pd.DataFrame | None = None
+    for audit, name in zip(_audits_of(aimed, audits), ("without_term", "without_random_part"), strict=True):
+        found = audit.part("sinks").table
+        own = found[found["layer"] == aimed[0].candidate.layer]
+        columns = {"before": "with_term", "after": name, "se": f"{name}_se"}
+        own = own[[*KEY, "token", *columns]].rename(columns=columns)
+        table = own if table is None else table.merge(own, "outer", [*KEY, "token", "with_term"])
+    assert table is not None
+    shares = ["with_term", "without_term", "without_random_part"]
+    table[shares] = table[shares].fillna(0.0)
+    return table.sort_values(["with_term", *KEY], ascending=[False] + [True] * 4, ignore_index=True)
+
+
+def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict:
+    """Whether the sinks of a layer go with its low-rank term, and stay where as much is taken at random."""
+    layer, contexts = aimed[0].candidate.layer, aimed[0].run.provenance["corpus"]["contexts"]
+    table = _of_the_layer(aimed, audits)
+    before = float(table["with_term"].sum())
+    if before * contexts < FEWEST_SINKS:
+        return Verdict(TERM, UNTESTABLE, f"layer {layer} has too few sinks in this text, with the term")
+    without, at_random = (
+        float(np.minimum(table["with_term"], table[name]).sum()) / before
+        for name in ("without_term", "without_random_part")
+    )
+    shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (aimed[0].taken or {}).items()]
+    said = (
+        f"layer {layer} has {number(before)} sinks a context with the term; {percent(without)} of them are left "
+        f"without it ({listed(shares)}), {percent(at_random)} without a random part with the same singular values; "
+        "criterion: less than half without the term, at least half without the random part, by more than two "
+        "standard errors (ours)"
+    )
+    near = ERRORS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
+    if abs(without - HALF) <= near:
+        return Verdict(TERM, UNTESTABLE, f"{said}; within two standard errors of it")
+    if without > HALF:
+        return Verdict(TERM, FAILS, said)
+    if at_random < HALF + near:
+        return Verdict(TERM, UNTESTABLE, f"{said}; a random part as large may take them away, too")
+    return Verdict(TERM, HOLDS, said)
+
+
+def _side_by_side(seen: Look) -> list[Exhibit]:
+    head = head_name(seen.layer, seen.head)
+    sinks = {name: [int(place) for place in trace.sinks if place >= 0] for name, trace in seen.traces.items()}
+    attention = {
+        name: figures_prompt.attention(trace.attention.numpy(), seen.tokens, sinks[name])
+        for name, trace in seen.traces.items()
+    }
+    outputs = {name: trace.output.numpy() for name, trace in seen.traces.items()}
+    together = np.concatenate(list(outputs.values()))
+    output = {
+        name: figures_prompt.by_dimension(vectors, seen.tokens, sinks[name], like=together)
+        for name, vectors in outputs.items()
+    }
+    found = "; ".join(f"{name}: {_listed_sinks(places, seen.tokens)}" for name, places in sinks.items())
+    return [
+        exhibit(
+            "maps",
+            f"Attention of {head}, model by model",
+            drawing.side_by_side(attention, square=True),
+            f"One prompt, queries down and keys across; ▼ marks the sinks of the head in each model. {found}.",
+            "a bright column that one model has and another lacks.",
+            f"{ZHANG}, Figs. 4 and 5",
+            wide=True,
+        ),
+        exhibit(
+            "outputs",
+            f"Output of {head}, model by model",
+            drawing.side_by_side(output),
+            f"What the head adds to the residual stream of each token (down, through W_O), by dimension (across): the "
+            f"{figures_prompt.DIMENSIONS} that are largest at any token of any model, in the same colours.",
+            "columns of one colour below a sink: its tag. A model that lost the sink has none.",
+            f"{ZHANG}, Fig. 4",
+            wide=True,
+        ),
+    ]
+
+
+def _listed_sinks(places: Sequence[int], tokens: Sequence[str]) -> str:
+    named = [f"{place} “{token_text(tokens[place])}”" for place in places]
+    return f"{counted(len(named), 'sink')} ({listed(named)})" if named else "no sink"
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The figure of a part: how its table is drawn, and what changes for that of another comparison."""
+
+    part: str
+    title: str
+    draw: Callable[[pd.DataFrame], go.Figure]
+    patch: Callable[[pd.DataFrame], list[Patch]]
+    shows: str
+    look: str
+    source: str
+    wide: bool = False
+
+    def exhibit(self, audits: Sequence[Audit]) -> Exhibit | None:
+        """With a picker, where there are several comparisons; None where none has a row."""
+        key = self.part.replace(" ", "-")
+        having = [audit for audit in audits if self.part in [part.name for part in audit.parts]]
+        tables = [audit.part(self.part).table for audit in having]
+        if not any(map(len, tables)):
+            return None
+        names = [audit.other for audit in having]
+        choice = by_name("model", names, lambda place: self.patch(tables[place]))
+        return exhibit(
+            key,
+            self.title,
+            self.draw(tables[0]),
+            self.shows,
+            self.look,
+            self.source,
+            choice=choice if len(names) > 1 else None,
+            wide=self.wide,
+        )
+
+
+def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
+    """Figures of the parts that some comparison has."""
+    outliers = [audit.part("outlier dimensions").table for audit in audits]
+    dimensions = sorted({int(dimension) for table in outliers for dimension in table["dimension"]})
+    layers = len(audits[0].part("positional basis").table)
+    drawings = [
+        _Drawing(
+            "sinks",
+            "Sinks before and after",
+            lambda table: drawing.scatter(table, drawing.SINK_DOTS),
+            lambda table: drawing.scatter_patch(table, drawing.SINK_DOTS),
+            "A dot a sink (layer, head, kind and token): the share of contexts in which it is one.",
+            "dots at the lower edge, which are gone; at the left edge, new ones. On the line nothing changed.",
+            f"{ZHANG}, section 3.3",
+        ),
+        _Drawing(
+            "tags",
+            "Tags before and after",
+            lambda table: drawing.scatter(table, drawing.TAG_DOTS),
+            lambda table: drawing.scatter_patch(table, drawing.TAG_DOTS),
+            "A dot a sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
+            "dots at the lower edge. A lost dot near the line has turned: it tags in another direction.",
+            f"{ZHANG}, sections 2 and 3.4",
+        ),
+        _Drawing(
+            "entropies",
+            "Entropy of attention, head by head",
+            drawing.entropies,
+            drawing.entropies_patch,
+            "Mean entropy of each head's attention, as a share of the highest possible, and its change in nats.",
+            "deep colours on the right: heads that look at fewer keys (blue) or at more (orange) than before.",
+            f"{BAO}, section 5",
+            wide=True,
+        ),
+        _Drawing(
+            "outlier dimensions",
+            "Outlier dimensions, layer by layer",
+            lambda table: drawing.outliers(table, dimensions, layers),
+            lambda table: drawing.outliers_patch(table, dimensions, layers),
+            "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
+            "rows that are bright on one side only.",
+            f"{ZHANG}, section 3.2; Dettmers et al. 2022",
+            wide=True,
+        ),
+        _Drawing(
+            "positional basis",
+            "Positions, layer by layer",
+            drawing.positions,
+            drawing.positions_patch,
+            "Rank and relative norm of the positional basis. Overlap: mean squared cosine between its leading "
+            "directions before and after; curve: similarity of the products of positions, the same in any directions.",
+            "an overlap near 1. A low overlap with a high curve: the same positions, in other directions.",
+            f"{SONG}, Tables 1, 2 and 4",
+            wide=True,
+        ),
+        _Drawing(
+            "spectra",
+            "Size of W_QK before and after",
+            lambda table: drawing.scatter(table, drawing.SPECTRUM_DOTS),
+            lambda table: drawing.scatter_patch(table, drawing.SPECTRUM_DOTS),
+            "A dot a head: the Frobenius norm of its query-key matrix.",
+            "dots far below the line: heads whose logits no longer tell keys apart.",
+            f"{BAO}, section 3",
+        ),
+    ]
+    return [made for one in drawings if (made := one.exhibit(audits)) is not None]

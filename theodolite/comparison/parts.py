@@ -1,0 +1,122 @@
+"""What a part of a comparison is, and the one rule by which something survives. No run is read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from theodolite.experiments.base import ERRORS
+from theodolite.report.data import Floats
+from theodolite.report.text import counted, percent
+
+SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
+
+HALF = 0.5
+"""What survives keeps at least so much of what it was (ours)."""
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the mechanism, before and after.
+
+    Attributes:
+        name: `sinks`, `tags`, …
+        unit: what is counted, in the singular.
+        criterion: when a unit survives, and what is a unit.
+        table: one row a unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
+        sentence: what became of the part, with its numbers.
+        weight: the column by which units count; empty: each counts once.
+        by_chance: of how many units the criterion holds where heads are matched at random; 0: of none.
+    """
+
+    name: str
+    unit: str
+    criterion: str
+    table: pd.DataFrame
+    sentence: str
+    weight: str = ""
+    by_chance: float = 0.0
+
+    def count(self, status: str) -> int:
+        """How many units have this status."""
+        return int((self.table["status"] == status).sum())
+
+    @property
+    def decided(self) -> int:
+        """Units of the reference of which it is known whether they survive."""
+        return self.count(SURVIVED) + self.count(LOST)
+
+    @property
+    def left(self) -> float:
+        """Weight that survives, of the weight that is decided, beyond chance: 1 all, 0 none; NaN: there is nothing."""
+        weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
+        kept, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
+        if kept == 0 or lost == 0:
+            return math.nan if kept == lost else float(kept > 0)
+        return max(0.0, (kept - self.by_chance) / (kept + lost - self.by_chance))
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs at all."""
+        differences = [name for name in self.table if str(name).endswith("difference")]
+        return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
+            axis=None
+        )
+
+    def counts(self) -> str:
+        """`31 of 34 sinks survive`, and how many are new or undecided."""
+        kept, total = self.count(SURVIVED), self.decided
+        said = f"{kept} of {counted(total, self.unit)} {'survives' if kept == 1 else 'survive'}"
+        if self.by_chance:
+            said += f" ({self.by_chance:.1f} would by chance)"
+        elif self.weight and 0 < kept < total:
+            said += f" ({percent(self.left)} by weight)"
+        more = [f"{self.count(status)} {status}" for status in (NEW, UNDECIDED) if self.count(status)]
+        return ", ".join([said, *more])
+
+
+def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
+    """The status of each unit by the rule of halves.
+
+    A unit of the reference has at least `least` before. It survives where at least half of that is left; it is lost
+    where less is, by more than two standard errors of the difference, else undecided. What has `least` after only
+    is new where there was less than half of it before, by more than two standard errors, else undecided.
+
+    Args:
+        changed: a row a unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
+            standard error of the difference: without that column every difference is taken for certain.
+        least: what makes a unit.
+    """
+    before, after = (changed[side].to_numpy() for side in ("before", "after"))
+    error = np.nan_to_num(changed["se"].to_numpy()) if "se" in changed else 0.0
+    clear = np.abs(after - before) > ERRORS * error
+    known = np.where(after >= HALF * before, SURVIVED, np.where(clear, LOST, UNDECIDED))
+    unknown = np.where((before < HALF * after) & clear, NEW, UNDECIDED)
+    return np.where(before >= least, known, unknown)
+
+
+def of_all_pairs(holds: Flags) -> float:
+    """How many of N units would survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
+
+    This is the mean over all orders of what is after, exactly.
+    """
+    return float(holds.sum()) / len(holds) if len(holds) else 0.0
+
+
+def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -> pd.DataFrame:
+    """The columns `before`, `after` and `difference`."""
+    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    return pd.DataFrame({"before": first, "after": second, "difference": second - first})
+
+
+def within_errors(difference: float, error: float) -> str:
+    """` (within two standard errors)`, where a difference is so small; else nothing."""
+    near = math.isfinite(error) and error > 0 and abs(difference) <= ERRORS * error
+    return " (within two standard errors)" if near else ""

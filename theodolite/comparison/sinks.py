@@ -1,0 +1,219 @@
+"""Which sinks and which tags of one run are in another, of the same text (Zhang et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.comparison.parts import (
+    HALF,
+    LOST,
+    NEW,
+    SURVIVED,
+    UNDECIDED,
+    Part,
+    changes,
+    fates,
+)
+from theodolite.experiments.base import ERRORS
+from theodolite.mask import LEAST_SHARE
+from theodolite.report.data import Floats
+from theodolite.report.figures_traces import sink_name
+from theodolite.report.text import counted, listed, number, percent
+from theodolite.run import Run
+
+KEY = ["layer", "head", "kind", "token_id"]
+"""What makes two sinks the same one; what token stands first does not matter."""
+
+TAGGED = 0.1
+"""A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
+
+NAMED = 4
+"""Sinks that a sentence names."""
+
+
+def sinks(reference: Run, other: Run) -> Part:
+    """Sinks by layer, head, kind and token: share of contexts before and after."""
+    table = _joined(_shares(reference), _shares(other), ["share"])
+    table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
+    change = changes(table["share_before"], table["share_after"])
+    contexts = reference.provenance["corpus"]["contexts"]
+    table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
+    table["se"] = _error(change["before"], change["after"], table["kind"] == "first", contexts)
+    table["status"] = fates(table, LEAST_SHARE)
+    table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
+    table = table.reset_index(drop=True)
+    part = Part(
+        "sinks",
+        "sink",
+        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
+        "that is left, and is lost where less is, by more than two standard errors of the difference (contexts taken "
+        "as independent, later sinks as Poisson)",
+        table,
+        "",
+        weight="before",
+    )
+    return replace(part, sentence=_sinks_sentence(part))
+
+
+def _shares(run: Run) -> pd.DataFrame:
+    """How often each sink is one, in sinks a context."""
+    rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
+    rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
+    return rows.groupby(KEY, as_index=False).agg(token=("token", "first"), share=("share", "sum"))
+
+
+def _joined(before: pd.DataFrame, after: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """Rows of either, by `KEY`; the columns 0 where a sink is none."""
+    names = [*KEY, "token", *columns]
+    # An empty column of pyarrow's texts cannot be merged with another.
+    sides = [frame[names].astype({"kind": object, "token": object}) for frame in (before, after)]
+    table = sides[0].merge(sides[1], "outer", KEY, suffixes=("_before", "_after"))
+    table["token"] = table["token_before"].where(table["token_before"].notna(), table["token_after"])
+    filled = [f"{name}_{side}" for name in columns for side in ("before", "after")]
+    table[filled] = table[filled].fillna(0.0)
+    return table
+
+
+def _error(before: pd.Series, after: pd.Series, first: pd.Series, contexts: int) -> Floats:
+    """Of the difference of two shares, as if of two texts: a token may be a later sink several times in a context."""
+
+    def variance(share: pd.Series) -> pd.Series:
+        return (share * (1 - share)).clip(lower=0).where(first, share) / contexts
+
+    return np.asarray(np.sqrt(variance(before) + variance(after)))
+
+
+def _sinks_sentence(part: Part) -> str:
+    table = part.table
+    if not part.decided:
+        said = ["The reference has no sinks in this text"]
+    elif part.exact:
+        return f"All {counted(len(table), 'sink')} survive, in as many contexts as before."
+    else:
+        decided = table[table["status"].isin([SURVIVED, LOST])]
+        by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
+        keeping = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
+        said = [f"{part.counts()}; {keeping}"]
+    for status in (LOST, NEW):
+        rows = table[table["status"] == status]
+        if len(rows):
+            rows = rows.sort_values("after", ascending=False, kind="stable") if status == NEW else rows
+            said.append(f"{status}: {listed(_moved(rows), NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _moved(rows: pd.DataFrame) -> list[str]:
+    return [
+        f"{sink_name(row)} ({percent(row['before'])} → {percent(row['after'])} of contexts)"
+        for _, row in rows.iterrows()
+    ]
+
+
+def tags(reference: Run, other: Run) -> Part:
+    """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
+    values = ["share", "tag", "tag_se", "released", "released_se", "tagged", "row"]
+    table = _joined(_tagging(reference), _tagging(other), values)
+    units = [
+        (table[f"tag_{side}"] >= TAGGED) & (table[f"share_{side}"] >= LEAST_SHARE)
+        for side in ("before", "after")
+    ]
+    table = table[units[0] | units[1]].reset_index(drop=True)
+    change = changes(table["tag_before"], table["tag_after"])
+    release = changes(table["released_before"], table["released_after"]).add_prefix("released_")
+    found = table[[*KEY, "token", "share_before", "share_after"]].join(change)
+    found["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
+    found["cosine"] = _cosines(reference, other, table)
+    found = found.join(release)
+    found["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
+    found["tagged_before"], found["tagged_after"] = table["tagged_before"], table["tagged_after"]
+    status = fates(found, TAGGED)
+    turned = (status == SURVIVED) & ~(found["cosine"].to_numpy() >= HALF**0.5)
+    unknown = found["cosine"].isna() & ~_clearly_moved(found, reference.provenance["corpus"]["contexts"])
+    found["status"] = np.where(unknown, UNDECIDED, np.where(turned, LOST, status))
+    found = found.sort_values(["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4)
+    part = Part(
+        "tags",
+        "tag",
+        f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
+        f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
+        "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
+        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than two standard errors of the difference, "
+        "and a sink that is gone if its share of contexts fell by more than that",
+        found.reset_index(drop=True),
+        "",
+        weight="tagged_before",
+    )
+    return replace(part, sentence=_tags_sentence(part))
+
+
+def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
+    """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
+    before, after = table["share_before"], table["share_after"]
+    error = _error(before, after, table["kind"] == "first", contexts)
+    return (after - before).abs() > ERRORS * error
+
+
+def _tagging(run: Run) -> pd.DataFrame:
+    """Sinks that write something, with their row in the arrays counted from 1."""
+    rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
+    # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
+    absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
+    return rows[rows["kind"] != "learned"].fillna(absent)
+
+
+def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
+    """Of the directions of each tag before and after; NaN where one has none."""
+    directions = []
+    for run, side in ((reference, "row_before"), (other, "row_after")):
+        own = run.arrays["tag_direction"].double()
+        padded = torch.cat([torch.full_like(own[:1], torch.nan), own]) if len(own) else None
+        rows = torch.from_numpy(table[side].to_numpy().astype(np.int64))
+        directions.append(None if padded is None else torch.nn.functional.normalize(padded[rows], dim=1))
+    first, second = directions
+    if first is None or second is None:
+        return np.full(len(table), np.nan)
+    return (first * second).sum(dim=1).numpy()
+
+
+def _tags_sentence(part: Part) -> str:
+    table = part.table
+    if not part.decided:
+        said = ["No sink of the reference tags the tokens that it catches"]
+    elif part.exact:
+        return f"All {counted(len(table), 'tag')} survive, as strong and in the same directions."
+    else:
+        decided = table[table["status"].isin([SURVIVED, LOST])]
+        weights = decided["tagged_before"]
+        means = {
+            name: float(np.average(decided[name], weights=weights))
+            for name in ("before", "after", "released_before", "released_after")
+        }
+        both = decided["cosine"].dropna()
+        said = [
+            part.counts(),
+            f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, largest in a "
+            f"later layer {number(means['released_before'])} → {number(means['released_after'])}",
+        ]
+        if len(both):
+            said[-1] += f", median cosine of the directions {number(float(both.median()))}"
+    for status in (LOST, NEW):
+        rows = table[table["status"] == status]
+        if len(rows):
+            rows = rows.sort_values("tagged_after", ascending=False, kind="stable") if status == NEW else rows
+            said.append(f"{status}: {listed(_retagged(rows), NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _retagged(rows: pd.DataFrame) -> list[str]:
+    named = []
+    for _, row in rows.iterrows():
+        if row["status"] == LOST and row["after"] >= HALF * row["before"]:
+            changed = f"turned, cosine {number(row['cosine'])}"
+        else:
+            changed = f"η² {number(row['before'])} → {number(row['after'])}"
+        named.append(f"{sink_name(row)} ({changed})")
+    return named

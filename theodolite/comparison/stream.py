@@ -1,0 +1,165 @@
+"""What of the residual stream's geometry one run shares with another: outliers, massive activations, positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.comparison.parts import (
+    HALF,
+    LOST,
+    NEW,
+    SURVIVED,
+    Part,
+    changes,
+    fates,
+    within_errors,
+)
+from theodolite.experiments.layers import value_of
+from theodolite.experiments.tables import overlap
+from theodolite.measure.geometry import OUTLIER_SHARE
+from theodolite.report.data import Floats, error_of, mean_over_layers, need
+from theodolite.report.text import counted, listed, number, percent
+from theodolite.run import Run
+
+NAMED = 5
+"""Dimensions that a sentence names."""
+
+
+def outlier_dimensions(reference: Run, other: Run) -> Part:
+    """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after."""
+    before, after = (need(run, "outlier_share").astype(np.float64) for run in (reference, other))
+    layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
+    change = changes(before[layer, dimension], after[layer, dimension])
+    table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
+    table["status"] = fates(change, OUTLIER_SHARE)
+    part = Part(
+        "outlier dimensions",
+        "outlier dimension",
+        f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
+        "past the first; it survives where at least half of that share is left",
+        table,
+        "",
+        weight="before",
+    )
+    return replace(part, sentence=_dimensions_sentence(part, "outlier dimension", "shares"))
+
+
+def massive_activations(reference: Run, other: Run) -> Part:
+    """Massive activations by residual layer, dimension, and place: their number before and after."""
+    names = {"massive_first": "first", "massive": "later"}
+    keys = ["layer", "dimension", "position"]
+    counts = [
+        run.outliers.rename(columns=names)
+        .melt(["layer", "dimension"], list(names.values()), "position", "count")
+        .astype({"position": object})  # pyarrow's texts cannot be merged where there are none
+        .query("count > 0")
+        for run in (reference, other)
+    ]
+    table = counts[0].merge(counts[1], "outer", keys, suffixes=("_before", "_after")).sort_values(keys)
+    filled = table.reset_index(drop=True).fillna({"count_before": 0, "count_after": 0})
+    change = changes(filled["count_before"], filled["count_after"])
+    table = filled[keys].join(change)
+    table["status"] = fates(change, 1)
+    part = Part(
+        "massive activations",
+        "massive dimension",
+        "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
+        "median; it survives where it has at least half as many",
+        table,
+        "",
+    )
+    return replace(part, sentence=_dimensions_sentence(part, "massive activation", "numbers"))
+
+
+def _dimensions_sentence(part: Part, noun: str, same: str) -> str:
+    table = part.table
+    if not len(table):
+        return f"Neither has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
+    if part.exact:
+        places = table.groupby("dimension")["layer"].count()
+        return (
+            f"All {counted(len(table), part.unit)} survive, with the same {same} "
+            f"(of {listed([str(d) for d in places.index], NAMED)})."
+        )
+    said = [part.counts() if part.decided else f"The reference has no {noun}"]
+    for status in (LOST, NEW):
+        rows = table[table["status"] == status]
+        if len(rows):
+            said.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _dimensions(rows: pd.DataFrame) -> list[str]:
+    """`dimension 18 in 3 layers`, those in most layers first."""
+    layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
+    return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
+
+
+def positions(reference: Run, other: Run) -> Part:
+    """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
+    table = pd.DataFrame({"layer": reference.layers["layer"].to_numpy(dtype=int)})
+    for name in ("rank", "relative_norm", "low_frequency_10"):
+        change = changes(value_of(reference, name), value_of(other, name)).add_prefix(f"{name}_")
+        table = table.join(change)
+        table[f"{name}_se"] = np.hypot(error_of(reference, name), error_of(other, name))
+    shared, chance = overlap(reference, other)
+    table["overlap"], table["curve"] = shared, _curves(reference, other)
+    norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
+    table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
+    part = Part(
+        "positional basis",
+        "layer",
+        "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
+        "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm; curve: "
+        "similarity of the matrices of products of positions (linear CKA), the same in any directions",
+        table,
+        "",
+    )
+    return replace(part, sentence=_positions_sentence(part, chance))
+
+
+def _curves(reference: Run, other: Run) -> Floats:
+    """⟨PPᵀ, P′P′ᵀ⟩ over the product of their norms, a layer; NaN where a basis is zero."""
+    found = []
+    pairs = (torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in (reference, other))
+    for p, q in zip(*pairs, strict=True):
+        norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
+        product = torch.linalg.matrix_norm(p.T @ q).square()
+        found.append(float(product / norms) if norms > 0 else math.nan)
+    return np.array(found)
+
+
+def _positions_sentence(part: Part, chance: float) -> str:
+    table = part.table
+    if part.exact:
+        return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
+    kept = part.count(SURVIVED)
+    said = [
+        f"the positional basis survives in {kept} of {counted(len(table), 'layer')}: on average its rank is "
+        f"{_moved(table, 'rank')}, its relative norm {_moved(table, 'relative_norm')}",
+        f"its directions overlap by {number(float(table['overlap'].mean()), 2)} (random ones by {number(chance, 2)}), "
+        f"its curve is alike to {number(float(table['curve'].mean()), 2)}",
+    ]
+    lost = table.loc[table["status"] == LOST, "layer"]
+    if 0 < len(lost) < len(table):
+        said.append(
+            f"lost in {'layer' if len(lost) == 1 else 'layers'} {listed([str(n) for n in lost], NAMED)}"
+        )
+    text = "; ".join(said)
+    return text[0].upper() + text[1:] + "."
+
+
+def _moved(table: pd.DataFrame, name: str) -> str:
+    """`3.1 → 3.4 (within two standard errors)`: means over layers. The layers share contexts, so errors add up."""
+    before, after, error = (_mean(table[f"{name}_{part}"]) for part in ("before", "after", "se"))
+    return f"{number(before)} → {number(after)}{within_errors(after - before, error)}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return mean_over_layers(np.asarray(values))[0]

@@ -1,0 +1,1 @@
+"""Evaluation: perplexity on a text, the offline few-shot task, and the tasks of lm-eval."""

@@ -1,0 +1,225 @@
+"""What `theodolite evaluate` asks of every model, and how it shows the answers. Nothing is parsed here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
+from theodolite.evaluate.harness import BATCH, harness
+from theodolite.evaluate.kept import Kept
+from theodolite.evaluate.perplexity import perplexity, perplexity_scores
+from theodolite.evaluate.scores import Score
+from theodolite.models import OpenModel
+from theodolite.reading import ShowProgress, fingerprint_of
+from theodolite.report.text import number, visible, with_error
+from theodolite.rules import NAME, RULES
+
+Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]
+"""(title, unit) → a progress bar."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What every model is asked, beside the loss on a text.
+
+    Attributes:
+        tasks: names; `few-shot` is the task of this package, all others are of lm-eval.
+        folder: tasks of one's own for lm-eval; shots: examples in the prompt.
+        prompts, seed: of the few-shot task; limit: documents of a task of lm-eval.
+        batch: of a forward pass, None for the default of each.
+        download: whether lm-eval may fetch data.
+    """
+
+    tasks: tuple[str, ...]
+    folder: Path | None
+    shots: tuple[int, ...]
+    prompts: int
+    seed: int
+    limit: int | None
+    batch: int | None
+    download: bool
+
+    @property
+    def of_lm_eval(self) -> tuple[str, ...]:
+        """All names but `few-shot`."""
+        return tuple(task for task in self.tasks if task != NAME)
+
+
+def parse_shots(given: str) -> tuple[int, ...]:
+    """`3`, `0-5` or `0,2,5` as numbers of examples, in order.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    found: set[int] = set()
+    for part in given.split(","):
+        ends = part.split("-")
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise UsageError(f"'{given}' are no numbers of examples: give one, several as 0,2,5, or 0-5")
+        found |= set(range(int(ends[0]), int(ends[-1]) + 1))
+    if not found:
+        raise UsageError(f"'{given}' are no numbers of examples: give the smaller one first")
+    return tuple(sorted(found))
+
+
+def evaluate(
+    model: OpenModel,
+    corpus: Corpus | None,
+    questions: Questions,
+    kept: Kept,
+    bar: Bar,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Score]:
+    """Everything that one model is asked; what is kept already is not asked again.
+
+    `stopped` says whether to stop before the next forward pass; a `bar` knows that by itself.
+
+    Raises:
+        UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
+    """
+    mine = fingerprint_of(model)
+    scores: list[Score] = []
+    if corpus is not None:
+        key = {**mine, "corpus": corpus.sha256, "batch": questions.batch}
+        scores += kept.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
+    if NAME in questions.tasks:
+        if max(questions.shots) > RULES.shots:
+            raise UsageError(f"{NAME} has up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
+        asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
+        found = kept.get(
+            {**mine, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
+        )
+        scores += [score for score in found if score.shots in questions.shots]
+    if questions.of_lm_eval or questions.folder:
+        scores += _harness(model, questions, kept, mine, stopped)
+    return [replace(score, model=model.id) for score in scores]
+
+
+def _perplexity(model: OpenModel, corpus: Corpus, batch: int | None, bar: Bar) -> list[Score]:
+    with bar("predicting", "contexts") as show:
+        found = perplexity(model, corpus, batch=batch, show_progress=show)
+    return perplexity_scores(model.id, corpus, found)
+
+
+def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
+    shared: dict[str, Any] = {"seed": questions.seed, "batch": questions.batch}
+    with bar("answering", "prompts") as show:
+        right = few_shot_answers(model, prompts=questions.prompts, show_progress=show, **shared)
+    return few_shot_scores(model.id, right, **shared)
+
+
+def _harness(
+    model: OpenModel, questions: Questions, kept: Kept, mine: dict[str, Any], stopped: Callable[[], bool]
+) -> list[Score]:
+    """One number of shots after the other, each kept as soon as it is there."""
+
+    def before_pass() -> None:
+        if stopped():
+            raise KeyboardInterrupt
+
+    asked = {
+        "tasks": sorted(questions.of_lm_eval),
+        "folder": questions.folder and _content(questions.folder),
+        "limit": questions.limit,
+        "batch": questions.batch,
+        "lm_eval": lm_eval_version(),
+    }
+    scores: list[Score] = []
+    for shots in questions.shots:
+        measure = partial(
+            harness,
+            model,
+            questions.of_lm_eval,
+            [shots],
+            folder=questions.folder,
+            batch=BATCH if questions.batch is None else questions.batch,
+            limit=questions.limit,
+            download=questions.download,
+            before_pass=before_pass,
+        )
+        scores += kept.get({**mine, **asked, "shots": shots}, measure)
+    return scores
+
+
+def _content(folder: Path) -> str:
+    """Hash of all files of a folder of tasks."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ):
+        digest.update(f"{path.relative_to(folder)}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def lm_eval_version() -> str | None:
+    """Of the installed lm-eval, if there is one."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lm-eval")
+    except PackageNotFoundError:
+        return None
+
+
+def tables(scores: pd.DataFrame) -> list[Table]:
+    """For the terminal: a table a task, a row for each metric and number of shots, a column for each model.
+
+    Below the value of a model stands its difference to the first one on the same questions.
+    """
+    return [_table(str(task), rows) for task, rows in scores.groupby("task", sort=False)]
+
+
+def _table(task: str, rows: pd.DataFrame) -> Table:
+    models = list(dict.fromkeys(rows["model"]))
+    compared = len(models) > 1 and rows["difference"].notna().any()
+    caption = "± one standard error" + ("; Δ: paired difference to the first model" if compared else "")
+    if rows["cut"].any():
+        caption += f"; prompts that were too long and lost their beginning: {rows['cut'].max()}"
+    shown = Table(title=escape(visible(task)), caption=caption, box=box.SIMPLE_HEAD)
+    shown.add_column("metric")
+    shown.add_column("shots", justify="right")
+    for model in models:
+        shown.add_column(escape(visible(_short(model, models))), justify="right")
+    bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
+    for name in bounds:
+        shown.add_column(name, justify="right")
+    for (metric, shots), cells in rows.groupby(["metric", "shots"], sort=False):
+        by_model = {row["model"]: row for row in cells.to_dict(orient="records")}
+        values = [_cell(by_model.get(model), compared) for model in models]
+        edges = [number(cells[name].iloc[0]) for name in bounds]
+        shown.add_row(escape(str(metric)), str(shots), *values, *edges)
+    return shown
+
+
+def _cell(row: dict[str, Any] | None, compared: bool) -> str:
+    if row is None:
+        return ""
+    value = with_error(row["value"], row["value_se"])
+    if not compared:
+        return value
+    known = math.isfinite(row["difference"])
+    return (
+        f"{value}\n[dim]{'Δ ' + with_error(row['difference'], row['difference_se']) if known else ''}[/dim]"
+    )
+
+
+def _short(model: str, models: Sequence[str]) -> str:
+    """The last part of a path, if no other model has the same."""
+    names = [Path(name).name or name for name in models]
+    name = Path(model).name or model
+    return name if names.count(name) == 1 else model

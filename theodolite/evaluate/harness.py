@@ -1,0 +1,273 @@
+"""The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, also without a network.
+
+Prompts, metrics and seeds are those of lm-eval, so that its numbers are too. lm-eval is an extra and is imported
+only here, when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import functools
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from theodolite.errors import UsageError
+from theodolite.evaluate.perplexity import check_predicts
+from theodolite.evaluate.scores import Score
+from theodolite.models import OpenModel
+
+BATCH = 8
+"""Requests a forward pass."""
+
+SEED, OTHER_SEED = 0, 1234
+"""Of Python's random numbers, and of all others: what lm-eval's own command uses."""
+
+BOOTSTRAPS = 1000
+"""Of metrics whose standard error has no closed form."""
+
+
+def harness(
+    model: OpenModel,
+    tasks: Sequence[str],
+    shots: Sequence[int],
+    *,
+    folder: str | Path | None = None,
+    batch: int = BATCH,
+    limit: int | None = None,
+    download: bool = False,
+    before_pass: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """Evaluate a model on tasks of lm-eval with 0, 1, … examples in the prompt.
+
+    Args:
+        model: causal, with its tokenizer.
+        tasks: names of tasks, groups or tags; none: all tasks of `folder`.
+        shots: numbers of examples, of which the task's own few-shot sampler chooses.
+        folder: tasks of one's own, as YAML; their data files are named relative to it. Only give one that you trust:
+            a YAML of lm-eval may name Python functions beside it, which are then run.
+        batch: requests a forward pass.
+        limit: documents of each task at most, the first ones; None: all.
+        download: whether data that are not on this machine may be fetched. Without it no connection is tried.
+        before_pass: called before each forward pass; it may raise to stop.
+
+    Returns:
+        For each number of shots and task (a tag: its tasks; a group: its own mean) a score for each metric, with
+        lm-eval's value and standard error. `each` is there where the value is the mean over documents.
+
+    Raises:
+        UsageError: lm-eval is not installed, a task is not known or its data are not here, the task fixes the number
+            of examples itself, or the model cannot be asked.
+    """
+    check_predicts(model)
+    if model.tokenizer is None:
+        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
+    numbers = (("batch", batch, 1), ("shots", min(shots, default=-1), 0), ("limit", limit, 1))
+    for what, number, least in numbers:
+        if number is not None and number < least:
+            raise UsageError(f"{what} is {number}: use {least} or more")
+    lm_eval = _lm_eval()
+    scores: list[Score] = []
+    with _quietly() as cut, _network(download), _told(model.hf, before_pass):
+        manager, names = _known(tasks, folder)
+        language_model = lm_eval.models.huggingface.HFLM(
+            pretrained=model.hf,
+            tokenizer=copy.deepcopy(model.tokenizer),  # it may be given a padding token there
+            batch_size=batch,
+            max_length=model.longest,
+        )
+        for count in shots:
+            cut.clear()
+            with _seeded():
+                loaded = _loaded(manager, names, count, folder, download)
+                results = lm_eval.evaluate(
+                    language_model, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
+                )
+            shared = {"model": model.id, "shots": count, "batch": batch, "cut": len(cut)}
+            scores += _scores(names, loaded, results, shared)
+    return scores
+
+
+def _lm_eval() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+    except ImportError as error:
+        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
+    return lm_eval
+
+
+def _known(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
+    """A manager that knows the tasks, and their names."""
+    from lm_eval.tasks import TaskManager
+
+    place = None if folder is None else str(Path(folder).resolve())
+    if place is None and not tasks:
+        raise UsageError("no task was named: name some, or give a folder of tasks")
+    if place is not None:
+        if not Path(place).is_dir():
+            raise UsageError(f"there is no folder {folder}: give one that holds tasks as YAML")
+        manager = TaskManager(include_path=place, include_defaults=False)
+        names = list(tasks) or manager.all_subtasks
+        if not names:
+            raise UsageError(f"{folder} holds no task of lm-eval: give a folder with one as YAML")
+        if set(names) <= set(manager.all_tasks):
+            return manager, names
+    manager = _all_tasks(place)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3)
+            hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists what there is"
+            raise UsageError(f"lm-eval knows no task {name}: {hint}")
+    return manager, list(tasks)
+
+
+@functools.lru_cache(maxsize=1)
+def _all_tasks(folder: str | None) -> Any:
+    """A manager of lm-eval's own tasks too: more than ten thousand files, so it is kept."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=folder)
+
+
+def _loaded(
+    manager: Any, names: list[str], shots: int, folder: str | Path | None, download: bool
+) -> dict[str, Any]:
+    """The tasks with their data, new ones each time: lm-eval takes 0 shots for the task's own choice afterwards."""
+    try:
+        with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
+            loaded = manager.load(list(names))
+    except Exception as error:  # whatever `datasets`, YAML and a task's own functions raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "" if download else "; data that are not on this machine are only fetched with --download"
+        raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
+    for name, task in loaded["tasks"].items():
+        own = task.get_config("num_fewshot")
+        if own == 0 and shots:
+            raise UsageError(f"{name} is a task without examples in its prompt: evaluate it with --shots 0")
+        task.set_config(key="num_fewshot", value=shots)
+        task.set_fewshot_seed(seed=OTHER_SEED)
+    return loaded
+
+
+def _scores(
+    names: list[str], loaded: dict[str, Any], results: dict[str, Any], shared: dict[str, Any]
+) -> list[Score]:
+    """What lm-eval found, of every task and group that was asked for; `shared` is what all scores have in common."""
+    groups = loaded.get("groups", {})
+    members = {name: [task.task_name for task in group.get_all_tasks()] for name, group in groups.items()}
+    inside = {task for tasks in members.values() for task in tasks}
+    scores = []
+    for name, row in results["results"].items():
+        if name not in names and (name in groups or name in inside):
+            continue  # a part of a group that was asked for
+        samples = [sample for task in members.get(name, [name]) for sample in results["samples"][task]]
+        asked = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
+        for key, value in row.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = row.get(f"{metric}_stderr,{kept}")
+            own = [sample for sample in samples if sample["filter"] == kept]
+            scores.append(
+                Score(
+                    task=name,
+                    metric=metric if kept == "none" else f"{metric} ({kept})",
+                    value=float(value),
+                    error=float(error) if isinstance(error, int | float) else math.nan,
+                    count=len(own),
+                    questions=hashlib.sha256(asked.encode()).hexdigest(),
+                    each=_each(own, metric, float(value)),
+                    version=str(results["versions"].get(name) or ""),
+                    **shared,
+                )
+            )
+    return scores
+
+
+def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarray | None:
+    """The metric of each document, where the task's value is their mean."""
+    try:
+        each = np.array([float(sample[metric]) for sample in samples])
+    except (KeyError, TypeError, ValueError):  # a metric over all documents, such as a perplexity
+        return None
+    return each if len(each) and abs(each.mean() - value) <= 1e-9 * max(1.0, abs(value)) else None
+
+
+@contextlib.contextmanager
+def _told(model: torch.nn.Module, before_pass: Callable[[], None]) -> Iterator[None]:
+    """While open, `before_pass` is called before every forward pass of the model."""
+    hook = model.register_forward_pre_hook(lambda module, inputs: before_pass())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[list[str]]:
+    """Without the warnings of lm-eval, but for what it says of prompts that it cuts: they are collected."""
+    cut: list[str] = []
+
+    class Collect(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            message = record.getMessage()
+            if "exceeds model's maximum length" in message:
+                cut.append(message)
+            return record.levelno >= logging.ERROR
+
+    collect = Collect()
+    loggers = [logging.getLogger("lm_eval")] + [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("lm_eval.")
+    ]
+    for logger in loggers:
+        logger.addFilter(collect)
+    try:
+        yield cut
+    finally:
+        for logger in loggers:
+            logger.removeFilter(collect)
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """With the random numbers that lm-eval's command has, and the caller's own afterwards."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(SEED)
+        np.random.seed(OTHER_SEED)
+        torch.manual_seed(OTHER_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _network(allowed: bool) -> Iterator[None]:
+    """Unless it is allowed: what is not on this machine is an error at once, not a wait for an answer."""
+    import datasets
+    import huggingface_hub
+
+    if allowed:
+        yield
+        return
+    places: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    for place in places:
+        place.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value

@@ -1,0 +1,115 @@
+"""Perplexity of a model on a corpus, in one pass over the contexts that a survey reads."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.evaluate.scores import Score, mean_and_error
+from theodolite.models import OpenModel
+from theodolite.reading import ShowProgress, batch_of, check_fit, next_token_losses
+
+LARGEST = math.log(sys.float_info.max)
+"""Loss whose exponential still is a number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Perplexity:
+    """How well a model predicts a corpus.
+
+    Attributes:
+        losses: (contexts,) mean nats a token of each context's T − 1 predicted tokens.
+        loss, loss_se: their mean with its standard error over contexts.
+        perplexity, perplexity_se: exp(loss), and its standard error to first order.
+        tokens: predicted, of all contexts.
+        batch: contexts a forward pass.
+    """
+
+    losses: Float[np.ndarray, " contexts"]
+    tokens: int
+    batch: int
+
+    @property
+    def loss(self) -> float:
+        """Mean nats a token."""
+        return mean_and_error(self.losses)[0]
+
+    @property
+    def loss_se(self) -> float:
+        """NaN where there is one context."""
+        return mean_and_error(self.losses)[1]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where it is too large for a number."""
+        return math.exp(self.loss) if self.loss < LARGEST else math.inf
+
+    @property
+    def perplexity_se(self) -> float:
+        """exp(loss) · loss_se."""
+        return self.perplexity * self.loss_se
+
+
+def perplexity(
+    model: OpenModel,
+    corpus: Corpus,
+    *,
+    batch: int | None = None,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Perplexity:
+    """Loss and perplexity on a corpus; every context counts the same, and its first token is not predicted.
+
+    Args:
+        model: a causal model with an output head.
+        corpus: from a `Corpus` constructor, with the model's own tokenizer.
+        batch: contexts a forward pass; None: 4096 tokens' worth.
+        show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
+
+    Raises:
+        UsageError: the corpus does not fit the model, or the model does not predict next tokens.
+        WorkError: a loss is no number.
+    """
+    check_predicts(model)
+    check_fit(model, corpus, least_contexts=1)
+    batch, ids = batch_of(corpus, batch), corpus.contexts
+    losses = []
+    for first in range(0, len(ids), batch):
+        show_progress(first, len(ids))
+        part = ids[first : first + batch]
+        with torch.inference_mode():
+            logits = model.hf(input_ids=part.to(model.device), use_cache=False).logits
+        losses.append(next_token_losses(logits, part).mean(dim=1))
+    show_progress(len(ids), len(ids))
+    found = torch.cat(losses).numpy()
+    if not np.isfinite(found).all():
+        raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
+    return Perplexity(found, ids[:, 1:].numel(), batch)
+
+
+def perplexity_scores(name: str, corpus: Corpus, found: Perplexity) -> list[Score]:
+    """Loss and perplexity of the model `name` as scores."""
+    task, count = corpus.name, len(found.losses)
+    shared = (count, found.batch, corpus.sha256)
+    return [
+        Score(name, task, 0, "loss", found.loss, found.loss_se, *shared, found.losses),
+        Score(name, task, 0, "perplexity", found.perplexity, found.perplexity_se, *shared),
+    ]
+
+
+def check_predicts(model: OpenModel) -> None:
+    """Refuse a model that does not predict each token from those before it.
+
+    Raises:
+        UsageError: why.
+    """
+    if model.hf.get_output_embeddings() is None:
+        raise UsageError(f"{model.id} predicts no tokens: evaluate a checkpoint with a language-model head")
+    if not model.causal:
+        raise UsageError(f"{model.id} sees later tokens too: only causal models are evaluated")

@@ -1,0 +1,123 @@
+"""What an evaluation ends in: a value with its standard error, and models compared on the same questions.
+
+Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from scipy import stats
+
+CERTAIN = 1.96
+"""Standard errors to either side that hold 95 % of a normal distribution."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One model's value on one task.
+
+    Attributes:
+        task: a corpus, the offline few-shot task, or a task of lm-eval; `shots`: examples in each prompt.
+        value, error: with its standard error, NaN where none is known.
+        count: contexts, prompts or documents that the error is over.
+        batch: how many of them went through the model at a time.
+        questions: what was asked, as a hash: two models can be compared where it is the same.
+        each: (count,) numbers whose mean is the value, or None.
+        chance, best: what guessing gives, and the best that is possible; NaN where it is not known.
+        version: of the task; `cut`: prompts that were longer than the model's longest, and lost their beginning.
+    """
+
+    model: str
+    task: str
+    shots: int
+    metric: str
+    value: float
+    error: float
+    count: int
+    batch: int
+    questions: str
+    each: Float[np.ndarray, " count"] | None = None
+    chance: float = math.nan
+    best: float = math.nan
+    version: str = ""
+    cut: int = 0
+
+
+def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
+    """Mean, and its standard error s/√n with s² the unbiased sample variance; the error of one value is NaN."""
+    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(values.mean()), float(error)
+
+
+def table(scores: Sequence[Score]) -> pd.DataFrame:
+    """A row for each score, in their order.
+
+    Columns: `model task shots metric value value_se difference difference_se chance best count batch
+    version cut`. The difference
+    is to the first model that was asked the same; its error is that of the mean of paired differences. Both are NaN
+    for that model itself, and where the value is no mean over questions.
+    """
+    rows = []
+    for score in scores:
+        first = next(other for other in scores if _comparable(other, score))
+        difference, error = math.nan, math.nan
+        if first is not score and first.model != score.model:
+            difference, error = _paired(first, score)
+        rows.append(
+            {
+                "model": score.model,
+                "task": score.task,
+                "shots": score.shots,
+                "metric": score.metric,
+                "value": score.value,
+                "value_se": score.error,
+                "difference": difference,
+                "difference_se": error,
+                "chance": score.chance,
+                "best": score.best,
+                "count": score.count,
+                "batch": score.batch,
+                "version": score.version,
+                "cut": score.cut,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
+    """Mean over seeds with its 95 % interval: a row for each model and number of shots, in the order of the table.
+
+    Args:
+        each: `model seed shots accuracy accuracy_se`.
+
+    Returns:
+        `model shots accuracy low high seeds`. The interval is Student's, of the spread between seeds; of one seed
+        alone it is 1.96 standard errors of its own.
+    """
+    rows = []
+    for (model, shots), found in each.groupby(["model", "shots"], sort=False):
+        count = len(found)
+        mean, error = mean_and_error(found["accuracy"].to_numpy(dtype=np.float64))
+        reach = (
+            CERTAIN * found["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
+        )
+        ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
+        rows.append({"model": model, "shots": shots, **ends, "seeds": count})
+    return pd.DataFrame(rows)
+
+
+def _comparable(first: Score, second: Score) -> bool:
+    same = ("task", "shots", "metric", "questions")
+    return all(getattr(first, name) == getattr(second, name) for name in same)
+
+
+def _paired(first: Score, second: Score) -> tuple[float, float]:
+    if first.each is None or second.each is None:
+        return math.nan, math.nan
+    return mean_and_error(second.each - first.each)

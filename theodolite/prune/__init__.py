@@ -1,0 +1,10 @@
+"""Pruning: a matrix at a time, and whole models layer by layer."""
+
+from theodolite.prune.checkpoint import Pruned as Pruned
+from theodolite.prune.checkpoint import load_factored as load_factored
+from theodolite.prune.methods import magnitude as magnitude
+from theodolite.prune.methods import sparsegpt as sparsegpt
+from theodolite.prune.methods import wanda as wanda
+from theodolite.prune.model import prune_model as prune_model
+from theodolite.prune.oats import SparseLowRank as SparseLowRank
+from theodolite.prune.oats import oats as oats

@@ -1,0 +1,245 @@
+"""A pruned model on disk, and what an interrupted pruning goes on from.
+
+Unfinished, `OUT.partial` holds a file a block, written when the block is done. Finished, `OUT` is a checkpoint: merged,
+every matrix multiplied out, as `transformers` opens it; or factored, as `models/factored.py` keeps it. Beside the
+weights are `pruning.json` and `pruning.parquet`. Nothing is pruned here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import safetensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.files import write_text, write_whole, writing
+from theodolite.interventions import Factors
+from theodolite.models import OpenModel, open_model
+from theodolite.models.factored import (
+    BLOCK,
+    DENSE,
+    Piece,
+    is_factored,
+    read_pieces,
+    write_dense,
+    write_pieces,
+)
+from theodolite.models.loading import quiet
+from theodolite.run import Workspace
+
+SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
+
+FORMS = ("merged", "factored")
+
+LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
+"""(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, repr=False)
+class Pruned:
+    """What was done to a model.
+
+    Attributes:
+        table: one row a matrix; `docs/pruning.md` lists the columns.
+        provenance: versions, model, text, settings.
+        low_rank: the low-rank part of each matrix that has one.
+        folder: where it was written, if it was.
+    """
+
+    table: pd.DataFrame
+    provenance: dict[str, Any]
+    low_rank: LowRank
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        pruning = self.provenance["pruning"]
+        return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
+
+    def factors(self, layer: int) -> Factors:
+        """The low-rank parts of W_Q, W_K, W_V of a block, as `interventions.without_low_rank(factors=…)` takes them.
+
+        Raises:
+            UsageError: they have none: another method than OATS, a rank of 0, or no such block.
+        """
+        found = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        if not found:
+            raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
+        return found
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Pruned:
+        """Read it from the folder of a pruned checkpoint, whose weights `open_model` opens.
+
+        Raises:
+            UsageError: the folder holds none, or it is damaged.
+        """
+        folder = Path(folder)
+        if not (folder / SETTINGS).is_file():
+            raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
+        try:
+            provenance = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            table = pd.read_parquet(folder / TABLE)
+            kept = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
+            layers = int(provenance["model"]["layers"])
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
+        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in kept.items()}
+        low_rank = {
+            (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
+            for (name, side), left in sides.items()
+            if side == "left"
+        }
+        for layer in range(layers if is_factored(folder) else 0):
+            low_rank |= low_rank_of(layer, read_pieces(folder / BLOCK.format(layer))[0])
+        return cls(table, provenance, low_rank, folder)
+
+
+def low_rank_of(layer: int, pieces: Sequence[Piece]) -> LowRank:
+    """The low-rank parts of a block's matrices."""
+    return {
+        (layer, piece.key): (piece.left.cpu(), piece.right.cpu())
+        for piece in pieces
+        if piece.left is not None and piece.right is not None
+    }
+
+
+def load_factored(folder: str | Path, **options: Any) -> OpenModel:
+    """Open a factored checkpoint: `open_model`, but only for these. `options` are those of `open_model`.
+
+    Raises:
+        UsageError: the checkpoint is none, or as `open_model`.
+        WorkError: as `open_model`.
+    """
+    if not is_factored(Path(folder)):
+        raise UsageError(
+            f"{folder} is no factored checkpoint: write one with `theodolite prune --format factored`"
+        )
+    return open_model(folder, **options)
+
+
+class Partial:
+    """What is kept of an unfinished pruning in `OUT.partial`, and how it becomes `OUT`.
+
+    Args:
+        out: the folder to be.
+        fingerprint: what decides every byte of the result.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+        self.out = out
+        self._fingerprint = fingerprint
+        self._workspace = Workspace(out, fingerprint)
+        self._seconds = self._workspace.folder / "seconds.json"
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes out.
+
+        Raises:
+            UsageError: another one is at work there, the folder exists, or what is unfinished there is another pruning.
+        """
+        with self._workspace.locked():
+            if self.out.is_dir() and not any(self.out.iterdir()):
+                self.out.rmdir()
+            if self.out.exists():
+                raise UsageError(f"{self.out} exists already: choose another --out or remove it")
+            first = self._block(0)
+            if first.is_file() and read_pieces(first)[1]["fingerprint"] != self._fingerprint:
+                raise UsageError(
+                    f"{first.parent} holds an unfinished pruning of another model, text or settings: choose another "
+                    "--out or remove it"
+                )
+            yield
+
+    def block(self, layer: int) -> tuple[list[Piece], Rows] | None:
+        """The matrices of a block that was done before, and their rows of the table."""
+        if not self._block(layer).is_file():
+            return None
+        pieces, notes = read_pieces(self._block(layer))
+        return pieces, notes["rows"]
+
+    @property
+    def seconds(self) -> float:
+        """How long the blocks that were done before have taken."""
+        try:
+            return float(json.loads(self._seconds.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return 0.0
+
+    def save(self, layer: int, pieces: Sequence[Piece], rows: Rows, seconds: float) -> None:
+        """Keep a block that is done, whole or not at all."""
+        notes = {"fingerprint": self._fingerprint, "rows": rows}
+        with writing(self._workspace.folder):
+            self._workspace.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._block(layer), lambda path: write_pieces(path, pieces, notes))
+            write_text(self._seconds, json.dumps(seconds))
+
+    def finish(self, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
+        """Write `OUT`, at once or not at all, and forget the progress; what was written, with its size."""
+        temporary = self.out.with_name(self.out.name + ".writing")
+        with writing(self.out), quiet():
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            try:
+                self._write_weights(temporary, model, pruned, form)
+                pruned = _measured(temporary, model, pruned, form)
+                pruned.table.to_parquet(temporary / TABLE, index=False)
+                text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
+                (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
+                for path in temporary.glob("*.safetensors"):  # which only their owner could read
+                    shutil.copymode(temporary / SETTINGS, path)
+                os.replace(temporary, self.out)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        shutil.rmtree(self._workspace.folder, ignore_errors=True)
+        return replace(pruned, folder=self.out)
+
+    def _write_weights(self, folder: Path, model: OpenModel, pruned: Pruned, form: str) -> None:
+        if form == "merged":
+            model.hf.save_pretrained(folder)
+            if pruned.low_rank:
+                save_file(_by_name(pruned.low_rank), folder / LOW_RANK)
+        else:
+            config = copy.deepcopy(model.hf.config)
+            config.architectures = [type(model.hf).__name__]
+            config.save_pretrained(folder)
+            if model.hf.can_generate():
+                model.hf.generation_config.save_pretrained(folder)
+            write_dense(folder / DENSE, model.hf, set(pruned.table["parameter"]))
+            for layer in range(model.layers):
+                shutil.copyfile(self._block(layer), folder / BLOCK.format(layer))
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+
+    def _block(self, layer: int) -> Path:
+        return self._workspace.folder / BLOCK.format(layer)
+
+
+def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
+    return {
+        f"{layer}/{name}/{side}": factor.contiguous()
+        for (layer, name), factors in low_rank.items()
+        for side, factor in zip(("left", "right"), factors, strict=True)
+    }
+
+
+def _measured(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
+    """With the bytes of the weights in the folder, and of the dense model's."""
+    written = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != LOW_RANK)
+    dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
+    pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}
+    return replace(pruned, provenance=pruned.provenance | {"pruning": pruning})

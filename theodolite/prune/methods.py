@@ -1,0 +1,267 @@
+"""Magnitude, Wanda and SparseGPT: a weight matrix in, the pruned one out. No model and no text is known here.
+
+A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of its entries that is
+removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is None then, or that number. Counts are exact, rounded down;
+the released codes of magnitude and SparseGPT remove what is ≤ a threshold instead: one entry more, and all that are
+equal to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.prune.patterns import (
+    Pattern,
+    check_finite,
+    checked_inputs,
+    checked_weight,
+    largest,
+    pattern_of,
+    sparsity_of,
+)
+
+GivenPattern = str | tuple[int, int] | None
+"""None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output stay."""
+
+_TOGETHER = 16
+"""Inputs between two matrix products inside a block, where no pattern says."""
+
+_SYMMETRIC = 1e-3
+"""What rounding may do to the symmetry of a Hessian that was summed in half precision, as a share of its diagonal."""
+
+_MOST_DAMPING = 1e12
+"""Times the mean diagonal: what needs more is no Hessian."""
+
+
+@torch.no_grad()
+def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPattern = None) -> Tensor:
+    """Keep the entries of largest |W|, chosen in the whole matrix at once, as the released code of Wanda does.
+
+    Args:
+        weight: (outputs, inputs).
+        sparsity: share removed, in (0, 1).
+        pattern: N:M; then the largest of each group.
+
+    Returns:
+        The pruned weight, in its own dtype; of equal entries the last stay.
+
+    Raises:
+        UsageError: numbers that are not finite, no matrix, or a sparsity or pattern that there is not.
+    """
+    weight = checked_weight(weight)
+    found = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, found)
+    scores = weight.abs().to(_precision(weight))
+    if found:
+        kept = found.largest(scores)
+    else:
+        kept = largest(scores.view(1, -1), _left_of(weight.numel(), share)).view(weight.shape)
+    return torch.where(kept, weight, 0)
+
+
+@torch.no_grad()
+def wanda(
+    weight: Tensor, input_norm: Tensor, sparsity: float | None = None, pattern: GivenPattern = None
+) -> Tensor:
+    """Of each output keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
+
+    Args:
+        weight: (outputs, inputs).
+        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square; a common factor changes nothing.
+        sparsity: share removed of each output, in (0, 1).
+        pattern: N:M.
+
+    Returns:
+        The pruned weight, in its own dtype; of equal scores the last stay.
+
+    Raises:
+        UsageError: as `magnitude`, or norms that are negative or of another shape.
+    """
+    weight = checked_weight(weight)
+    norms = checked_inputs("input_norm", input_norm, weight)
+    found = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, found)
+    scores = weight.abs() * norms  # float64, where products of float32 are exact
+    kept = found.largest(scores) if found else largest(scores, _left_of(weight.shape[1], share))
+    return torch.where(kept, weight, 0)
+
+
+@dataclass(frozen=True)
+class HessianFactor:
+    """What SparseGPT needs of a Hessian, for all matrices that take on the same inputs (W_Q, W_K and W_V).
+
+    Attributes:
+        upper: R, upper triangular, R Rᵀ = H + damping · mean(diag H) · I.
+        dead: inputs that were always 0.
+        damping: as asked for, or as much as was needed.
+    """
+
+    upper: Float64[Tensor, "inputs inputs"]
+    dead: Bool[Tensor, " inputs"]
+    damping: float
+
+
+@torch.no_grad()
+def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
+    """R of `HessianFactor`, in float64; the damping is raised tenfold until the factorisation succeeds.
+
+    As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
+
+    Args:
+        hessian: (inputs, inputs), symmetric: the sum or the mean of x xᵀ over the tokens; a common factor changes
+            nothing unless inputs are dead.
+        damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
+
+    Raises:
+        UsageError: no symmetric matrix of finite numbers, a negative diagonal, or a negative damping.
+    """
+    if not isinstance(hessian, Tensor) or hessian.is_complex() or hessian.ndim != 2:
+        raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
+    if hessian.shape[0] != hessian.shape[1] or not len(hessian):
+        raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
+    if not 0 <= damping < _MOST_DAMPING:
+        raise UsageError(f"damping is {damping}: give a number from 0 on")
+    backwards = hessian.detach().double().flip(0, 1)
+    _check_symmetric(backwards)
+    diagonal = backwards.diagonal().clone()
+    if (diagonal < 0).any():
+        raise UsageError("hessian has a negative diagonal: give the sum of x xᵀ")
+    dead = diagonal == 0
+    diagonal[dead] = 1
+    mean = diagonal.mean()
+    while damping < _MOST_DAMPING:
+        # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
+        backwards.diagonal().copy_(diagonal + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(backwards)
+        if not failed:
+            return HessianFactor(lower.flip(0, 1), dead.flip(0), damping)
+        damping = max(10 * damping, torch.finfo(torch.float64).eps)
+    raise UsageError("hessian is far from positive semidefinite: give the sum of x xᵀ")
+
+
+def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:
+    """By its products with one vector without zeros, from either side: n² operations, where n³ follow."""
+    probe = torch.arange(len(hessian), dtype=hessian.dtype, device=hessian.device).cos()
+    product = hessian @ probe
+    check_finite("hessian", product)
+    most = _SYMMETRIC * math.sqrt(len(hessian)) * hessian.diagonal().abs().max()
+    if (product - probe @ hessian).abs().max() > most:
+        raise UsageError("hessian is not symmetric: give the sum of x xᵀ")
+
+
+def sparsegpt(
+    weight: Tensor,
+    hessian: Tensor,
+    sparsity: float | None = None,
+    pattern: GivenPattern = None,
+    *,
+    block: int = 128,
+    damping: float = 0.1,
+) -> Tensor:
+    """Remove entries input by input, and adjust the later inputs for each, by the optimal brain surgeon.
+
+    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps, of which the
+    first serves several matrices, and says what damping was needed.
+
+    Args:
+        weight: (outputs, inputs).
+        hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens.
+        sparsity: share removed of each block of inputs, in (0, 1).
+        pattern: N:M; then chosen group by group, each as adjusted for the groups before it.
+        block: inputs whose removed entries are chosen at once.
+        damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
+            is raised tenfold until the Hessian can be factored.
+
+    Returns:
+        The pruned weight, in its own dtype. Inputs that were always 0 have weight 0.
+
+    Raises:
+        UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
+    """
+    return sparsegpt_factored(weight, factor_hessian(hessian, damping), sparsity, pattern, block=block)
+
+
+@torch.no_grad()
+def sparsegpt_factored(
+    weight: Tensor,
+    factor: HessianFactor,
+    sparsity: float | None = None,
+    pattern: GivenPattern = None,
+    *,
+    block: int = 128,
+) -> Tensor:
+    """`sparsegpt` with a Hessian that is factored already.
+
+    The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
+    U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
+    the next block by −Δ R_before R_block⁻¹, which needs the inverse of diagonal blocks only.
+
+    Raises:
+        UsageError: as `sparsegpt`.
+    """
+    weight = checked_weight(weight)
+    inputs = weight.shape[1]
+    if len(factor.upper) != inputs:
+        raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {inputs}")
+    if block < 1:
+        raise UsageError(f"block is {block}: give a positive number of inputs")
+    found = pattern_of(pattern, inputs)
+    share = sparsity_of(sparsity, found)
+    if found:
+        block = max(block // found.of, 1) * found.of
+    precision = _precision(weight)
+    # Transposed: what is read and written at once, one input of all outputs, lies together in memory.
+    alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
+    pruned, change = alive.clone(), torch.empty_like(alive)
+    for start in range(0, inputs, block):
+        now = slice(start, min(start + block, inputs))
+        diagonal = factor.upper[now, now]
+        inverse = torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal)).to(diagonal), upper=True)
+        inverse = inverse.to(precision)
+        asked = factor.upper[:start, now].to(precision).mT @ change[:start]
+        rows = pruned[now].addmm_(inverse.mT, asked, alpha=-1)
+        _prune_block(rows, inverse, found or _left_of(rows.numel(), share))
+        torch.sub(rows, alive[now], out=change[now])
+    return pruned.T.to(weight.dtype).contiguous()
+
+
+def _prune_block(
+    rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
+) -> None:
+    """Prune some inputs in place; `keep`: how many entries of all of them, or the pattern.
+
+    The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier
+    errors just before it is needed, which reads as much and writes less.
+    """
+    scale = upper.diagonal().unsqueeze(1)
+    errors = torch.empty_like(rows)
+    kept = torch.empty_like(rows, dtype=torch.bool)
+    if isinstance(keep, int):
+        kept = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
+    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _TOGETHER)
+    for first, last in itertools.pairwise((*edges, len(rows))):
+        group = slice(first, last)
+        rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
+        if isinstance(keep, Pattern):
+            kept[group] = keep.largest_down((rows[group] / scale[group]).abs())
+        share = ~kept[group] / scale[group]
+        for i in range(first, last):
+            if i > first:
+                rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
+            torch.mul(rows[i], share[i - first], out=errors[i])
+    rows.masked_fill_(~kept, 0)
+
+
+def _left_of(entries: int, sparsity: float) -> int:
+    return entries - int(sparsity * entries)
+
+
+def _precision(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)

@@ -1,0 +1,188 @@
+"""`prune_model`: every matrix of every block pruned in place, layer by layer, each block calibrated on the pruned ones.
+
+The formulas are in `methods.py` and `oats.py`, the streaming in `sequential.py`, the files in `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.factored import Piece
+from theodolite.models.linears import Matrix, block_matrices, left_dense, one_expert_at_a_time
+from theodolite.provenance import describe_model, describe_pass
+from theodolite.prune.checkpoint import FORMS, SETTINGS, LowRank, Partial, Pruned, Rows, low_rank_of
+from theodolite.prune.moments import InputMoments
+from theodolite.prune.sequential import BlockByBlock
+from theodolite.prune.settings import RankRatio, Settings, Sparsity
+from theodolite.reading import ShowProgress, batch_of, check_fit, fingerprint_of
+
+SCHEMA_VERSION = 1
+
+MOSTLY_ZERO = 0.3
+"""Share of exact zeros in its matrices above which a model counts as pruned already."""
+
+
+def prune_model(
+    model: OpenModel,
+    corpus: Corpus,
+    method: str,
+    sparsity: Sparsity,
+    *,
+    pattern: str | None = None,
+    rank_ratio: RankRatio = 0.25,
+    iterations: int = 80,
+    seed: int = 0,
+    out: str | Path | None = None,
+    form: str = "merged",
+    batch: int | None = None,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Pruned:
+    """Prune a model in place, and write it as a checkpoint where `out` says.
+
+    Every linear layer inside the blocks is pruned, with W_Q, W_K and W_V apart where they are fused, and every
+    expert's matrices on the tokens that are sent to it; not embeddings, head, norms, biases, nor what chooses experts.
+
+    Args:
+        model: from `open_model`; interrupted, it is left half pruned.
+        corpus: what the matrices are calibrated on; all its tokens count.
+        method: "oats", "sparsegpt", "wanda" or "magnitude".
+        sparsity: share of entries removed, strictly between 0 and 1; one number a block, or one for all. For OATS, the
+            low-rank part counts among the entries that are kept. None: what the pattern removes.
+        pattern: "2:4" keeps at most 2 of 4 neighbouring inputs of an output, in the sparse part.
+        rank_ratio: of OATS: the share of what is kept that goes into the low-rank part, from 0 to 1; or a function of
+            (block, name of the matrix) that gives it, such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
+        iterations: of OATS.
+        seed: of OATS's random start.
+        out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
+        form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
+        batch: contexts a forward pass; None: 4096 tokens' worth.
+        show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
+
+    Raises:
+        UsageError: settings out of range, a text that does not fit or is too short, a model that is pruned, quantised
+            or under an intervention, or `out` exists.
+        WorkError: the family cannot be run block by block, numbers became NaN, or the disk refused.
+    """
+    check_fit(model, corpus, least_contexts=1)
+    if form not in FORMS:
+        raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
+    matrices = block_matrices(model)
+    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, matrices)
+    _refuse_pruned(model, matrices)
+    _refuse_short(corpus, matrices, settings)
+    fingerprint = {
+        **fingerprint_of(model),
+        "corpus": corpus.sha256,
+        "batch": batch_of(corpus, batch),
+        "pruning": settings.fingerprint(),
+    }
+    work = _Work(model, corpus, matrices, settings, fingerprint, show_progress)
+    if out is None:
+        return work.run(None)
+    partial = Partial(Path(out), json.loads(json.dumps(fingerprint)))
+    with partial.claimed():
+        return partial.finish(model, work.run(partial), form)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One pruning: its inputs, and the steps that it is made of."""
+
+    model: OpenModel
+    corpus: Corpus
+    matrices: list[list[Matrix]]
+    settings: Settings
+    fingerprint: dict[str, Any]
+    show_progress: ShowProgress
+
+    def run(self, partial: Partial | None) -> Pruned:
+        """Prune every block that is not done, and put every block's result into the model."""
+        started = time.monotonic() - (partial.seconds if partial else 0.0)
+        rows: Rows = []
+        low_rank: LowRank = {}
+        total = sum(map(len, self.matrices))
+        described = describe_model(self.model)
+        with one_expert_at_a_time(self.model.hf):
+            stream = BlockByBlock(
+                self.model,
+                self.corpus,
+                self.fingerprint["batch"],
+                lambda: self.show_progress(len(rows), total),
+            )
+            digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
+            self.model.mark(f"pruned({self.settings.method}, sha256:{digest[:16]})")
+            for layer, matrices in enumerate(self.matrices):
+                done = partial.block(layer) if partial else None
+                pieces, found = done or self._pruned_block(stream, layer, total)
+                for matrix, piece in zip(matrices, pieces, strict=True):
+                    matrix.write(piece.merged(matrix.holder.device))
+                if partial and not done:
+                    partial.save(layer, pieces, found, time.monotonic() - started)
+                rows += found
+                low_rank |= low_rank_of(layer, pieces)
+                if layer + 1 < self.model.layers:
+                    stream.advance(layer)
+            stream.verify_end()
+        self.show_progress(total, total)
+        seconds = time.monotonic() - started
+        provenance = described | describe_pass(
+            self.model, self.corpus, self.settings.seed, self.fingerprint, seconds
+        )
+        dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
+        told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
+        return Pruned(pd.DataFrame(rows), provenance | {"pruning": told}, low_rank)
+
+    def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[Piece], Rows]:
+        """The matrices of a block pruned on what enters them now, and their rows of the table."""
+        matrices, pieces, rows = self.matrices[layer], list[Piece](), Rows()
+        moments = InputMoments(matrices, full=self.settings.needs_full_moments)
+        with moments.watching():
+            stream.read(layer)
+        before = sum(map(len, self.matrices[:layer]))
+        for matrix in matrices:
+            self.show_progress(
+                before + len(rows), total
+            )  # not after the last one: a block that is done is kept
+            piece, row = self.settings.prune(matrix, moments.of(matrix))
+            pieces.append(piece)
+            rows.append(row)
+        return pieces, rows
+
+
+def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
+    if model.edits:
+        raise UsageError(
+            f"the model is not what its checkpoint is ({model.edits[-1]}): open it anew to prune it"
+        )
+    if (Path(model.id).expanduser() / SETTINGS).is_file():
+        raise UsageError(f"{model.id} is pruned already ({SETTINGS} lies beside it): give the dense model")
+    held = {matrix.holder.data_ptr(): matrix.holder for block in matrices for matrix in block}
+    zeros = sum(int((matrix == 0).sum()) for matrix in held.values())
+    entries = sum(matrix.numel() for matrix in held.values())
+    if not entries:
+        raise UsageError(f"{type(model.hf).__name__} has no linear layers in its blocks that could be pruned")
+    share = zeros / entries
+    if share > MOSTLY_ZERO:
+        raise UsageError(
+            f"{share:.0%} of the weights of {model.id} are 0, as if it was pruned: give the dense model"
+        )
+
+
+def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Settings) -> None:
+    tokens = corpus.contexts.numel()
+    widest = max(matrix.shape[1] for block in matrices for matrix in block)
+    if settings.needs_full_moments and tokens < widest:
+        raise UsageError(
+            f"{tokens} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more text, or more "
+            "--contexts"
+        )

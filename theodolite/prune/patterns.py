@@ -1,0 +1,168 @@
+"""Which entries stay: exact counts, N:M patterns, and the checks of what every pruning method is given.
+
+How entries are scored is the methods' business.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from theodolite.errors import UsageError
+
+AGREEMENT = 1e-3
+"""A sparsity that differs by less from what a pattern removes is that of the pattern: 0.333 of 1/3."""
+
+_FEW_THREADS = 2
+"""Up to so many, numpy's partition (one thread, vectorised) beats torch's kthvalue, by 3 on one thread."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """N:M: of every `of` consecutive inputs of an output at most `kept` entries are not zero."""
+
+    kept: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.of}"
+
+    @property
+    def density(self) -> float:
+        """Share of entries that may stay."""
+        return self.kept / self.of
+
+    def largest(self, scores: Float[Tensor, "rows columns"]) -> Bool[Tensor, "rows columns"]:
+        """True at the `kept` largest of each group; of equal scores the last stay."""
+        groups = scores.reshape(-1, self.of).T.contiguous()
+        return self.largest_down(groups).T.reshape(scores.shape)
+
+    def largest_down(self, groups: Float[Tensor, "of groups"]) -> Bool[Tensor, "of groups"]:
+        """As `largest`, each column a group. Pairs are compared: sorting a row of four costs more than the four."""
+        beaten = torch.zeros_like(groups, dtype=torch.int16)
+        for distance in range(1, self.of):
+            later_wins = groups[distance:] >= groups[:-distance]
+            beaten[:-distance] += later_wins
+            beaten[distance:] += ~later_wins
+        return beaten < self.kept
+
+
+def pattern_of(given: object, inputs: int) -> Pattern | None:
+    """A pattern given as None, as "2:4" or as (2, 4), for matrices of so many inputs.
+
+    Raises:
+        UsageError: it is no pattern, or groups of M inputs do not divide the matrix.
+    """
+    if given is None:
+        return None
+    text = re.fullmatch(r"(\d+):(\d+)", given) if isinstance(given, str) else None
+    kept, of = 0, 0
+    if text:
+        kept, of = int(text[1]), int(text[2])
+    elif isinstance(given, tuple) and len(given) == 2 and all(type(number) is int for number in given):
+        kept, of = given
+    if not 0 < kept < of:
+        raise UsageError(f'pattern is {given!r}: give N:M with 0 < N < M, such as "2:4"')
+    if inputs % of:
+        raise UsageError(f"pattern {kept}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
+    return Pattern(kept, of)
+
+
+def check_sparsity(sparsity: object) -> float:
+    """A share of entries to remove, as a number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if sparsity is None:
+        raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
+    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
+        raise UsageError(
+            f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, both excluded"
+        )
+    return float(sparsity)
+
+
+def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
+    """The share to remove; a pattern fixes it, so that beside one it may be left out (None).
+
+    Raises:
+        UsageError: no number in (0, 1), or another one than the pattern's.
+    """
+    if pattern is None:
+        return check_sparsity(sparsity)
+    fixed = 1 - pattern.density
+    if sparsity is not None and abs(check_sparsity(sparsity) - fixed) > AGREEMENT:
+        raise UsageError(
+            f"pattern {pattern} removes {fixed:.4g} of the entries, not {sparsity:g}: pass sparsity {fixed:.4g} or None"
+        )
+    return fixed
+
+
+def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
+    """A weight matrix without its gradient, row by row in memory.
+
+    Raises:
+        UsageError: it is no matrix of finite real numbers.
+    """
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise UsageError("weight must be a tensor of floating-point numbers")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise UsageError(f"weight has shape {tuple(weight.shape)}: give a matrix (outputs, inputs)")
+    check_finite("weight", weight)
+    return weight.detach().contiguous()
+
+
+def checked_inputs(
+    name: str, values: object, weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, " inputs"]:
+    """One number ≥ 0 for each input, as float64 on the weight's device; all of them 0 count alike, as ones.
+
+    Raises:
+        UsageError: another shape, negative or not finite.
+    """
+    if not isinstance(values, Tensor) or values.shape != weight.shape[1:] or values.is_complex():
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise UsageError(f"{name} must be one number for each of {weight.shape[1]} inputs, not {shape}")
+    numbers = values.detach().to(weight.device, torch.float64)
+    check_finite(name, numbers)
+    if (numbers < 0).any():
+        raise UsageError(f"{name} holds negative numbers: give norms or mean squares")
+    return numbers if numbers.any() else torch.ones_like(numbers)
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raises UsageError where there is NaN or infinity."""
+    if not torch.isfinite(values).all():
+        raise UsageError(f"{name} holds NaN or infinity: give finite numbers")
+
+
+def largest(
+    scores: Float[Tensor, "rows columns"], count: int, out: Tensor | None = None
+) -> Shaped[Tensor, "rows columns"]:
+    """True at exactly the `count` largest scores of each row; of equal ones the last stay. 1 if `out` has numbers."""
+    if out is None:
+        out = torch.empty_like(scores, dtype=torch.bool)
+    removed = scores.shape[1] - count
+    if removed <= 0 or count <= 0:
+        return out.fill_(count > 0)
+    threshold = _kth_smallest(scores, removed)
+    torch.gt(scores, threshold, out=out)
+    missing = count - out.sum(dim=1)
+    tied = missing.nonzero().squeeze(1)
+    if len(tied):
+        equal = scores[tied] == threshold[tied]
+        from_here_on = equal.flip(1).cumsum(1).flip(1)
+        out[tied] += equal & (from_here_on <= missing[tied, None])
+    return out
+
+
+def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor, "rows 1"]:
+    if scores.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS:
+        return torch.from_numpy(np.partition(scores.numpy(), k - 1, axis=1)[:, k - 1 : k])
+    return scores.kthvalue(k, dim=1, keepdim=True).values

@@ -1,0 +1,196 @@
+"""How a model is pruned: the settings, checked against its matrices, and one matrix pruned by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.models.factored import Piece
+from theodolite.models.linears import Matrix
+from theodolite.prune.methods import magnitude, sparsegpt_factored, wanda
+from theodolite.prune.moments import Moments
+from theodolite.prune.oats import oats
+from theodolite.prune.patterns import pattern_of
+
+METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
+
+Sparsity = float | Sequence[float] | None
+"""Of every block, or one number a block; None: what the pattern removes."""
+
+RankRatio = float | Callable[[int, str], float]
+"""Of every matrix, or a function of block and name of the matrix."""
+
+UNSEEN = "no token of the text reached it: every input counts alike"
+
+DAMPING = 0.1
+"""SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is pruned.
+
+    Attributes:
+        method: one of METHODS.
+        sparsity: of each block.
+        pattern: as "2:4", or None.
+        rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations` and `seed`.
+    """
+
+    method: str
+    sparsity: tuple[float | None, ...]
+    pattern: str | None
+    rank_ratio: dict[tuple[int, str], float]
+    iterations: int
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        sparsity: Sparsity,
+        pattern: str | None,
+        rank_ratio: RankRatio,
+        iterations: int,
+        seed: int,
+        matrices: Sequence[Sequence[Matrix]],
+    ) -> Settings:
+        """The settings, checked.
+
+        Raises:
+            UsageError: a method that there is not, or a number that is out of range.
+        """
+        if method not in METHODS:
+            raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+        blocks = len(matrices)
+        each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
+        if len(each) != blocks:
+            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one a block")
+        ratios = {}
+        for matrix in (matrix for block in matrices for matrix in block):
+            ratio = rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
+            if not 0 <= ratio <= 1:
+                raise UsageError(
+                    f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not from 0 to 1"
+                )
+            ratios[matrix.layer, matrix.key] = float(ratio)
+            pattern_of(pattern, matrix.shape[1])
+        settings = cls(method, each, pattern, ratios, iterations, seed)
+        for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
+            settings._try(share, ratio)
+        return settings
+
+    @property
+    def needs_full_moments(self) -> bool:
+        """Whether the diagonal of the second moments is not enough."""
+        return self.method == "sparsegpt"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that matter for the method, as plain values; equal ones of all blocks or matrices once."""
+        plain: dict[str, Any] = {
+            "method": self.method,
+            "sparsity": self.sparsity[0] if len(set(self.sparsity)) == 1 else list(self.sparsity),
+            "pattern": self.pattern,
+        }
+        if self.method == "oats":
+            ratios = set(self.rank_ratio.values())
+            each = {f"{layer}/{key}": ratio for (layer, key), ratio in self.rank_ratio.items()}
+            plain["rank_ratio"] = ratios.pop() if len(ratios) == 1 else each
+            plain |= {"iterations": self.iterations, "seed": self.seed}
+        return plain
+
+    def prune(self, matrix: Matrix, moments: Moments) -> tuple[Piece, dict[str, Any]]:
+        """One matrix pruned, in its own dtype, and its row of the table."""
+        weight = matrix.read()
+        share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
+        found = self._pruned(weight, moments, share, ratio)
+        piece = Piece(
+            key=matrix.key,
+            parameter=matrix.parameter,
+            expert=matrix.expert,
+            dimension=matrix.dimension,
+            rows=matrix.rows,
+            # A negative zero would not outlive packing.
+            sparse=torch.where(found.sparse == 0, 0, found.sparse),
+            left=found.left,
+            right=found.right,
+        )
+        lost = moments.squared_norms(weight.double() - piece.merged().double())
+        whole = moments.squared_norms(weight)
+        exact, scaled = (
+            math.sqrt(max(part, 0) / all_) if all_ > 0 else math.nan
+            for part, all_ in zip(lost, whole, strict=True)
+        )
+        return piece, {
+            "layer": matrix.layer,
+            "matrix": matrix.name,
+            "expert": -1 if matrix.expert is None else matrix.expert,
+            "parameter": matrix.parameter,
+            "outputs": matrix.shape[0],
+            "inputs": matrix.shape[1],
+            "method": self.method,
+            "asked": math.nan if share is None else share,
+            **_counts(piece),
+            "error": exact,
+            "error_scaled": scaled,
+            "damping": found.damping,
+            "tokens": moments.count,
+            "fallback": found.fallback if moments.count else UNSEEN,
+        }
+
+    def _pruned(self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float) -> _Found:
+        pattern = self.pattern
+        if self.method == "magnitude":
+            return _Found(magnitude(weight, sparsity, pattern))
+        if self.method == "wanda":
+            return _Found(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
+        if self.method == "sparsegpt":
+            factor = moments.factor(DAMPING)
+            raised = f"damping raised to {factor.damping:g}" if factor.damping > DAMPING else ""
+            return _Found(
+                sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
+            )
+        parts = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
+        stalled = f"full SVD in {parts.stalls} of {parts.iterations} iterations" if parts.stalls else ""
+        if not parts.left.numel():
+            return _Found(parts.sparse, fallback=stalled)
+        return _Found(parts.sparse, parts.left, parts.right, fallback=stalled)
+
+    def _try(self, sparsity: float | None, ratio: float) -> None:
+        """Prune a small matrix, so that settings which do not go together are refused before the work."""
+        pattern = pattern_of(self.pattern, 0)
+        inputs = pattern.of if pattern else 1
+        ones = torch.ones(inputs, dtype=torch.float64)
+        self._pruned(torch.ones(1, inputs), Moments(1, ones, ones.diag()), sparsity, ratio)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a method made of a matrix."""
+
+    sparse: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+    damping: float = math.nan
+    fallback: str = ""
+
+
+def _counts(piece: Piece) -> dict[str, Any]:
+    """Sparsity reached, rank, entries that are not zero, and bytes, dense and as the piece is written."""
+    low_rank = [factor for factor in (piece.left, piece.right) if factor is not None]
+    entries, size = piece.sparse.numel(), piece.sparse.element_size()
+    nonzeros = int((piece.sparse != 0).sum())
+    kept = nonzeros + sum(factor.numel() for factor in low_rank)
+    return {
+        "sparsity": 1 - kept / entries,
+        "rank": low_rank[1].shape[0] if low_rank else 0,
+        "nonzeros": nonzeros,
+        "dense_bytes": entries * size,
+        "compact_bytes": kept * size + -(-entries // 8),
+    }
