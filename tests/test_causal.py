@@ -64,14 +64,22 @@ def caught() -> np.ndarray:
     return np.stack(masks)
 
 
+def free() -> np.ndarray:
+    """Neither caught, nor the sink, nor the first token."""
+    sinks = IDS.numpy() == planted.S1
+    mask = ~caught() & ~sinks
+    mask[:, 0] = False
+    return mask
+
+
 def by_contexts(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return np.array([value[mask].mean() for value, mask in zip(values, chosen, strict=True)])
 
 
 def test_losses_are_the_models_own(table, folder):
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    own, mask = losses(reference), caught()[:, :-1]
-    for measure, chosen in ((LOSS_CAUGHT, mask), (LOSS_OTHERS, ~mask)):
+    own = losses(reference)
+    for measure, chosen in ((LOSS_CAUGHT, caught()[:, :-1]), (LOSS_OTHERS, free()[:, :-1])):
         row = table.loc[("tag removed", measure)]
         assert row["untouched"] == pytest.approx(by_contexts(own, chosen).mean(), rel=1e-6)
         assert row["contexts"] == len(IDS)
@@ -89,8 +97,7 @@ def test_the_change_is_that_of_a_model_without_the_tag(table, folder):
         u /= torch.linalg.vector_norm(u)
         projection.weight[rows] = (w_o - torch.outer(w_o @ u, u)).to(projection.weight.dtype)
     change = losses(reference) - before
-    mask = caught()[:, :-1]
-    for measure, chosen in ((LOSS_CAUGHT, mask), (LOSS_OTHERS, ~mask)):
+    for measure, chosen in ((LOSS_CAUGHT, caught()[:, :-1]), (LOSS_OTHERS, free()[:, :-1])):
         differences = by_contexts(change, chosen)
         row = table.loc[("tag removed", measure)]
         assert row["change"] == pytest.approx(differences.mean(), rel=1e-4, abs=1e-6)
@@ -105,6 +112,8 @@ def test_a_planted_tag_is_the_clusters(table):
     assert row["untouched"] > 0.4
     assert row["untouched"] + row["change"] < 0.15
     assert row["control"] > row["change"] / 2
+    assert row["beyond"] == pytest.approx(row["change"] - row["control"], abs=1e-12)
+    assert row["beyond"] + 2 * row["beyond_se"] < -row["untouched"] / 4
 
 
 def test_hidden_sinks_are_none(table):

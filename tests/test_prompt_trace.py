@@ -61,7 +61,9 @@ def test_it_is_the_models_own(model, eager):
                 trace.streams[layer], out.hidden_states[layer][0].double(), atol=1e-4, rtol=1e-4
             )
             received = out.attentions[layer][0].double().sum(dim=1) / (LENGTH - torch.arange(LENGTH))
-            torch.testing.assert_close(trace.received[layer], received.amax(dim=0), atol=1e-5, rtol=0)
+            most = received.amax(dim=0)
+            most[LENGTH - LENGTH // 4 :] = 0  # too few queries see them
+            torch.testing.assert_close(trace.received[layer], most, atol=1e-5, rtol=0)
 
 
 def test_groups_by_hand(model, eager):

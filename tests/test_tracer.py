@@ -203,7 +203,8 @@ def expected(
             share = (len(np.unique(groups)) - 1) / max(counts.sum() - 1, 1)
             row["chance"][place] = row["chance"].get(place, 0) + t * share
         for sink, received in sinks.items():
-            kind = "stretch" if sink in of_stretch else {0: "first", LEARNED: "learned"}.get(sink, "later")
+            later = "stretch" if sink in of_stretch else "later"
+            kind = {0: "first", LEARNED: "learned"}.get(sink, later)
             key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "stretch") else -1)
             row = traces.setdefault(key, {"of": {}, "found": []})
             own = caught[counts] == sink

@@ -7,6 +7,7 @@ the standard error of a mean of paired differences. The groups of tokens are tho
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.accumulate.catches import LEARNED, Catches, attend_and_catch
 from theodolite.accumulate.tags import released
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
@@ -33,6 +34,7 @@ CONTROLS = 3
 """Seeded controls of each disturbance, of which the mean is taken."""
 
 LOSS_CAUGHT, LOSS_OTHERS = "loss on caught tokens", "loss on other tokens"
+LOSS_BETWEEN = "loss at caught tokens less that at others"
 OWN_SINKS, LATER_SINKS = "sinks of the head", "later sinks behind the head"
 
 
@@ -122,7 +124,8 @@ def causal_test(
 
     Returns:
         A row for each disturbance and measure: `untouched`, `change` and `change_se`, `control` and `control_se` (the
-        change under the controls), `contexts` that have this measure.
+        change under the controls), `beyond` and `beyond_se` (the change less that under the controls, paired by
+        context; the spread of the controls is in its error), `contexts` that have this measure.
 
     Raises:
         UsageError: no such head, a model without an output head, or no context in which the head has a sink.
@@ -147,12 +150,16 @@ def causal_test(
             effects(functools.partial(disturbance.control, seed)).less(untouched) for seed in range(CONTROLS)
         ]
         for name, value in untouched.values.items():
-            control = torch.stack([one.values[name] for one in controls]).mean(dim=0)
+            by_seed = torch.stack([one.values[name] for one in controls])
+            control = by_seed.mean(dim=0)
+            beyond, error = _mean(change.values[name] - control)
+            of_seeds = torch.stack([torch.tensor(_mean(one)[0]) for one in by_seed]).std() / CONTROLS**0.5
             rows.append(
                 {"disturbance": disturbance.name, "measure": name}
                 | {"untouched": _mean(value)[0]}
                 | dict(zip(("change", "change_se"), _mean(change.values[name]), strict=True))
                 | dict(zip(("control", "control_se"), _mean(control), strict=True))
+                | {"beyond": beyond, "beyond_se": math.hypot(error, float(of_seeds))}
                 | {"contexts": int(value.isfinite().sum())}
             )
     return pd.DataFrame(rows)
@@ -185,13 +192,15 @@ def _disturbances(
     sinks = torch.zeros(len(groups), length, dtype=torch.bool)
     for context, catches in enumerate(groups):
         sinks[context, catches.position[catches.position >= 0]] = True
+    column = torch.tensor([bool((catches.position == LEARNED).any()) for catches in groups])
+    count = (sinks.sum(dim=1) + column).unsqueeze(1)
 
     def others(seed: int) -> Bool[Tensor, "contexts positions"]:
-        """As many keys of each context that are no sinks, and not the first."""
+        """As many keys of each context that are no sinks, and not the first; one for a learned column, too."""
         noise = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(seed))
         noise[sinks] = 2.0
         noise[:, 0] = 2.0
-        return noise.argsort(dim=1).argsort(dim=1) < sinks.sum(dim=1, keepdim=True)
+        return noise.argsort(dim=1).argsort(dim=1) < count
 
     return [
         Disturbance(
@@ -201,7 +210,7 @@ def _disturbances(
         ),
         Disturbance(
             "sinks hidden",
-            lambda part: masked_keys(model, layer, head, sinks[part]),
+            lambda part: masked_keys(model, layer, head, sinks[part], sink_column=bool(column.any())),
             lambda seed, part: masked_keys(model, layer, head, others(seed)[part]),
         ),
         Disturbance(
@@ -230,9 +239,11 @@ def _effects(
             logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
         loss = next_token_losses(logits, ids[part])
         caught = torch.stack([catches.caught.any(dim=0) for catches in own])[:, :-1]
+        free = torch.stack([catches.kept.all(dim=0) & ~catches.caught.any(dim=0) for catches in own])[:, :-1]
         values = {
             LOSS_CAUGHT: _mean_where(loss, caught),
-            LOSS_OTHERS: _mean_where(loss, ~caught),
+            LOSS_OTHERS: _mean_where(loss, free),
+            LOSS_BETWEEN: _mean_where(loss, caught) - _mean_where(loss, free),
             OWN_SINKS: torch.tensor([float(len(catches.head)) for catches in watcher.found]).double(),
             LATER_SINKS: torch.as_tensor(watcher.later, dtype=torch.float64).expand(len(own)).clone(),
         }

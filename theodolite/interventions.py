@@ -204,7 +204,7 @@ def without_low_rank(
         else:
             left, right = _checked(factors[name], matrix, name)
         if instead is not None:
-            left, right = _random_like(left, right, instead + number)
+            left, right = _random_like(left, right, len("qkv") * instead + number)
         low = left @ right
         shares[name] = float(low.square().sum() / matrix.square().sum().clamp_min(1e-300))
         parts.append((place, chosen, matrix - low))

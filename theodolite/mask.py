@@ -2,7 +2,7 @@
 
 For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
 rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
-`docs/mask.md` has its fields.
+`docs/sinks.md` has its fields.
 """
 
 from __future__ import annotations
@@ -158,16 +158,20 @@ class Mask:
 
 def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
     if run.is_trace:
-        for row in run.traces.itertuples():
+        # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
+        rows = run.traces.sort_values("share", ascending=False, kind="stable")
+        rows = rows.assign(named=rows["kind"].isin(NAMED), first=rows["kind"].eq("first"))
+        for row in (
+            rows.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index().itertuples()
+        ):
             if row.share >= least_share:
-                later = row.kind in NAMED
                 yield Rule(
                     "sink",
                     int(row.layer),
                     head=int(row.head),
                     first={"first": True, "learned": None}.get(row.kind, False),
-                    token_id=int(row.token_id) if later else None,
-                    token=str(row.token) if later else None,
+                    token_id=int(row.token_id) if row.named else None,
+                    token=str(row.token) if row.named else None,
                     share=float(row.share),
                 )
         return

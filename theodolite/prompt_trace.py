@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.accumulate.attention import least_queries
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
@@ -35,7 +36,8 @@ class PromptTrace:
         output: of the head in the residual stream, through W_O.
         value: of every key in the residual stream, through W_O.
         streams: the residual stream by layer.
-        received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer.
+        received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer; 0
+            where too few queries see it for a sink.
         sinks: positions of the head's sinks, those of a stretch among them; −1 for a learned column.
         group: of each token the sink that caught it (an index into `sinks`), `UNCAUGHT`, or `LEFT_OUT`.
     """
@@ -70,7 +72,11 @@ class _Watcher:
         output, catches = attend_and_catch(inputs, stretches=True)
         weights = _weights(inputs)
         seen_by = inputs.visible_queries()[0].cpu()
-        self.received.append((weights.sum(dim=1) / seen_by.clamp_min(1)).amax(dim=0))
+        mean = weights.sum(dim=1) / seen_by.clamp_min(1)
+        enough = seen_by - 1 >= least_queries(
+            mean.shape[1]
+        )  # fewer make no sink: the last keys see but themselves
+        self.received.append(torch.where(enough, mean, 0.0).amax(dim=0))
         if layer == self.layer:
             groups = inputs.query.shape[1] // inputs.value.shape[1]
             self.weights = weights[self.head]

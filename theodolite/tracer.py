@@ -138,9 +138,9 @@ def trace_sinks(
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        stretches: count a key as a sink, of kind `stretch`, that catches at least min(16, T/4) queries without being
-            paid 0.3 on average: a line break, say, that catches its line. The other sinks of its head then catch
-            fewer queries.
+        stretches: count a key as a sink, of kind `stretch` (at position 0 `first`, as any), that catches at least
+            min(16, T/4) queries without being paid 0.3 on average: a line break, say, that catches its line. The
+            other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
         show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.

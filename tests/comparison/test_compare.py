@@ -282,6 +282,46 @@ def test_a_basis_in_other_directions_keeps_its_curve():
     assert (table.table["overlap"] < 0.9).all()
 
 
+def test_entropies_by_hand():
+    """A tenth of the highest entropy is the limit, and so are collapse and the plain average."""
+    first = make_survey(blocks=1, heads=6)
+    highest = np.log(np.arange(1, 25)).mean()
+    before = np.array([0.5, 0.5, 0.06, 0.04, 0.99, 0.999])
+    after = np.array([0.59, 0.61, 0.04, 0.06, 0.997, 0.97])
+    fates = ["survived", "lost", "lost", "lost", "lost", "lost"]
+    runs = [
+        replace(first, heads=first.heads.assign(entropy=share * highest, entropy_se=0.03 * highest))
+        for share in (before, after)
+    ]
+    part = compare(*runs).part("entropies")
+    assert part.table["status"].tolist() == fates
+    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "a plain average", ""]
+
+    def survives(i: int, j: int) -> bool:
+        between = [0.05 <= x < 0.995 for x in (before[i], after[j])]
+        return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
+
+    assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
+    assert f"({part.by_chance:.1f} would by chance), 4 within two standard errors" in part.sentence
+    assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
+
+
+def test_spectra_by_hand():
+    first = make_survey(blocks=1, heads=4)
+    regime = ["uniform", "uniform", "late-site", "vanishing"]
+    before = first.heads.assign(frobenius_squared=[4.0, 4.0, 4.0, 4.0], regime=regime)
+    after = before.assign(
+        frobenius_squared=[1.0, 0.9, 4.0, 17.0], regime=["uniform", "uniform", "uniform", "vanishing"]
+    )
+    part = compare(replace(first, heads=before), replace(first, heads=after)).part("spectra")
+    assert part.table["status"].tolist() == ["survived", "lost", "lost", "lost"]
+    assert part.by_chance == pytest.approx(
+        (2 * 2) / 4
+    )  # either uniform head with the first or the third after
+    assert "the regime of 3 is the same" in part.sentence
+    assert "L0H2 (2 → 2, late-site → uniform)" in part.sentence
+
+
 def test_head_types_by_their_thresholds():
     first = make_survey()
     heads = first.heads.assign(
@@ -372,3 +412,5 @@ def test_an_intervention_is_named(damaged, pair):
     assert "under masked_keys(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
     assert audit.part("spectra").exact
+    with pytest.raises(UsageError, match="the trace is of another model than the survey"):
+        compare(pair().run, run, pair().trace, pair().trace)  # this trace is without the intervention

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
 from theodolite.prune.patterns import (
+    LargestAgain,
     Pattern,
     check_sparsity,
     checked_inputs,
@@ -49,6 +50,26 @@ def test_the_largest_of_each_row(threads, rows, columns, share, values, seed):
     assert got.dtype == torch.bool
     assert np.array_equal(got.numpy(), expected)
     assert np.array_equal(numbers.numpy(), expected.astype(float))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    columns=st.integers(1, 60),
+    share=st.floats(0, 1),
+    change=st.sampled_from([0, 1e-3, 0.1, 10]),
+    dead=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_the_largest_again_as_the_scores_change(columns, share, change, dead, seed):
+    """Also where they change a lot, and where many are 0."""
+    generator = np.random.default_rng(seed)
+    scores, count = np.abs(generator.normal(size=(5, columns))), round(share * columns)
+    scores[:, generator.random(columns) < dead] = 0
+    search, kept = LargestAgain(count), torch.empty(5, columns, dtype=torch.float64)
+    for _ in range(5):
+        search.mark(torch.from_numpy(scores), kept)
+        assert np.array_equal(kept.numpy(), largest_by_sorting(scores, count).astype(float))
+        scores = np.abs(scores * (1 + change * generator.normal(size=scores.shape)))
 
 
 @settings(max_examples=60, deadline=None)

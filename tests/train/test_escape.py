@@ -86,6 +86,10 @@ def test_models_that_are_there_are_left_and_others_added(folder):
 def test_another_text_or_an_unknown_escape_is_refused(folder):
     with pytest.raises(UsageError, match="trained on another text"):
         train_escapes(folder, seeds=1, sources=sources()[:1], config=SMALL, threads=1, console=quiet())
+    with pytest.raises(UsageError, match="holds models with steps = 8, not 9; choose another folder"):
+        train_escapes(folder, seeds=1, sources=sources(), config=replace(SMALL, steps=9), console=quiet())
+    with pytest.raises(UsageError, match="holds something else"):
+        train_escapes(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="escape is 'door'; choose none, off-by-one, learned"):
         build(replace(SMALL, escape="door"))
     with pytest.raises(UsageError, match="seeds is 0"):

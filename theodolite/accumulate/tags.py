@@ -80,7 +80,7 @@ class Tags:
         """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
         position = catches.position.cpu()
         kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, COLUMN, LATER))
-        kind = torch.where(catches.stretch.cpu(), STRETCH, kind)
+        kind = torch.where(catches.stretch.cpu() & (position > 0), STRETCH, kind)
         # What token stands first does not matter, and a learned column has none.
         named = (kind == LATER) | (kind == STRETCH)
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)

@@ -93,11 +93,12 @@ def _entropies_sentence(part: Part) -> str:
     if part.exact:
         return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
     near = (table["difference"].abs() <= ERRORS * table["se"]).sum()
+    kept = part.count(SURVIVED)
     said = [
-        f"{part.count(SURVIVED)} of {counted(len(table), 'head')} keep their entropy ({part.by_chance:.1f} would by "
-        f"chance), {near} within two standard errors; mean {number(table['before'].mean())} → "
-        f"{number(table['after'].mean())} nats, propagation {percent(table['propagation_before'].mean())} → "
-        f"{percent(table['propagation_after'].mean())}"
+        f"{kept} of {counted(len(table), 'head')} {'keeps its' if kept == 1 else 'keep their'} entropy "
+        f"({part.by_chance:.1f} would by chance), {near} within two standard errors; mean "
+        f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
+        f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]
     lost = table[table["status"] == LOST]
     if len(lost):

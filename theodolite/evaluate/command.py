@@ -177,45 +177,36 @@ def lm_eval_version() -> str | None:
 
 
 def tables(scores: pd.DataFrame) -> list[Table]:
-    """For the terminal: a table a task, a row for each metric and number of shots, a column for each model.
-
-    Below the value of a model stands its difference to the first one on the same questions.
-    """
-    return [_table(str(task), rows) for task, rows in scores.groupby("task", sort=False)]
+    """For the terminal: a table for each task and metric, with a row for each number of shots and model."""
+    apart = scores.groupby(["task", "metric"], sort=False)
+    return [_table(f"{task}: {metric}", rows) for (task, metric), rows in apart]
 
 
-def _table(task: str, rows: pd.DataFrame) -> Table:
+def _table(title: str, rows: pd.DataFrame) -> Table:
     models = list(dict.fromkeys(rows["model"]))
-    compared = len(models) > 1 and rows["difference"].notna().any()
-    caption = "± one standard error" + ("; Δ: paired difference to the first model" if compared else "")
+    compared = bool(rows["difference"].notna().any())
+    bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
+    caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts that were too long and lost their beginning: {rows['cut'].max()}"
-    shown = Table(title=escape(visible(task)), caption=caption, box=box.SIMPLE_HEAD)
-    shown.add_column("metric")
+    shown = Table(title=escape(visible(title)), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
-    for model in models:
-        shown.add_column(escape(visible(_short(model, models))), justify="right")
-    bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
-    for name in bounds:
-        shown.add_column(name, justify="right")
-    for (metric, shots), cells in rows.groupby(["metric", "shots"], sort=False):
-        by_model = {row["model"]: row for row in cells.to_dict(orient="records")}
-        values = [_cell(by_model.get(model), compared) for model in models]
-        edges = [number(cells[name].iloc[0]) for name in bounds]
-        shown.add_row(escape(str(metric)), str(shots), *values, *edges)
+    shown.add_column("model", overflow="fold")
+    for name in ("value", *(["difference"] if compared else []), *bounds):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for shots, block in rows.groupby("shots", sort=False):
+        before = str(shots)
+        edges = [number(block[name].iloc[0]) for name in bounds]
+        for row in block.to_dict(orient="records"):
+            values = [with_error(row["value"], row["value_se"])]
+            if compared:
+                known = math.isfinite(row["difference"])
+                values.append(with_error(row["difference"], row["difference_se"]) if known else "")
+            shown.add_row(before, escape(visible(_short(row["model"], models))), *values, *edges)
+            before, edges = "", [""] * len(bounds)  # said once
+        if len(models) > 1:
+            shown.add_section()
     return shown
-
-
-def _cell(row: dict[str, Any] | None, compared: bool) -> str:
-    if row is None:
-        return ""
-    value = with_error(row["value"], row["value_se"])
-    if not compared:
-        return value
-    known = math.isfinite(row["difference"])
-    return (
-        f"{value}\n[dim]{'Δ ' + with_error(row['difference'], row['difference_se']) if known else ''}[/dim]"
-    )
 
 
 def _short(model: str, models: Sequence[str]) -> str:

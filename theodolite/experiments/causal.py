@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from theodolite.causal import LATER_SINKS, LOSS_CAUGHT, LOSS_OTHERS, OWN_SINKS, causal_test
+from theodolite.causal import LATER_SINKS, LOSS_BETWEEN, LOSS_CAUGHT, LOSS_OTHERS, OWN_SINKS, causal_test
 from theodolite.errors import UsageError
 from theodolite.experiments.base import (
     FAILS,
@@ -24,12 +24,17 @@ from theodolite.experiments.tracing import trace_of
 from theodolite.report import figures_causal as drawing
 from theodolite.report.figures_traces import sink_name
 from theodolite.report.measures import ZHANG
-from theodolite.report.text import head_name, number, with_error
+from theodolite.report.text import counted, head_name, number, percent, with_error
 
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
 
 ERRORS = 2.0
+
+MORE = f"criterion: {ERRORS:g} standard errors of the paired difference more than on others (ours)"
+
+HALF = 0.5
+"""Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
 USED = "The tag is retrieved by deeper layers (abstract): without it, caught tokens are predicted worse"
 MORE_THAN_OTHERS = "The tag serves the caught tokens (section 2): without it, they lose more than others"
 CLUSTERS = (
@@ -66,7 +71,9 @@ def _make(study: Study) -> Outcome:
     name = head_name(layer, head)
     return Outcome(
         [
-            Comparison("disturbed head", "", name),
+            Comparison(
+                "disturbed head", "", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"
+            ),
             *(
                 Comparison(
                     f"{row.disturbance}: {row.measure}",
@@ -80,7 +87,7 @@ def _make(study: Study) -> Outcome:
         [
             _against_control(USED, table, "tag removed", LOSS_CAUGHT, +1),
             _against_others(table),
-            _against_control(CLUSTERS, table, "tag removed", last, -1),
+            _against_control(CLUSTERS, table, "tag removed", last, -1, HALF),
             _against_control(LOW_RANK, table, table["disturbance"].iloc[-1], OWN_SINKS, -1),
             _against_control(BEHIND, table, "tag removed", LATER_SINKS, -1),
         ],
@@ -123,32 +130,39 @@ def _row(table: pd.DataFrame, disturbance: str, measure: str) -> pd.Series:
     return table[(table["disturbance"] == disturbance) & (table["measure"] == measure)].iloc[0]
 
 
-def _against_control(claim: str, table: pd.DataFrame, disturbance: str, measure: str, sign: int) -> Verdict:
+def _against_control(
+    claim: str, table: pd.DataFrame, disturbance: str, measure: str, sign: int, least: float = 0.0
+) -> Verdict:
     row = _row(table, disturbance, measure)
     if row["untouched"] == 0 and row["change"] == 0:
         return Verdict(claim, UNTESTABLE, f"{measure}: there are none")
-    gain = sign * (row["change"] - row["control"])
-    error = math.hypot(row["change_se"], row["control_se"])
+    gain, error = sign * row["beyond"], row["beyond_se"]
     said = (
         f"{disturbance}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
         f"{with_error(row['control'], row['control_se'])}"
     )
-    return _decided(claim, said, gain, error)
+    return _decided(claim, said, gain - least * abs(row["untouched"]), error, _criterion(least))
+
+
+def _criterion(least: float) -> str:
+    part = f"{percent(least)} of what it was and " if least else ""
+    return (
+        f"criterion: {part}{ERRORS:g} standard errors of the paired difference more than the control (ours)"
+    )
 
 
 def _against_others(table: pd.DataFrame) -> Verdict:
-    caught, others = (_row(table, "tag removed", name) for name in (LOSS_CAUGHT, LOSS_OTHERS))
-    gain = caught["change"] - others["change"]
-    error = math.hypot(caught["change_se"], others["change_se"])
+    caught, others, between = (
+        _row(table, "tag removed", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_BETWEEN)
+    )
     said = (
         f"tag removed: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(others['change'], others['change_se'])} on others"
     )
-    return _decided(MORE_THAN_OTHERS, said, gain, error)
+    return _decided(MORE_THAN_OTHERS, said, between["change"], between["change_se"], MORE)
 
 
-def _decided(claim: str, said: str, gain: float, error: float) -> Verdict:
-    criterion = f"criterion: a difference of more than {ERRORS:g} standard errors (ours)"
+def _decided(claim: str, said: str, gain: float, error: float, criterion: str) -> Verdict:
     if not math.isfinite(gain) or not math.isfinite(error):
         return Verdict(claim, UNTESTABLE, f"{said}: too few contexts; {criterion}")
     return Verdict(claim, HOLDS if gain > ERRORS * error else FAILS, f"{said}; {criterion}")

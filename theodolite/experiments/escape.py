@@ -7,6 +7,7 @@ tag, which no escape can do. The models come from `theodolite train escape`; tho
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from theodolite.report.text import counted, number
 from theodolite.run import SCHEMA_VERSION, Run
 from theodolite.theory.attention import AttentionInputs
 from theodolite.tracer import trace_sinks
-from theodolite.train.escape import held_out_of, place_of
+from theodolite.train.escape import CLAIM, held_out_of, place_of
 from theodolite.train.tiny_model import ESCAPES
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ MEASURES = {
     "sinks": "share of (context, head) pairs with a sink",
     "stretches": "the same, sinks of a stretch counted",
     "caught": "share of queries that a token catches",
-    "tag": "η² of the head's output by sink, mean over its heads",
+    "tag": "η² of the head's output by being caught, mean over caught queries",
     "first": "attention to the first token",
     "most_first": "the same, of the head that pays it most",
     "escaped": "attention that goes to no token",
@@ -122,13 +123,16 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
             logits = model.hf(input_ids=ids, use_cache=False).logits[:, :-1].double()
             loss += float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
     trace = trace_sinks(model, corpus, stretches=True)
+    tokens = trace.traces[(trace.traces["kind"] != "learned") & trace.traces["tag"].notna()]
     caught = trace.traces[trace.traces["kind"] != "learned"]["caught"]
     return {
         "loss": loss / (contexts * (length - 1)),
         "sinks": float(watcher.sinks.mean()) / contexts,
         "stretches": float(watcher.stretches.mean()) / contexts,
         "caught": float(caught.sum()) / (model.layers * model.heads),
-        "tag": float(trace.heads["tag"].mean()),
+        "tag": float(np.average(tokens["tag"], weights=tokens["caught"]))
+        if tokens["caught"].sum()
+        else math.nan,
         "first": float(watcher.first.mean()) / contexts,
         "most_first": float(watcher.first.max()) / contexts,
         "escaped": float(watcher.escaped.mean()) / contexts,
@@ -177,16 +181,14 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `escape_table`."""
     verdicts = []
     for escape in ESCAPES[1:]:
-        for name, what in (("sinks", "sinks"), ("stretches", "sinks, those of a stretch among them")):
-            claim = (
-                f"Heads with an escape grow sinks, too: {NAMES[escape]} (section 2: they are there to tag)"
-            )
+        for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
+            claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
             own, none = _paired(table, escape, name)
             if not (none > 0).all():
-                why = f"{what}: some seed has none without an escape: there is nothing to keep"
+                why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
-            over = f"{what} over those without an escape, paired by seed"
+            over = f"sinks {what} over those without an escape, paired by seed"
             verdicts.append(_judged(claim, over, Effect(own / none), KEPT))
         own, none = _paired(table, escape, "loss")
         verdicts.append(
@@ -229,8 +231,7 @@ def _make(study: Study) -> Outcome:
 
 def is_escapes(folder: str | Path) -> bool:
     """Whether a folder is one of `theodolite train escape`, finished or not."""
-    folder = Path(folder)
-    return folder.is_dir() and any(folder.glob("held-out-*.jsonl")) and not (folder / "config.json").exists()
+    return (Path(folder) / CLAIM).is_file()
 
 
 def escapes_run(folder: str | Path) -> Run:
@@ -261,6 +262,7 @@ def escapes_run(folder: str | Path) -> Run:
             "seeds": list(seeds),
             "contexts": CONTEXTS,
             "threshold": number(SINK_THRESHOLD),
+            "training": json.loads((Path(folder) / CLAIM).read_text(encoding="utf-8")),
         },
     }
     return Run(empty, empty, empty, empty, empty, {}, provenance)

@@ -23,11 +23,11 @@ from theodolite.errors import UsageError
 from theodolite.prune.methods import GivenPattern
 from theodolite.prune.patterns import (
     AGREEMENT,
+    LargestAgain,
     Pattern,
     check_sparsity,
     checked_inputs,
     checked_weight,
-    largest,
     pattern_of,
 )
 
@@ -177,7 +177,7 @@ def _alternate(
     small = min(scaled.shape) < _SMALL
     target, residual = scaled.clone(), torch.empty_like(scaled)
     scores, kept = torch.empty_like(scaled), torch.zeros_like(scaled)
-    stalls = 0
+    search, stalls = LargestAgain(budget.entries), 0
     for iteration in range(iterations):
         if iteration:
             torch.addcmul(scaled, residual, kept, value=-1, out=target)
@@ -190,14 +190,14 @@ def _alternate(
                 stalls, followed = stalls + 1, _exactly(target, budget.rank)
             found = followed
         torch.addmm(scaled, found.left, found.right, alpha=-1, out=residual)
-        _mark_kept(residual, budget, scores, kept)
+        _mark_kept(residual, budget, search, scores, kept)
     sparse = residual * kept
     norm = torch.linalg.vector_norm(scaled)
     error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
     return sparse, found, error, iterations, stalls
 
 
-def _mark_kept(residual: Tensor, budget: _Budget, scores: Tensor, kept: Tensor) -> None:
+def _mark_kept(residual: Tensor, budget: _Budget, search: LargestAgain, scores: Tensor, kept: Tensor) -> None:
     """Make `kept` 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
     With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
@@ -209,7 +209,7 @@ def _mark_kept(residual: Tensor, budget: _Budget, scores: Tensor, kept: Tensor) 
     if budget.pattern and budget.entries >= budget.pattern.density * residual.shape[1]:
         torch.gt(scores, 0, out=kept)
     else:
-        largest(scores, budget.entries, out=kept)
+        search.mark(scores, kept)
 
 
 class _LowRank(NamedTuple):

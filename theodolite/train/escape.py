@@ -8,7 +8,7 @@ killed goes on.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +22,10 @@ from theodolite.train.tiny_text import Source, python_sources, split_sources
 
 DEFAULT = TinyConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
 """Three hours for three seeds on one core."""
+
+
+CLAIM = "escape.json"
+"""Says that a folder holds such models, and how they are trained."""
 
 
 def place_of(folder: Path, escape: Escape, seed: int) -> Path:
@@ -56,15 +60,14 @@ def train_escapes(
         A line for each model that was trained now.
 
     Raises:
-        UsageError, WorkError: as `train_tiny`.
+        UsageError, WorkError: as `train_tiny`; the folder holds something else, or models of other settings.
     """
     out, console = Path(out), console or Console(stderr=True)
     if seeds < 1:
         raise UsageError(f"seeds is {seeds}; it must be positive.")
     check_numbers(seeds - 1, threads)
     texts = python_sources() if sources is None else sources
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    _claim(out, config)
     said = []
     for seed in range(seeds):
         _hold_out(held_out_of(out, seed), texts, seed)
@@ -78,6 +81,24 @@ def train_escapes(
             losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
             said.append(f"{place.name}: held-out loss {losses}")
     return said
+
+
+def _claim(out: Path, config: TinyConfig) -> None:
+    """Write into the folder how its models are trained, unless it says the same already."""
+    claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "escape")}
+    place = out / CLAIM
+    if not place.is_file():
+        if out.is_file() or (out.is_dir() and any(out.iterdir())):
+            raise UsageError(f"{out} holds something else; choose another folder.")
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(place, json.dumps(claim, indent=2) + "\n")
+    found = json.loads(place.read_text(encoding="utf-8"))
+    if found != claim:
+        other = next(name for name in claim if found.get(name) != claim[name])
+        raise UsageError(
+            f"{out} holds models with {other} = {found.get(other)}, not {claim[other]}; choose another folder."
+        )
 
 
 def _hold_out(path: Path, sources: list[Source], seed: int) -> None:
