@@ -33,6 +33,8 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.survey
 	$(BIN)/python -m benchmarks.locater
 	$(BIN)/python -m benchmarks.monitor
+	$(BIN)/python -m benchmarks.oats
+	$(BIN)/python -m benchmarks.pruned_latency
 
 clean:
 	rm -rf $(VENV) runs build dist theodolite.egg-info
