@@ -327,7 +327,8 @@ def subtitle(run: Run) -> str:
     """One line: what was surveyed on what."""
     model = provenance(run, "model") or {}
     if model.get("layers") == 0:
-        return "theory, or trainings of its own"
+        trained = model.get("architecture") not in (None, "no model")
+        return visible(model["architecture"], 60) if trained else "theory, or trainings of its own"
     shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
@@ -344,6 +345,9 @@ def text_line(run: Run) -> str:
     corpus = provenance(run, "corpus")
     if provenance(run, "grid"):
         return "read from what the trainings measured on their own held-out text"
+    for kept, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
+        if provenance(run, kept):
+            return f"the models of a folder of trainings, measured on {text}"
     if provenance(run, "model", "layers") == 0:
         return "no model and no text were read"
     if not corpus:
