@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict, judge
+from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict
 from theodolite.experiments.compressed import (
     SPARSITY,
     dense_look,
@@ -22,7 +22,7 @@ from theodolite.experiments.compressed import (
     pruned,
 )
 from theodolite.experiments.layers import exhibit
-from theodolite.experiments.trainings import Effect
+from theodolite.experiments.trainings import Effect, judge_interval
 from theodolite.prune.settings import RankRatio
 from theodolite.report import figures_sweep as drawing
 from theodolite.report.data import Floats
@@ -189,14 +189,8 @@ def _allocation(study: Study) -> Outcome:
 
 def _better(claim: str, gains: Floats) -> Verdict:
     """Whether the mean of gains, one a calibration, is above 0."""
-    effect = Effect(gains.astype(np.float64))
-    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
-    verdict = judge(claim, "", effect.mean, GAIN, effect.half_width / 2)
-    return Verdict(
-        claim,
-        verdict.verdict,
-        f"gain {_interval(effect)} over {counted(PARTS, 'calibration')}, paired; {GAIN}",
-    )
+    what = f"gain, paired, over {counted(PARTS, 'calibration')}"
+    return judge_interval(claim, what, Effect(gains.astype(np.float64)), GAIN, "calibrations")
 
 
 def _level(rows: pd.DataFrame, name: str) -> str:

@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict, judge
+from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict
 from theodolite.experiments.layers import exhibit
-from theodolite.experiments.trainings import Effect
+from theodolite.experiments.trainings import Effect, judge_interval
 from theodolite.models import OpenModel, open_model
 from theodolite.models.watch import watched
 from theodolite.provenance import versions
@@ -167,16 +167,6 @@ def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np
     return by_seed[escape].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
 
 
-def _judged(claim: str, what: str, effect: Effect, criterion: Criterion) -> Verdict:
-    if not math.isfinite(effect.half_width):
-        return Verdict(
-            claim, UNTESTABLE, f"{what}: {effect}; {criterion}; an interval needs two seeds or more"
-        )
-    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
-    verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
-    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
-
-
 def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `escape_table`."""
     verdicts = []
@@ -189,10 +179,10 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
             over = f"sinks {what} over those without an escape, paired by seed"
-            verdicts.append(_judged(claim, over, Effect(own / none), KEPT))
+            verdicts.append(judge_interval(claim, over, Effect(own / none), KEPT))
         own, none = _paired(table, escape, "loss")
         verdicts.append(
-            _judged(
+            judge_interval(
                 f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
                 "loss with the escape less that without, paired by seed",
                 Effect(own - none),

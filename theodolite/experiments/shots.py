@@ -19,10 +19,10 @@ import torch
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.experiments.base import UNTESTABLE, Comparison, Criterion, Experiment, Outcome, Verdict, judge
+from theodolite.experiments.base import Comparison, Criterion, Experiment, Outcome, Verdict
 from theodolite.experiments.compressed import METHODS
 from theodolite.experiments.layers import exhibit
-from theodolite.experiments.trainings import Effect
+from theodolite.experiments.trainings import Effect, judge_interval
 from theodolite.models import open_model
 from theodolite.provenance import versions
 from theodolite.prune import prune_model
@@ -97,20 +97,15 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     return wide
 
 
-def _judged(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
-    effect = Effect(values)
-    if not np.isfinite(effect.half_width):
-        return Verdict(claim, UNTESTABLE, f"{what}: {effect}; an interval needs two models or more")
-    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
-    verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
-    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
+def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
+    return judge_interval(claim, what, Effect(values), criterion, "models")
 
 
 def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     """Charts, levels and verdicts from `shots_table`."""
     dense = _by_shots(table, DENSE, SPARSITIES[0])
     verdicts = [
-        _judged(
+        _over_models(
             "More examples help the dense model (section 3.5)",
             "accuracy with five examples less that with none",
             dense[:, -1] - dense[:, 0],
@@ -122,13 +117,13 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         for name in ("Wanda", "SparseGPT"):
             gap, at = oats - _by_shots(table, name, sparsity), f"{percent(sparsity)} removed"
             verdicts += [
-                _judged(
+                _over_models(
                     f"OATS and {name} perform similarly without examples, {at} (section 3.5, Fig. 3)",
                     "size of the difference of accuracies",
                     np.abs(gap[:, 0]),
                     SIMILAR,
                 ),
-                _judged(
+                _over_models(
                     f"OATS's lead over {name} widens with examples, {at} (section 3.5, Fig. 3)",
                     "lead with five examples less that with none",
                     gap[:, -1] - gap[:, 0],

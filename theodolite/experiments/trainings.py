@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from theodolite.experiments.base import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.report.data import Floats
 from theodolite.report.text import number
 from theodolite.train.grid import Point
@@ -57,6 +58,21 @@ class Effect:
         seeds = f"{len(self.values)} seeds" if len(self.values) > 1 else "one seed"
         interval = f" ± {number(self.half_width, 2)}" if math.isfinite(self.half_width) else ""
         return f"{number(self.mean)}{interval} ({seeds})"
+
+
+def judge_interval(claim: str, what: str, effect: Effect, criterion: Criterion, of: str = "seeds") -> Verdict:
+    """Compare the mean of an effect with a criterion; within its confidence interval, nothing is decided.
+
+    Args:
+        of: what the effect has one number of.
+    """
+    if not math.isfinite(effect.half_width):
+        return Verdict(
+            claim, UNTESTABLE, f"{what}: {effect}; {criterion}; an interval needs two {of} or more"
+        )
+    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
+    verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
+    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
 
 
 def label_of(setting: Setting) -> str:
