@@ -88,7 +88,8 @@ def wanda(
     norms = checked_inputs("input_norm", input_norm, weight)
     found = pattern_of(pattern, weight.shape[1])
     share = sparsity_of(sparsity, found)
-    scores = weight.abs() * norms  # float64, where products of float32 are exact
+    precision = _precision(weight)
+    scores = weight.abs().to(precision) * norms.to(precision)
     kept = found.largest(scores) if found else largest(scores, _left_of(weight.shape[1], share))
     return torch.where(kept, weight, 0)
 

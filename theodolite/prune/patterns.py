@@ -184,9 +184,8 @@ class LargestAgain:
     def __init__(self, count: int) -> None:
         self._count = count
         self._threshold: Tensor | None = None
-        self._density: Tensor | None = (
-            None  # entries a row that a threshold passes as it moves by its own size
-        )
+        # How many entries of a row a threshold passes as it moves by its own size, on the average.
+        self._density: Tensor | None = None
 
     def mark(self, scores: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]) -> None:
         """Make `out` 1 at exactly the `count` largest scores of each row, else 0."""
