@@ -53,6 +53,9 @@ def prune_command(
     rank_ratio: Annotated[
         float, typer.Option(help="Of oats: share of what is kept that goes into the low-rank part.")
     ] = 0.25,
+    damping: Annotated[
+        float, typer.Option(help="Of sparsegpt: added to the Hessian's diagonal, in means of it.")
+    ] = 0.1,
     form: Annotated[
         str,
         typer.Option("--format", help="merged (for transformers) or factored (smaller, for theodolite)."),
@@ -93,6 +96,7 @@ def prune_command(
                 pattern=pattern,
                 rank_ratio=rank_ratio,
                 seed=seed,
+                damping=damping,
                 out=out,
                 form=form,
                 batch=batch,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
 from theodolite.prune.methods import factor_hessian, magnitude, sparsegpt, sparsegpt_factored, wanda
+from theodolite.prune.oats import oats
 
 
 def weights(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
@@ -95,6 +96,20 @@ def test_magnitude_removes_the_smallest_of_the_whole_matrix(sparsity):
     expected[order[: int(sparsity * weight.size)]] = 0
     got = magnitude(torch.from_numpy(weight), sparsity)
     assert np.array_equal(got.numpy(), expected.reshape(weight.shape))
+
+
+def test_a_view_is_pruned_as_its_copy_is():
+    weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    view = weight.T
+    assert not view.is_contiguous()
+    norms, hessian = torch.arange(1.0, 25), torch.diag(torch.arange(1.0, 25))
+    for call in (
+        lambda w: magnitude(w, 0.5),
+        lambda w: wanda(w, norms, 0.5),
+        lambda w: sparsegpt(w, hessian, 0.5),
+        lambda w: oats(w, norms**2, 0.5, iterations=3).dense(),
+    ):
+        assert torch.equal(call(view), call(view.contiguous()))
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.9])

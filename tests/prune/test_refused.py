@@ -70,6 +70,7 @@ BAD = {
         "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
     },
     "iterations is 0": {"iterations": 0},
+    "damping is -1": {"method": "sparsegpt", "damping": -1},
     "no sparsity is given": {"sparsity": None},
     "pattern 2:4 removes 0.5 of the entries, not 0.6": {"method": "wanda", "sparsity": 0.6, "pattern": "2:4"},
     "pattern 3:5 needs a multiple of 5 inputs; the matrix has 32": {"sparsity": 0.4, "pattern": "3:5"},

@@ -62,7 +62,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
     if found:
         kept = found.largest(scores)
     else:
-        kept = largest(scores.view(1, -1), _left_of(weight.numel(), share)).view(weight.shape)
+        kept = largest(scores.reshape(1, -1), _left_of(weight.numel(), share)).view(weight.shape)
     return torch.where(kept, weight, 0)
 
 

@@ -23,7 +23,7 @@ from theodolite.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import FORMS, SETTINGS, LowRank, Partial, Pruned, Rows, low_rank_of
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
-from theodolite.prune.settings import RankRatio, Settings, Sparsity
+from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
 from theodolite.reading import ShowProgress, batch_of, check_fit, fingerprint_of
 
 SCHEMA_VERSION = 1
@@ -42,6 +42,7 @@ def prune_model(
     rank_ratio: RankRatio = 0.25,
     iterations: int = 80,
     seed: int = 0,
+    damping: float = DAMPING,
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
@@ -62,7 +63,8 @@ def prune_model(
         rank_ratio: of OATS: the share of what is kept that goes into the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix) that gives it, such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations: of OATS.
-        seed: of OATS's random start.
+        seed: of OATS's random probes, by which it sees whether its subspace still is the leading one.
+        damping: of SparseGPT, as `sparsegpt` has it.
         out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
         batch: contexts a forward pass; None: 4096 tokens' worth.
@@ -77,7 +79,7 @@ def prune_model(
     if form not in FORMS:
         raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
     matrices = block_matrices(model)
-    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, matrices)
+    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_pruned(model, matrices)
     _refuse_short(corpus, matrices, settings)
     fingerprint = {

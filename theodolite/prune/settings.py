@@ -29,7 +29,7 @@ RankRatio = float | Callable[[int, str], float]
 UNSEEN = "no token of the text reached it: every input counts alike"
 
 DAMPING = 0.1
-"""SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D)."""
+"""SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Settings:
         sparsity: of each block.
         pattern: as "2:4", or None.
         rank_ratio: of each (block, key of a matrix); used by OATS only, as are `iterations` and `seed`.
+        damping: used by SparseGPT only.
     """
 
     method: str
@@ -49,6 +50,7 @@ class Settings:
     rank_ratio: dict[tuple[int, str], float]
     iterations: int
     seed: int
+    damping: float
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class Settings:
         rank_ratio: RankRatio,
         iterations: int,
         seed: int,
+        damping: float,
         matrices: Sequence[Sequence[Matrix]],
     ) -> Settings:
         """The settings, checked.
@@ -81,7 +84,7 @@ class Settings:
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
             pattern_of(pattern, matrix.shape[1])
-        settings = cls(method, each, pattern, ratios, iterations, seed)
+        settings = cls(method, each, pattern, ratios, iterations, seed, float(damping))
         for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
             settings._try(share, ratio)
         return settings
@@ -103,6 +106,8 @@ class Settings:
             each = {f"{layer}/{key}": ratio for (layer, key), ratio in self.rank_ratio.items()}
             plain["rank_ratio"] = ratios.pop() if len(ratios) == 1 else each
             plain |= {"iterations": self.iterations, "seed": self.seed}
+        if self.method == "sparsegpt":
+            plain["damping"] = self.damping
         return plain
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[Piece, dict[str, Any]]:
@@ -151,8 +156,8 @@ class Settings:
         if self.method == "wanda":
             return _Found(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
         if self.method == "sparsegpt":
-            factor = moments.factor(DAMPING)
-            raised = f"damping raised to {factor.damping:g}" if factor.damping > DAMPING else ""
+            factor = moments.factor(self.damping)
+            raised = f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
             return _Found(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
