@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -515,6 +516,41 @@ def test_every_bit_of_the_model_is_restored(family, opened):
     with watched(model, _Watcher()), _all_three(model):
         assert torch.equal(_logits(model, family), plain)
     _assert_same(before, _state(model))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama2"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_left_in_any_order_the_model_is_whole(family, order, opened):
+    """Oracle: the model with those that are still open alone; in the end the same tensors, bytes, hooks and config."""
+    model = opened(family)
+    before, own = _state(model), _logits(model, family)
+    factors = {"k": (torch.ones(WIDTH, 1), 0.1 * torch.ones(1, WIDTH))}
+    makers = [
+        lambda: without_low_rank(model, LAYER, factors={"q": factors["k"]}),
+        lambda: removed_tag(model, LAYER, 1, _direction()),
+        lambda: without_low_rank(model, LAYER, factors=factors),  # the same parameter, where it is fused
+        lambda: watched(model, _Watcher()),
+    ]
+    expected = {}
+    for left in range(4):
+        rest = [i for i in range(4) if i not in order[: left + 1]]
+        with ExitStack() as stack:
+            for i in rest:
+                stack.enter_context(makers[i]())
+            expected[left] = (_logits(model, family), [e.partition("(")[0] for e in model.edits])
+    _assert_same(before, _state(model))
+    managers = [make() for make in makers]
+    for manager in managers:
+        manager.__enter__()
+    assert not torch.allclose(_logits(model, family), own, rtol=0, atol=1e-3 * float(own.abs().max()))
+    for left, i in enumerate(order):
+        managers[i].__exit__(None, None, None)
+        logits, edits = expected[left]
+        assert torch.equal(_logits(model, family), logits)
+        assert [e.partition("(")[0] for e in model.edits] == edits
+    _assert_same(before, _state(model))
+    assert torch.equal(_logits(model, family), own)
+    assert not model.edits
 
 
 def test_an_error_in_the_forward_pass_restores_the_model(opened):

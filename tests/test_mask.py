@@ -9,8 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
+from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.mask import Mask, Rule
+from theodolite.models import open_model
+from theodolite.outliers import Outliers, find_outliers
 from theodolite.run import Run
 
 PROVENANCE = {
@@ -65,9 +68,72 @@ def test_rules_of_a_survey():
         Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
         Rule("outlier dimension", 1, dimension=5, share=0.4),
         Rule("sink", 1, head=0, first=True, share=0.75),
-        Rule("massive activation", 2, dimension=6, first=True),
+        Rule("massive activation", 2, dimension=6, first=True, share=0.5),
     )
     assert len(Mask.of(SURVEYED, 0.0).rules) == 6  # with the rare sink and the rare outlier
+    assert [rule.what for rule in Mask.of(SURVEYED, 0.6).rules] == ["sink"]
+
+
+def test_massive_activations_are_rules_from_the_least_share_on():
+    """Oracle: by hand, 4 contexts: 2 of them at position 0, and 3 or 9 values after it."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0)
+    run = replace(SURVEYED, sinks=SINKS[:0], outliers=table)
+    shares = [(rule.layer, rule.first, rule.share) for rule in Mask.of(run).rules]
+    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 1.0)]
+    assert [rule.share for rule in Mask.of(run, 0.8).rules] == [1.0]
+
+
+def test_rules_of_outliers(tmp_path):
+    """Oracle: tables written by hand, 8 contexts. At position 0 all tokens are one rule, later each is its own."""
+    dimensions = pd.DataFrame(
+        {
+            "layer": [0, 1, 1, 2],
+            "dimension": [4, 4, 5, 6],
+            "share": [0.5, 0.001, 0.0, 0.9],
+            "published": [True, True, False, False],
+            "adaptive": [False, False, True, False],
+        }
+    )
+    massive = pd.DataFrame(
+        {
+            "layer": [1, 1, 1, 2],
+            "dimension": [7, 7, 7, 7],
+            "token_id": [3, 9, 5, 3],
+            "token": ["a", "b", ".", "a"],
+            "first": [True, True, False, False],
+            "contexts": [2, 4, 2, 1],
+            "places": [2, 4, 3, 1],
+            "published": [2, 4, 3, 0],
+            "adaptive": [2, 4, 3, 1],
+            "mean": [200.0] * 4,
+            "extreme": [300.0] * 4,
+            "position": [0.0, 0.0, 5.0, 6.0],
+        }
+    )
+    numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
+    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, numbers)
+    mask = Mask.of(found, 0.2)
+    assert mask.rules == (
+        Rule("outlier dimension", 0, dimension=4, share=0.5),
+        Rule("massive activation", 1, dimension=7, first=True, share=0.75),
+        Rule("massive activation", 1, dimension=7, first=False, token_id=5, token=".", share=0.25),
+        Rule("outlier dimension", 1, dimension=5, share=0.0),
+    )
+    assert mask.model["sha256"] == "1" * 64
+    mask.save(tmp_path / "mask.json")
+    assert Mask.load(tmp_path / "mask.json") == mask
+
+
+def test_rules_of_outliers_of_a_model():
+    """Oracle: the tables that `find_outliers` itself gives."""
+    model = open_model()
+    ids = torch.arange(200).view(4, 50)
+    found = find_outliers(model, Corpus("some", ids, torch.full((4,), -1), [], 0))
+    mask = Mask.of(found)
+    named = found.dimensions[found.dimensions["published"] | found.dimensions["adaptive"]]
+    assert len(mask.rules) >= len(named) > 0
+    assert mask.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
+    assert mask.corpus["name"] == "some"
 
 
 def test_rules_of_a_trace():

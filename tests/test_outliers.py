@@ -246,7 +246,7 @@ def test_the_same_call_gives_the_same_numbers_and_the_model_is_left_alone(plante
         if name != "numbers":
             assert table.equals(getattr(again, name)), name
     assert first.numbers == again.numbers
-    assert first.numbers["corpus"] == corpus.sha256
+    assert first.numbers["corpus"]["sha256"] == corpus.sha256
     np.testing.assert_array_equal(hidden_states(model, corpus), before)
 
 

@@ -94,8 +94,13 @@ def test_groups_by_hand(model, eager):
 def test_without_a_head_named_the_one_that_tags_most(model):
     trace = trace_prompt(model, IDS)
     assert len(trace.sinks)
-    outcome = prompt_outcome(trace, [str(token) for token in IDS.tolist()])
-    assert outcome.verdicts[0].verdict == "holds"
+    outcome = prompt_outcome(trace, [str(token) for token in IDS.tolist()], chosen=True)
+    # That it has a sink is why it was chosen, and no verdict.
+    assert [verdict.claim.partition(" ")[0] for verdict in outcome.verdicts] == ["Tokens", "The"]
+    assert "chosen because" in outcome.comparisons[0].here
+    named = prompt_outcome(trace, [str(token) for token in IDS.tolist()])
+    assert named.verdicts[0].verdict == "holds"
+    assert len(named.comparisons) == len(outcome.comparisons) - 1
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
     assert len(outcome.exhibits) == 6
     for exhibit in outcome.exhibits:

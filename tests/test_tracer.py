@@ -138,6 +138,20 @@ def ratio(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     return r, math.sqrt(((b - r * t) ** 2).sum()) / t.sum() * math.sqrt(effective / (effective - 1))
 
 
+def paired(pairs: list[tuple[float, float]], before: list[tuple[float, float]]) -> tuple[float, float]:
+    """Difference of two such ratios over the same contexts: influence values, by the textbook."""
+    both = np.array([pairs, before], dtype=float)
+    b, t = both[..., 0], both[..., 1]
+    if not t.sum(1).all():
+        return math.nan, math.nan
+    r = b.sum(1) / t.sum(1)
+    influence = ((b - r[:, None] * t) / t.sum(1, keepdims=True) * [[1], [-1]]).sum(0)
+    effective = (t.sum(1) ** 2 / (t**2).sum(1)).min()
+    if effective <= 1.5:
+        return r[0] - r[1], math.nan
+    return r[0] - r[1], math.sqrt((influence**2).sum() * effective / (effective - 1))
+
+
 def catch(
     kept: Kept, layer: int, context: int, head: int, stretches: bool = False
 ) -> tuple[dict[int, float], set[int], np.ndarray, np.ndarray]:
@@ -188,7 +202,7 @@ def expected(
         places = {-1: output, **{r: kept.hidden[r, context] for r in range(layer, layers + 1)}}
         groups = caught[counts]
         row = by_head.setdefault(
-            (layer, head), {"contexts": 0, "moment": 0, "pairs": {}, "chance": {}, "shifted": 0}
+            (layer, head), {"contexts": 0, "moment": 0, "pairs": {}, "chance": {}, "shifted": 0.0}
         )
         row["contexts"] += 1
         centred = output[counts] - output[counts].mean(0)
@@ -206,13 +220,17 @@ def expected(
             later = "stretch" if sink in of_stretch else "later"
             kind = {0: "first", LEARNED: "learned"}.get(sink, later)
             key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "stretch") else -1)
-            row = traces.setdefault(key, {"of": {}, "found": []})
+            row = traces.setdefault(key, {"of": {}, "found": [], "chance": {}, "shifted": 0.0})
             own = caught[counts] == sink
+            for fifth in range(1, 5):
+                moved = np.roll(own, -(len(own) * fifth // 5))
+                row["shifted"] += sums_of_squares(output[counts], moved)[0] / 4
             for place, x in places.items():
                 b, t = sums_of_squares(x[counts], own)
                 pairs = row["of"].setdefault(place, {})
                 before = pairs.get(context, (0, 0))
                 pairs[context] = (before[0] + b, before[1] + t)  # two sinks of one token are not independent
+                row["chance"][place] = row["chance"].get(place, 0) + t / max(counts.sum() - 1, 1)
             seen = kept.visible[layer][:, sink] if sink >= 0 else np.ones(length, dtype=bool)
             n, n1 = counts.sum(), own.sum()
             x = output[counts]
@@ -239,15 +257,28 @@ def expected(
     )
 
 
-def _release(of: dict[int, list], layer: int, layers: int) -> dict[str, Any]:
-    """Columns and arrays of η² at the head's output (place −1) and in the stream."""
+def _release(
+    of: dict[int, list], layer: int, layers: int, sums: dict[int, float], shifted: float
+) -> dict[str, Any]:
+    """Columns and arrays of η² at the head's output (place −1) and in the stream.
+
+    `sums`: of squares that a random grouping explains, by place; `shifted`: one shifted along the context.
+    """
     tag, tag_se = ratio(of[-1])
+    totals = {place: sum(t for _, t in pairs) for place, pairs in of.items()}
+    chance = {place: sums[place] / total if total else math.nan for place, total in totals.items()}
     stream = np.full((layers + 1, 2), math.nan)
     for place in range(layer, layers + 1):
         stream[place] = ratio(of[place])
     after = stream[layer + 1 :, 0]
     best = layer + 1 + (0 if np.isnan(after).all() else int(np.nanargmax(after)))
+    gain, gain_se = paired(of[best], of[layer])
     return {
+        "tag_chance": chance[-1],
+        "tag_shifted": shifted / totals[-1] if totals[-1] else math.nan,
+        "gain": gain,
+        "gain_se": gain_se,
+        "release_chance": np.array([chance.get(place, math.nan) for place in range(layers + 1)]),
         "tag": tag,
         "tag_se": tag_se,
         "before": stream[layer, 0],
@@ -291,28 +322,22 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
         "dimension_share": size.max() ** 2 / (size**2).sum() if size.any() else math.nan,
         "outlier_dimensions": " ".join(str(d) for d in order if size[d] > limit),
         "tag_direction": direction,
-        **_release(of, layer, layers),
+        **_release(of, layer, layers, row["chance"], row["shifted"]),
     }
     return columns | {"tagged": columns["caught"] * columns["tag"]}
 
 
 def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> dict[str, Any]:
     values, vectors = np.linalg.eigh(row["moment"])
-    chance = {
-        p: c / total if (total := sum(t for _, t in row["pairs"][p])) else math.nan
-        for p, c in row["chance"].items()
-    }
-    released = _release(row["pairs"], layer, layers)
+    released = _release(row["pairs"], layer, layers, row["chance"], row["shifted"])
     return {
         "contexts": row["contexts"],
         "share": row["contexts"] / contexts,
-        "tag_chance": chance[-1],
-        "tag_shifted": row["shifted"] / total if (total := sum(t for _, t in row["pairs"][-1])) else math.nan,
         "principal_share": values[-1] / values.sum(),
         "principal_direction": vectors[:, -1],
         "head_release": released.pop("release"),
         "head_release_se": released.pop("release_se"),
-        "head_release_chance": np.array([chance.get(place, math.nan) for place in range(layers + 1)]),
+        "head_release_chance": released.pop("release_chance"),
         **released,
     }
 
@@ -420,7 +445,8 @@ def test_every_column_and_array_equals_the_dense_computation(family, dtype, kind
                 direction = name.endswith("_direction")
                 _close(got, value, max(tolerance, 1e-6) if direction else tolerance, (key, name))
     own = set(run.traces) - {"layer", "head", "kind", "token_id", "token"}
-    assert own | {"tag_direction", "release", "release_se"} == set(next(iter(traces.values())))
+    arrays = {"tag_direction", "release", "release_se", "release_chance"}
+    assert own | arrays == set(next(iter(traces.values())))
     assert run.traces.tagged.dropna().is_monotonic_decreasing
 
 

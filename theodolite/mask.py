@@ -20,11 +20,12 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.files import write_text, writing
 from theodolite.measure.tags import NAMED
+from theodolite.outliers import Outliers, position_0_as_one
 from theodolite.run import Run
 
 SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
-"""A sink that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
+"""A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
 
 What = Literal["sink", "outlier dimension", "massive activation"]
 
@@ -41,7 +42,8 @@ class Rule:
         first: only at position 0 (True), only later (False), wherever it stands (None).
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
-        share: of contexts that have this sink, or of tokens that have this outlier.
+        share: of contexts that have this sink or massive activation (of a survey, at most that), or of tokens that have
+            this outlier.
     """
 
     what: What
@@ -69,25 +71,31 @@ class Mask:
     corpus: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run, least_share: float = LEAST_SHARE) -> Mask:
-        """The rules of a survey or a trace.
+    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Mask:
+        """The rules of a survey, of a trace, or of outliers.
 
         Args:
-            run: from `survey` or `trace_sinks`. Only a survey knows of outliers.
-            least_share: of contexts or tokens below which there is no rule.
+            run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
+                sinks, but of the tokens that carry massive activations and of outliers by rules from data.
+            least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
+                none: they are large in most tokens, by whatever size is usual in their layer.
 
         Raises:
             UsageError: a run of weights alone, or a share that is none.
         """
         if not 0 <= least_share <= 1:
             raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
-        if not run.provenance.get("corpus"):
+        provenance = run.numbers if isinstance(run, Outliers) else run.provenance
+        if not provenance.get("corpus"):
             raise UsageError(
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
-        rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
+        if isinstance(run, Outliers):
+            rules = [*_found(run, least_share)]
+        else:
+            rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
         rules.sort(key=lambda rule: (rule.layer, rule.what, rule.head or 0, rule.dimension or 0))
-        model, corpus = run.provenance["model"], run.provenance["corpus"]
+        model, corpus = provenance["model"], provenance["corpus"]
         return cls(
             tuple(rules),
             {name: model[name] for name in ("id", "revision", "sha256")},
@@ -193,11 +201,32 @@ def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
 
 
 def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
+    contexts = run.provenance["corpus"]["contexts"]
     for row in run.outliers.itertuples():
         layer, dimension = int(row.layer), int(row.dimension)
         if row.share >= least_share:
             yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
-        if row.massive_first:
-            yield Rule("massive activation", layer, dimension=dimension, first=True)
-        if row.massive:
-            yield Rule("massive activation", layer, dimension=dimension, first=False)
+        for first, places in ((True, row.massive_first), (False, row.massive)):
+            share = min(1.0, places / contexts)  # after position 0, several may be in one context
+            if places and share >= least_share:
+                yield Rule("massive activation", layer, dimension=dimension, first=first, share=share)
+
+
+def _found(found: Outliers, least_share: float) -> Iterable[Rule]:
+    for row in found.dimensions.itertuples():
+        if row.adaptive or (row.published and row.share >= least_share):
+            yield Rule(
+                "outlier dimension", int(row.layer), dimension=int(row.dimension), share=float(row.share)
+            )
+    for row in position_0_as_one(found.massive).itertuples():
+        share = row.contexts / found.numbers["contexts"]
+        if share >= least_share:
+            yield Rule(
+                "massive activation",
+                int(row.layer),
+                dimension=int(row.dimension),
+                first=bool(row.first),
+                token_id=None if row.first else int(row.token_id),
+                token=None if row.first else str(row.token),
+                share=float(share),
+            )

@@ -131,7 +131,8 @@ def find_outliers(
             "length": length,
             "usual_contexts": min(batch, contexts),
             "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
-            "corpus": corpus.sha256,
+            "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+            "model": {"id": model.id, "revision": model.revision, "sha256": model.sha256},
             "seed": seed,
         },
     )

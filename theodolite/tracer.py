@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ Rows = tuple[Tensor, Tensor]
 """Of the sums by sink and by head."""
 
 
+@dataclass(frozen=True)
+class _Open:
+    """What one layer's sinks caught in a context, their rows, and the sums of squares before their heads."""
+
+    catches: Catches
+    rows: Rows
+    before: dict[str, Tensor]
+
+
 class TracePass(Reading):
     """The sums of a trace; what a context's sinks caught is kept only until its pass is over."""
 
@@ -53,7 +63,7 @@ class TracePass(Reading):
         self.tags = Tags(model.layers, self._metrics[0].shape[-1])
         self._ids = torch.empty(0)
         self._entering = torch.empty(0)
-        self._caught: list[list[tuple[Catches, Rows]]] = []
+        self._caught: list[list[_Open]] = []
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -69,7 +79,9 @@ class TracePass(Reading):
         """See what is left of the tags of all earlier layers."""
         refuse_bad_numbers(layer, hidden)
         self._entering = hidden
-        open_ones = [Catches.joined([c for c, _ in caught]) if caught else None for caught in self._caught]
+        open_ones = [
+            Catches.joined([one.catches for one in caught]) if caught else None for caught in self._caught
+        ]
 
         def work(part: slice) -> dict[str, Tensor] | None:
             catches = open_ones[part.start]
@@ -77,8 +89,10 @@ class TracePass(Reading):
 
         for context, found in enumerate(self._each(work)):
             if found is not None:
-                sinks, heads = zip(*(rows for _, rows in self._caught[context]), strict=True)
-                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, found)
+                caught = self._caught[context]
+                sinks, heads = zip(*(one.rows for one in caught), strict=True)
+                before = {name: torch.cat([one.before[name].cpu() for one in caught]) for name in found}
+                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, found, before)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """What attention reads says nothing here."""
@@ -106,9 +120,9 @@ class TracePass(Reading):
             if found is not None:
                 sums, tag, before = found
                 rows = self.tags.update(layer, catches, self._ids[context], sums)
-                self.tags.add_place(rows, HEAD_OUTPUT, tag)
-                self.tags.add_place(rows, 1 + layer, before)
-                self._caught[context].append((catches, rows))
+                self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
+                self.tags.add_place(rows, 1 + layer, before, before)
+                self._caught[context].append(_Open(catches, rows, before))
         return torch.cat([output for output, _, _ in results])
 
     def _each(self, work: Any) -> list[Any]:
@@ -147,8 +161,8 @@ def trace_sinks(
 
     Returns:
         A run with `traces` (one row a layer, head and sink, the strongest first), `heads`, and the arrays
-        `tag_direction`, `release`, `release_se` (rows of `traces`), `head_release`, `head_release_se`,
-        `head_release_chance` (rows of `heads`).
+        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `head_release`,
+        `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
 
     Raises:
         UsageError: the corpus does not fit the model, or `out` holds something else.

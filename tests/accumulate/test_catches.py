@@ -118,8 +118,9 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     tags = Tags(1, 2)
     sums, place = measured(catches, HeadOutputs(x[0], x[0] + 1.0, torch.eye(2).double()[None]))
     rows = tags.update(0, catches, position, sums)
-    tags.add_place(rows, 0, place)
-    tags.add_place(rows, 1, released(catches, torch.randn(8, 5)))
+    tags.add_place(rows, 0, place, place)
+    stream = released(catches, torch.randn(8, 5))
+    tags.add_place(rows, 1, stream, stream)
     assert all(torch.isfinite(tensor).all() for tensor in tags.state().values())
 
 

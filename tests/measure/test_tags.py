@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.accumulate.test_catches import random_catches, sums_of_squares
 from theodolite.accumulate.catches import Catches
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
-from theodolite.measure.tags import ratio, traced_heads, traces
+from theodolite.measure.tags import difference, ratio, traced_heads, traces
 
 LENGTH, WIDTH, D = 20, 4, 10
 W_O = torch.randn(2, WIDTH, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -41,9 +41,10 @@ def summed(contexts: list[Context], into: Tags | None = None) -> Tags:
         ids = torch.arange(output.shape[1]) % 3
         sums, place = measured(catches, HeadOutputs(output, value, W_O @ W_O.mT))
         rows = tags.update(0, catches, ids, sums)
-        tags.add_place(rows, HEAD_OUTPUT, place)
+        before = released(catches, hidden)
+        tags.add_place(rows, HEAD_OUTPUT, place, before)
         for layer in (0, 1):
-            tags.add_place(rows, 1 + layer, released(catches, hidden * (1 + layer)))
+            tags.add_place(rows, 1 + layer, released(catches, hidden * (1 + layer)), before)
     return tags
 
 
@@ -114,6 +115,45 @@ def test_the_error_of_a_ratio_is_its_scatter_over_samples():
     assert float(((value - truth).abs() < 2 * error).double().mean()) == pytest.approx(0.95, abs=0.02)
 
 
+def test_the_error_of_a_difference_is_its_scatter_over_samples():
+    """Oracle: the scatter of the difference over fresh samples of contexts. Shares before and after go together."""
+    generator = np.random.default_rng(3)
+    common = generator.beta(4, 3, (3000, 40, 1))
+    share = 0.7 * common + 0.3 * generator.beta(4, 3, (3000, 40, 2)) + [0.05, 0.0]
+    total = generator.gamma(5, 1, (3000, 40, 1)) * generator.uniform(0.8, 1.2, (3000, 40, 2))
+    b, t = torch.from_numpy(share * total), torch.from_numpy(total)
+    pairs = torch.stack([b, t, b * b, b * t, t * t], dim=-1).sum(dim=1)
+    crossed = torch.stack(
+        [b[..., 0] * b[..., 1], b[..., 0] * t[..., 1], t[..., 0] * b[..., 1], t.prod(-1)], -1
+    )
+    gain, error = difference(pairs[:, 0], pairs[:, 1], crossed.sum(dim=1))
+    assert float(gain.mean()) == pytest.approx(0.05, abs=0.002)
+    assert float(error.mean()) == pytest.approx(float(gain.std()), rel=0.05)
+    assert float(((gain - 0.05).abs() < 2 * error).double().mean()) == pytest.approx(0.95, abs=0.02)
+    # As if they were independent, it would be far too large.
+    errors = [ratio(pairs[:, place])[1].mean() for place in (0, 1)]
+    assert float(error.mean()) < 0.7 * math.hypot(*errors)
+    itself, none = difference(pairs[:, 0], pairs[:, 0], pairs[:, 0][:, [2, 3, 3, 4]])
+    assert not itself.any()
+    assert float(none.max()) < 1e-7
+
+
+def test_chance_and_shifts_of_one_sink_are_those_of_its_own_grouping():
+    """Oracle: a head with one sink has one grouping, that of its only sink; with several, by hand."""
+    contexts = [one_context(seed, signal=1.0) for seed in range(4)]
+    table, heads = tables(summed(contexts), 4)
+    by_head = heads.set_index("head")
+    many = 0
+    for head, rows in table.groupby("head"):
+        if len(rows) == 1:
+            for name in ("tag", "tag_chance", "tag_shifted", "gain"):
+                assert rows[name].iloc[0] == pytest.approx(by_head.loc[head, name], rel=1e-9), name
+        else:
+            many += 1
+            assert (rows["tag_chance"] < by_head.loc[head, "tag_chance"]).all()  # two groups, not more
+    assert many
+
+
 def test_a_ratio_of_one_context_or_of_nothing_has_no_error():
     b, t = torch.tensor(2.0), torch.tensor(4.0)
     value, error = ratio(torch.stack([b, t, b * b, b * t, t * t]))
@@ -138,7 +178,18 @@ def test_a_sink_that_catches_all_or_none_has_no_tag(all_of_them):
     one_group = [(_catching(catches, all_of_them), *rest) for catches, *rest in contexts]
     table, heads = tables(summed(one_group), 2)
     own = table[table["head"] == 0]
-    undefined = ["tag", "tag_se", "before", "after", "released", "last", "alignment", "tagged"]
+    undefined = [
+        "tag",
+        "tag_se",
+        "tag_chance",
+        "tag_shifted",
+        "before",
+        "after",
+        "released",
+        "gain",
+        "gain_se",
+    ]
+    undefined += ["last", "alignment", "tagged"]
     assert own[undefined].isna().all().all()
     assert (own.released_layer == -1).all()
     assert (own.dimension == -1).all()

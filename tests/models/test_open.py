@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,6 +241,35 @@ def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkey
     _refused(
         checkpoint("gpt2"), WorkError, r"layer 0 \(transformer.h.0.attn\): the attention output recomputed"
     )
+
+
+def _with_large_logits(family: str, factor: float, folder: Path) -> Path:
+    """A random model whose queries are so many times longer, so that its attention hangs on the logits' rounding."""
+    model = checkpoints.build(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "query.weight")):
+                parameter *= factor
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["mistral", "bert", "llama3"])
+@pytest.mark.parametrize("factor", [16.0, 64.0, 256.0])
+def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch):
+    """Softmax weights are off by the rounding of their logits; a tap that is wrong is off by more, and is refused."""
+    folder = _with_large_logits(family, factor, tmp_path)
+    assert open_model(folder).layers == 3
+    true_attend = opening.attend
+
+    def scaled(inputs):
+        return true_attend(replace(inputs, scaling=inputs.scaling * 1.05))
+
+    by_one_per_cent = lambda inputs: true_attend(inputs) * 1.01  # noqa: E731
+    # Attention that is all on one key does not change with its logits' scale.
+    for wrong in (by_one_per_cent, scaled)[: 2 if factor < 64 else 1]:
+        monkeypatch.setattr(opening, "attend", wrong)
+        _refused(folder, WorkError, r"the attention output recomputed from its queries")
 
 
 def test_a_layer_that_does_not_exist(opened):

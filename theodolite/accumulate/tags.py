@@ -25,6 +25,9 @@ FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
 PAIRS = 5
 """Σ b, Σ t, Σ b², Σ b t, Σ t² of a context's sums of squares between (b) and in total (t): a ratio with its error."""
 
+CROSSED = 4
+"""Σ b b′, Σ b t′, Σ t b′, Σ t t′ with those of the layer that enters the block (′): a difference's error, paired."""
+
 SHIFTS = 4
 """By how many parts of a context, of one more, a grouping is shifted to see what one with its runs explains."""
 
@@ -53,26 +56,26 @@ class Tags:
     Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
     be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
     by it the difference of their mean outputs (value_width); by caught queries the sink's value vector (value_width),
-    its length and the mean length of others; pairs (2 + layers, PAIRS) of sums of squares.
+    its length and the mean length of others.
 
-    By head: contexts; pairs; chance (2 + layers), the sum of squares that a random grouping explains on average;
-    shifted, the one in its output that the grouping explains on average when it is shifted along the context;
-    moment (value_width, value_width) of its output, centred within contexts.
+    By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
+
+    By both: pairs (2 + layers, PAIRS) of sums of squares, crossed (2 + layers, CROSSED) with those before the head;
+    chance (2 + layers), the sum of squares that a random grouping explains on average; shifted, the one in the head's
+    output that the grouping explains on average when it is shifted along the context.
     """
 
     def __init__(self, layers: int, value_width: int) -> None:
-        places = (2 + layers, PAIRS)
+        places = 2 + layers
+        both = {"pairs": (places, PAIRS), "crossed": (places, CROSSED), "chance": (places,), "shifted": ()}
         single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
         queries = ("catching", "first", "last")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             (*single, *queries, "value_length", "other_length"), ()
         )
-        shapes |= {"difference": (value_width,), "value": (value_width,), "pairs": places}
-        self.by_sink = KeyedSums(4, shapes)
-        moment = (value_width, value_width)
-        self.by_head = KeyedSums(
-            2, {"contexts": (), "pairs": places, "chance": (2 + layers,), "shifted": (), "moment": moment}
-        )
+        shapes |= {"difference": (value_width,), "value": (value_width,)}
+        self.by_sink = KeyedSums(4, shapes | both)
+        self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
 
     def update(
         self, layer: int, catches: Catches, ids: Int[Tensor, " positions"], found: dict[str, Tensor]
@@ -97,12 +100,18 @@ class Tags:
         self.by_sink.add("contexts", once, torch.ones(len(once)))
         return sinks, heads
 
-    def add_place(self, rows: tuple[Tensor, Tensor], place: int, found: dict[str, Tensor]) -> None:
-        """Take in sums of squares at one place: HEAD_OUTPUT, or 1 + residual layer."""
-        sinks, heads = rows
-        _add_pairs(self.by_sink.at("pairs")[:, place], sinks, found["pairs"])
-        _add_pairs(self.by_head.at("pairs")[:, place], heads, found["head_pairs"])
-        self.by_head.at("chance")[:, place].index_add_(0, heads, found["head_chance"].cpu())
+    def add_place(
+        self, rows: tuple[Tensor, Tensor], place: int, found: dict[str, Tensor], before: dict[str, Tensor]
+    ) -> None:
+        """Take in sums of squares at one place, HEAD_OUTPUT or 1 + residual layer, and those `before` the head."""
+        for sums, own, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
+            once, (b, t) = _of_rows(own, found[of + "pairs"])
+            _, (b_before, t_before) = _of_rows(own, before[of + "pairs"])
+            sums.at("pairs")[once, place] += torch.stack([b, t, b * b, b * t, t * t], dim=1)
+            sums.at("crossed")[once, place] += torch.stack(
+                [b * b_before, b * t_before, t * b_before, t * t_before], dim=1
+            )
+            sums.at("chance")[:, place].index_add_(0, own, found[of + "chance"].cpu())
 
     def state(self) -> State:
         """All tensors, rows in the order of their keys."""
@@ -167,20 +176,29 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "other_length": others * size,
         "head_contexts": torch.ones(len(kept)),
         "head_moment": moment,
-        "head_shifted": torch.stack(
-            [
-                sums_of_squares(
-                    torch.einsum("st,stv->sv", moved.caught.double(), centred[of]),
-                    torch.zeros_like(whole),
-                    squares,
-                    moved,
-                    metric,
-                )[2]
-                for moved in moved_along(catches)
-            ]
-        ).mean(dim=0),
+        **_shifted(catches, centred, squares, metric),
     }
     return found, _pairs(between, total, groups, whole_total, catches)
+
+
+def _shifted(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
+    """Mean sums of squares between groups that are moved along the context, by sink and by head."""
+    moved = [
+        sums_of_squares(
+            torch.einsum("st,stv->sv", one.caught.double(), centred[catches.of]),
+            torch.zeros_like(centred[:, 0]),
+            squares,
+            one,
+            metric,
+        )
+        for one in moved_along(catches)
+    ]
+    size = catches.caught.sum(dim=1)
+    two = (size > 0) & (size < catches.kept.sum(dim=1)[catches.of])  # of one group, rounding would be left
+    return {
+        "shifted": torch.stack([of_sinks for of_sinks, _, _, _ in moved]).mean(dim=0) * two,
+        "head_shifted": torch.stack([of_heads for _, _, of_heads, _ in moved]).mean(dim=0),
+    }
 
 
 def moved_along(catches: Catches) -> list[Catches]:
@@ -216,14 +234,15 @@ def _pairs(
         "pairs": torch.stack([between, total], dim=1) * two.unsqueeze(1),
         "head_pairs": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
         # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
+        "chance": total * two / (kept - 1).clamp_min(1)[catches.of],
         "head_chance": whole * more / (kept - 1).clamp_min(1),
     }
 
 
-def _add_pairs(
-    sums: Float[Tensor, "rows 5"], rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
-) -> None:
-    """Add one context's `PAIRS`. Sinks of one row are summed first: a context is one observation."""
+def _of_rows(
+    rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
+) -> tuple[Int[Tensor, " once"], tuple[Tensor, Tensor]]:
+    """One context's sums of squares by row. Sinks of one row are summed first: a context is one observation."""
     once, of = rows.unique(return_inverse=True)
     b, t = torch.zeros(len(once), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
-    sums[once] += torch.stack([b, t, b * b, b * t, t * t], dim=1)
+    return once, (b, t)

@@ -75,7 +75,7 @@ class Experiment:
         name: `geometry/table1`.
         title: what it shows.
         paper: the paper's own finding in a sentence, with its place.
-        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`.
+        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text.
         make: the work.
         options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
     """
@@ -135,6 +135,14 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
         near = f"{evidence}; within {ERRORS:g} standard errors of it"
         return Verdict(claim, UNTESTABLE, near)
     return Verdict(claim, HOLDS if criterion.met(value) else FAILS, evidence)
+
+
+def error_of_share(count: float) -> float:
+    """Standard error of a share of `count` independent ones where half are such: the most that it can be.
+
+    Against a criterion of one half that is the score test; and none or all of a few do not look certain.
+    """
+    return 0.5 / math.sqrt(count) if count > 0 else math.nan
 
 
 def judge_layers(

@@ -109,10 +109,13 @@ def show_outcome(
     console.print(f"\n[bold]{escape(experiment.name)}[/bold]  {escape(experiment.title)}", highlight=False)
     if outcome.comparisons:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for heading in ("", "paper", "here"):
+        parts = {"": "quantity", "paper": "paper", "here": "here"}
+        if not any(row.paper for row in outcome.comparisons):
+            del parts["paper"]
+        for heading in parts:
             table.add_column(heading, overflow="fold")
         for row in outcome.comparisons:
-            table.add_row(*(escape(harmless(cell)) for cell in (row.quantity, row.paper, row.here)))
+            table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
         console.print(table)
     for verdict in outcome.verdicts:
         if verdict in said:

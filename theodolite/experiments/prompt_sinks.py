@@ -53,8 +53,13 @@ def _ids(study: Study, name: str) -> Tensor:
     return prompt_ids(model, shipped_prompt(name), 0, 0)[-(longest or 0) :]
 
 
-def prompt_outcome(trace: PromptTrace, tokens: list[str]) -> Outcome:
-    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain."""
+def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> Outcome:
+    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
+
+    Args:
+        trace: of the head. tokens: as they are shown.
+        chosen: the head was chosen for its tags, so that it has a sink by choice: that is then no verdict.
+    """
     sinks = [int(position) for position in trace.sinks if position >= 0]
     kept = trace.group != LEFT_OUT
     places = _places(trace)
@@ -80,7 +85,11 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str]) -> Outcome:
         }
     )
     head = head_name(trace.layer, trace.head)
+    why = (
+        [Comparison("head", "", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
+    )
     comparisons = [
+        *why,
         Comparison(f"sinks of {head}", "", _listed_sinks(trace, tokens)),
         *(
             Comparison(
@@ -91,7 +100,7 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str]) -> Outcome:
     ]
     return Outcome(
         comparisons,
-        _verdicts(trace, eta, chance),
+        _verdicts(trace, eta, chance)[int(chosen) :],
         {"places": table, "tokens": listing},
         _exhibits(trace, tokens, sinks, places, scores, colours, groups),
     )
@@ -268,7 +277,7 @@ def _make(default: str, study: Study) -> Outcome:
     study.say("looking at the prompt")
     trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
     text = token_text(model)
-    return prompt_outcome(trace, [text(token) for token in ids.tolist()])
+    return prompt_outcome(trace, [text(token) for token in ids.tolist()], chosen=study.focus.layer is None)
 
 
 def _experiment(figure: str, prompt: str, what: str, paper: str) -> Experiment:
@@ -276,7 +285,7 @@ def _experiment(figure: str, prompt: str, what: str, paper: str) -> Experiment:
         f"sinks/{figure}",
         f"Catch, tag and release of one head on {what}",
         paper,
-        ("model",),
+        ("model", "prompt"),
         functools.partial(_make, prompt),
         options=("prompt", "layer", "head"),
     )

@@ -182,6 +182,11 @@ def stand_alone(experiments: list[Experiment]) -> bool:
     return all(experiment in _ALONE for experiment in experiments)
 
 
+def on_prompts(experiments: list[Experiment]) -> bool:
+    """Whether a model and a prompt are all that each of them reads: no text, and no survey of one."""
+    return all("prompt" in experiment.needs for experiment in experiments)
+
+
 def check_options(experiments: list[Experiment], given: list[str]) -> None:
     """Refuse an option that none of the experiments takes, rather than ignore it.
 

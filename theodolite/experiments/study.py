@@ -16,7 +16,7 @@ from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments.base import Experiment, Outcome
 from theodolite.models import OpenModel
-from theodolite.provenance import versions
+from theodolite.provenance import describe_model, versions
 from theodolite.report.data import array, column
 from theodolite.run import SCHEMA_VERSION, Run
 from theodolite.surveyor import survey
@@ -132,6 +132,8 @@ class Study:
 
     def _require(self, need: str, name: str) -> None:
         kind, _, what = need.partition(".")
+        if kind == "prompt":
+            return  # it has one of its own
         if kind == "model":
             if self.model is None:
                 raise UsageError(f"{name} needs the model beside the run: give it")
@@ -158,6 +160,13 @@ def vocabulary_of(model: OpenModel) -> Any:
     if vocabulary is None:
         raise UsageError(f"{model.id} reads no tokens: random ones cannot be drawn")
     return vocabulary
+
+
+def model_run(model: OpenModel, seed: int = 0) -> Run:
+    """What stands for the run of experiments that read a prompt alone: no tables, and the provenance of the model."""
+    empty = pd.DataFrame()
+    described = describe_model(model) | {"seed": seed, "reads": "a prompt"}
+    return Run(empty, empty, empty, empty, empty, {}, described)
 
 
 def theory_run(seed: int = 0) -> Run:
@@ -190,7 +199,7 @@ def reproduce(
 
     Args:
         name: such as `geometry/table1`; `theodolite.experiments.EXPERIMENTS` has them all.
-        run: from `survey` or `Run.load`; None for experiments that read none.
+        run: from `survey` or `Run.load`; None for experiments that read none, or a prompt alone.
         model: the model of the run; only some experiments need it.
         corpus: the text of the run; only some experiments need it.
         other: a second text for those that compare two; None: random tokens.
@@ -199,12 +208,14 @@ def reproduce(
     Raises:
         UsageError: no such experiment, or the run, the model or the text lacks what it needs.
     """
-    from theodolite.experiments.registry import find, stand_alone
+    from theodolite.experiments.registry import find, on_prompts, stand_alone
 
     chosen = find(name)
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
-    if run is None:
+    if run is None and model is not None and on_prompts(chosen):
+        run = model_run(model)
+    elif run is None:
         if not stand_alone(chosen):
             raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
         run = theory_run()

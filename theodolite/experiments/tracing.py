@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,16 +10,22 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.experiments.base import (
+    ERRORS,
+    FAILS,
+    HOLDS,
     UNTESTABLE,
     Comparison,
     Criterion,
     Experiment,
     Outcome,
     Verdict,
+    error_of_share,
     judge,
 )
 from theodolite.experiments.layers import exhibit
 from theodolite.report import figures_traces as drawing
+from theodolite.report.data import Floats
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.text import counted, number, percent, with_error
 from theodolite.run import Run
@@ -43,14 +50,19 @@ MOSTLY = Criterion("at least", 0.5, "“outlier” read as: a dimension of six r
 
 
 def traced_outcome(run: Run) -> Outcome:
-    """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims."""
+    """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims.
+
+    Raises:
+        UsageError: the trace is an older theodolite's.
+    """
     traces, heads = run.traces, run.heads
+    if "gain_se" not in traces:
+        raise UsageError("this trace is an older theodolite's and lacks errors of the release: trace again")
     tables = {"sinks": traces, "heads": heads}
     if not len(traces):
         reason = "no key of any head is a sink in this text: no query pays one more than 0.3 on average"
         claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
         return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
-    release = run.arrays["release"].numpy()
     later = traces[traces["kind"] == "later"]
     comparisons = [
         Comparison("heads that have a sink", "", f"{len(heads)} of {_heads_of(run)}"),
@@ -68,39 +80,24 @@ def traced_outcome(run: Run) -> Outcome:
             float(later["share"].max()) if len(later) else 0.0,
             MANY,
         ),
-        judge(
-            TAGGED,
-            *_mean(
-                "η² of the head's output by the sink that caught a query, mean over heads with a sink; of the same "
-                f"groups shifted along the context {number(float(heads['tag_shifted'].mean()))}",
-                heads["tag"],
-                heads["tag_se"],
-            ),
-            CLUSTERED,
-        ),
-        _released(heads),
-        judge(
-            COPIED,
-            "cosine of tag and value vector, mean over sinks weighted by what they tag",
-            _weighted(traces["alignment"], weights),
-            SAME,
-        ),
-        judge(
-            OUTLIER,
-            "share of what is tagged that has an outlier dimension in its tag",
-            _weighted((traces["outlier_dimensions"] != "").astype(float), weights),
-            MOSTLY,
-        ),
+        _clustered(heads),
+        _released(heads, run.provenance["model"]["layers"]),
+        _copied(traces["alignment"], weights),
+        _outlying(traces["outlier_dimensions"] != "", weights),
     ]
-    exhibits = [
+    return Outcome(comparisons, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
+
+
+def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:
+    return [
         exhibit(
             "release",
             "Where each tag lives on",
             drawing.release_map(traces, release),
             "A row a sink, those that tag most first; η², the share of the variance within contexts that is between "
-            "the tokens that the sink caught and all others. First in the head's output, then in the residual stream, "
-            "from the layer that enters the head's block on.",
-            "rows that are bright at “head” and brighter after the head's layer than before: a tag that is released.",
+            "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
+            "in the residual stream, where it is far less, from the layer that enters the head's block on.",
+            "rows that are bright at “head”, and brighter after the head's layer than before: a tag that is released.",
             f"{ZHANG}, section 2; MATH: tag, release",
             wide=True,
         ),
@@ -118,39 +115,94 @@ def traced_outcome(run: Run) -> Outcome:
             "The grouping before the head and after it",
             drawing.kept(heads),
             "A dot a head: η² of its grouping of tokens in the residual stream that enters its block, and the largest "
-            "of all later layers, with its standard error. On the dotted line nothing was added.",
+            "of all later layers; bars: the standard error of the difference. On the dotted line nothing was added.",
             "dots well above the line. On it, the grouping was there before the head looked.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),
     ]
-    return Outcome(comparisons, verdicts, tables, exhibits)
 
 
-def _released(heads: pd.DataFrame) -> Verdict:
-    gain = heads["released"] - heads["before"]
-    clear = heads["released_se"].notna()
-    if not clear.any():
-        return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
-    more = gain[clear] > 2 * heads["released_se"][clear]
-    share = float(more.mean())
-    error = float(np.sqrt(max(share * (1 - share), 0) / clear.sum()))
+def _clustered(heads: pd.DataFrame) -> Verdict:
+    """η² of the heads, each counted by the contexts that it rests on.
+
+    Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
+    """
+    known = heads[heads["tag_se"].notna()]
+    alone = len(heads) - len(known)
     what = (
-        f"share of {counted(int(clear.sum()), 'head')} with a sink in which η² after the head exceeds that before by "
-        f"two standard errors (mean gain {number(float(gain[clear].mean()))})"
+        f"η² of the head's output by the sink that caught a query, mean over {counted(len(known), 'head')} with a "
+        "sink, weighted by the contexts where it has one"
     )
-    return judge(RELEASED, what, share, MORE, error)
+    if not len(known):
+        return Verdict(TAGGED, UNTESTABLE, f"no standard error in {counted(alone, 'head')}; {CLUSTERED}")
+    best = known.loc[known["tag"].idxmax()]
+    mean, error, shifted = (
+        float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
+    )
+    left_out = f"; {counted(alone, 'head')} that rest on one context left out" if alone else ""
+    said = (
+        f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
+        f"{number(shifted)}{left_out})"
+    )
+    return judge(TAGGED, said, mean, CLUSTERED, error)
 
 
-def _mean(what: str, values: pd.Series, errors: pd.Series) -> tuple[str, float]:
-    spread = f" (largest {with_error(float(values.max()), float(errors[values.idxmax()]))})"
-    return what + spread, float(values.mean())
+def _released(heads: pd.DataFrame, layers: int) -> Verdict:
+    """Whether most heads' grouping explains more of some later layer than of the one before the head.
+
+    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be at
+    two standard errors, divided by their number (Bonferroni). Heads whose gain is neither more nor less count for
+    neither side.
+    """
+    clear = heads[heads["gain_se"].notna()]
+    if not len(clear):
+        return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
+    chance = NormalDist().cdf(-ERRORS)
+    needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
+    yes = int((clear["gain"] > needed * clear["gain_se"]).sum())
+    no = int((clear["gain"] < -ERRORS * clear["gain_se"]).sum())
+    best = clear.loc[clear["gain"].idxmax()]
+    evidence = (
+        f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {yes} of "
+        f"{counted(len(clear), 'head')} with a sink, less in {no} (mean {number(float(clear['gain'].mean()))}, largest "
+        f"{with_error(best['gain'], best['gain_se'])}; more: by {number(min(needed))} to {number(max(needed))} "
+        f"standard errors, the more the more layers are later); {MORE}"
+    )
+    if 2 * yes >= len(clear):
+        return Verdict(RELEASED, HOLDS, evidence)
+    return Verdict(RELEASED, FAILS if 2 * no >= len(clear) else UNTESTABLE, evidence)
 
 
-def _weighted(values: pd.Series, weights: np.ndarray) -> float:
-    known = values.notna().to_numpy() & (weights > 0)
+def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
+    known = alignment.notna().to_numpy() & (weights > 0)
+    count = _effective(weights[known])
+    what = f"cosine of tag and value vector, mean over {_sinks(known, count)}"
     if not known.any():
-        return float("nan")
-    return float(np.average(values[known], weights=weights[known]))
+        return judge(COPIED, what, float("nan"), SAME)
+    values, own = alignment[known], weights[known]
+    mean = float(np.average(values, weights=own))
+    scatter = float(np.average((values - mean) ** 2, weights=own))
+    error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
+    return judge(COPIED, what, mean, SAME, error)
+
+
+def _outlying(outlying: pd.Series, weights: np.ndarray) -> Verdict:
+    known = weights > 0
+    count = _effective(weights[known])
+    what = f"share of {_sinks(known, count)} that have an outlier dimension in their tag"
+    if not known.any():
+        return judge(OUTLIER, what, float("nan"), MOSTLY)
+    share = float(np.average(outlying[known], weights=weights[known]))
+    return judge(OUTLIER, what, share, MOSTLY, error_of_share(count))
+
+
+def _effective(weights: np.ndarray) -> float:
+    """As many sinks of equal weight (Kish): (Σw)²/Σw²."""
+    return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
+
+
+def _sinks(known: np.ndarray, count: float) -> str:
+    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (as many as {number(count, 2)} alike)"
 
 
 def _heads_of(run: Run) -> int:
@@ -174,8 +226,10 @@ def _place(row: pd.Series) -> str:
 def _told(row: pd.Series) -> str:
     return (
         f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
-        f"{with_error(row['tag'], row['tag_se'])} in the head, {number(row['before'])} before it, "
-        f"{with_error(row['released'], row['released_se'])} at the most after it (layer {row['released_layer']})"
+        f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
+        f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
+        f"{with_error(row['released'], row['released_se'])} at the most after it (layer {row['released_layer']}; "
+        f"gain {with_error(row['gain'], row['gain_se'])})"
     )
 
 

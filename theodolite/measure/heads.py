@@ -25,7 +25,7 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     contexts = attention["contexts"].view(-1, 1)
     length = attention["entropy"].shape[-1]
     entropy = attention["entropy"].sum(dim=-1) / (contexts * length)
-    spread = (attention["entropy_squared"] / contexts - entropy.square()).clamp_min(0)
+    spread = attention["entropy_spread"] / contexts
     columns = {
         "entropy": entropy,
         "entropy_se": (spread / torch.where(contexts > 1, contexts - 1, torch.nan)).sqrt(),

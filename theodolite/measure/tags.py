@@ -35,17 +35,15 @@ def traces(
 
     Arrays: tag_direction (rows, d), the mean difference in the residual stream between what the head gives the
     tokens that the sink caught and the others; release, release_se (rows, L + 1), η² by residual layer from the one
-    that enters the block on, NaN before.
+    that enters the block on, NaN before; release_chance, what a random grouping explains on average.
     """
     sums = _part(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
-    eta, error = ratio(sums["pairs"])
-    release, release_error = _from_entering(eta, keys[:, 0]), _from_entering(error, keys[:, 0])
+    columns_of_tags, arrays = _tagged(sums)
     sinks = sums["sinks"]
     direction, value = _in_stream(sums, keys, output_weights)
     caught = sums["caught"] / (contexts * (length - 1))
-    tag = eta[:, HEAD_OUTPUT]
     columns = {
         "layer": layer,
         "head": head,
@@ -60,24 +58,18 @@ def traces(
         "caught_of_seen": sums["caught"] / sums["seen"],
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
-        "tag": tag,
-        "tag_se": error[:, HEAD_OUTPUT],
-        **_release_columns(release, release_error, keys[:, 0]),
+        **columns_of_tags,
         "alignment": _cosine(direction, value),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
-        "tagged": caught * tag,
+        "tagged": caught * columns_of_tags["tag"],
     }
     table = _table(columns)
     names = ["tagged", "layer", "head", "token_id"]
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
-    arrays = {
-        "tag_direction": direction[order].float(),
-        "release": release[order],
-        "release_se": release_error[order],
-    }
-    return table.reset_index(drop=True), arrays
+    sorted_arrays = {name: values[order] for name, values in arrays.items()}
+    return table.reset_index(drop=True), {"tag_direction": direction[order].float()} | sorted_arrays
 
 
 def traced_heads(
@@ -91,41 +83,71 @@ def traced_heads(
     """
     sums = _part(state, "by_head")
     keys = sums["keys"].long()
-    eta, error = ratio(sums["pairs"])
-    chance = sums["chance"] / sums["pairs"][:, :, 1]
-    layers = keys[:, 0]
-    release, release_error = _from_entering(eta, layers), _from_entering(error, layers)
+    columns_of_tags, arrays = _tagged(sums)
     principal, share = _principal(sums["moment"], keys, output_weights)
     columns = {
-        "layer": layers,
+        "layer": keys[:, 0],
         "head": keys[:, 1],
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
-        "tag": eta[:, HEAD_OUTPUT],
-        "tag_se": error[:, HEAD_OUTPUT],
-        "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["shifted"] / sums["pairs"][:, HEAD_OUTPUT, 1],
-        **_release_columns(release, release_error, layers),
+        **columns_of_tags,
         "principal_share": share,
     }
-    arrays = {
-        "head_release": release,
-        "head_release_se": release_error,
-        "head_release_chance": _from_entering(chance, layers),
-        "principal_direction": principal.float(),
-    }
-    return _table(columns), arrays
+    of_heads = {f"head_{name}": values for name, values in arrays.items()}
+    return _table(columns), of_heads | {"principal_direction": principal.float()}
 
 
 def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
     """Σb/Σt with its standard error (of a ratio of means over independent pairs, to first order), from `PAIRS`."""
+    value, variance, effective = _ratio(pairs)
+    return value, _error(variance, effective)
+
+
+def difference(
+    pairs: Float[Tensor, "*rows 5"], others: Float[Tensor, "*rows 5"], crossed: Float[Tensor, "*rows 4"]
+) -> tuple[Tensor, Tensor]:
+    """Σb/Σt − Σb′/Σt′ over the same contexts with its paired standard error, from the `PAIRS` and `CROSSED` of both."""
+    (value, variance, effective), (other, other_variance, other_effective) = _ratio(pairs), _ratio(others)
+    bb, bt, tb, tt = crossed.unbind(-1)
+    common = (bb - other * bt - value * tb + value * other * tt) / (pairs[..., 1] * others[..., 1])
+    variance = (variance + other_variance - 2 * common).clamp_min(0)
+    return value - other, _error(variance, torch.minimum(effective, other_effective))
+
+
+def _ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Σb/Σt, Σ(b − Σb/Σt t)²/(Σt)², and as how many independent pairs these are: (Σt)²/Σt²."""
     b, t, bb, bt, tt = pairs.unbind(-1)
     value = b / t
     residual = (bb - 2 * value * bt + value.square() * tt).clamp_min(0)
-    # As many independent pairs as (Σt)²/Σt² says, of which one is used up.
-    effective = t.square() / tt
-    error = residual.sqrt() / t * (effective / (effective - 1).clamp_min(0)).sqrt()
-    return value, torch.where(effective > 1.5, error, torch.nan)
+    return value, residual / t.square(), t.square() / tt
+
+
+def _error(variance: Tensor, effective: Tensor) -> Tensor:
+    # Of the independent pairs, one is used up.
+    error = (variance * effective / (effective - 1).clamp_min(0)).sqrt()
+    return torch.where(effective > 1.5, error, torch.nan)
+
+
+def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Columns of η² in the head's output and behind it, and the arrays by residual layer, of either table."""
+    layers, pairs = sums["keys"][:, 0].long(), sums["pairs"]
+    before = pairs[torch.arange(len(layers)), 1 + layers].unsqueeze(1).expand_as(pairs)
+    eta, error = ratio(pairs)
+    chance = sums["chance"] / pairs[:, :, 1]
+    gain = [_from_entering(one, layers) for one in difference(pairs, before, sums["crossed"])]
+    release = {
+        "release": _from_entering(eta, layers),
+        "release_se": _from_entering(error, layers),
+        "release_chance": _from_entering(chance, layers),
+    }
+    columns = {
+        "tag": eta[:, HEAD_OUTPUT],
+        "tag_se": error[:, HEAD_OUTPUT],
+        "tag_chance": chance[:, HEAD_OUTPUT],
+        "tag_shifted": sums["shifted"] / pairs[:, HEAD_OUTPUT, 1],
+        **_release_columns(release["release"], release["release_se"], gain, layers),
+    }
+    return columns, release
 
 
 def _part(state: State, name: str) -> State:
@@ -138,8 +160,8 @@ def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
     return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
 
 
-def _release_columns(release: Tensor, error: Tensor, layers: Tensor) -> dict[str, Tensor]:
-    """Before the head, right after its block, at the most, at the end."""
+def _release_columns(release: Tensor, error: Tensor, gain: list[Tensor], layers: Tensor) -> dict[str, Tensor]:
+    """Before the head, right after its block, at the most and how much more than before that is, at the end."""
     rows = torch.arange(len(layers))
     later = torch.arange(release.shape[1]) > layers[:, None]
     best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
@@ -149,6 +171,8 @@ def _release_columns(release: Tensor, error: Tensor, layers: Tensor) -> dict[str
         "released": release[rows, best],
         "released_se": error[rows, best],
         "released_layer": torch.where(release[rows, best].isnan(), -1, best),
+        "gain": gain[0][rows, best],
+        "gain_se": gain[1][rows, best],
         "last": release[:, -1],
     }
 

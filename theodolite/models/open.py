@@ -42,6 +42,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
 
+ROUNDINGS = 10
+"""Of a logit on its way, one after another: what random models of every family stay below by a factor of five."""
+
+MOST_BY_LOGITS = 1e-3
+"""By how much the attention output may differ because logits are large: what is wrong is off by more."""
+
 
 @dataclass(frozen=True)
 class OpenModel:
@@ -260,13 +266,16 @@ def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
     own = _attention_outputs(model, structure, sample)
     with tapped(model, listener):
         ours = _attention_outputs(model, structure, sample)
+    largest = 0.0
     for layer, (expected, got) in enumerate(zip(own, ours, strict=True)):
         scale = expected.abs().max().clamp_min(1e-30)
         error = float((got - expected).abs().max() / scale)
         # The error of earlier layers travels on: allow for it, and for the dtype's own rounding. Some families
-        # (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype.
+        # (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding of its
+        # logit, which is as large as the logit is.
         eps = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-        if not error <= 100 * eps * (1 + layer / 4):
+        largest = max(largest, _largest_logit(seen[layer]))
+        if not error <= max(100 * eps, min(ROUNDINGS * largest * eps, MOST_BY_LOGITS)) * (1 + layer / 4):
             raise WorkError(
                 f"layer {layer} ({structure.names[layer]}): the attention output recomputed from its queries, "
                 f"keys and values differs from the model's own by {error:.1e}; this family is not supported"
@@ -275,6 +284,15 @@ def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
     # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
     bias = seen[0].bias
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
+
+
+def _largest_logit(inputs: AttentionInputs) -> float:
+    """No logit is larger: scaling ‖q‖ ‖k‖ of the longest query and key, and what is rounded on the way is as large."""
+    query, key = (
+        float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
+        for t in (inputs.query, inputs.key)
+    )
+    return abs(inputs.scaling) * query * key
 
 
 def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:

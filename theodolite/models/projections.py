@@ -151,30 +151,54 @@ def find_projections(
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
 
+Part = tuple[Place, list[int] | None, Tensor]
+"""A matrix, and the heads of a projection whose it is to be."""
+
+Slot = tuple[nn.Module, str]
+"""Where a module keeps a parameter."""
+
+# Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
+_replaced: list[list[Part]] = []
+_own: dict[Slot, nn.Parameter] = {}
+
+
 @contextmanager
-def replaced(parts: Iterable[tuple[Place, list[int] | None, Tensor]]) -> Iterator[None]:
+def replaced(parts: Iterable[Part]) -> Iterator[None]:
     """While open, `Place.matrix(heads)` is another matrix, for each of the (place, heads, matrix) given.
 
     The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
-    and a parameter that other modules share changes here alone.
+    and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
+    holds; they may be left in any order.
     """
-    owners: dict[tuple[nn.Module, str], nn.Parameter] = {}
-    new: dict[tuple[nn.Module, str], Tensor] = {}
+    given = list(parts)
+    slots = list(dict.fromkeys((place.module, place.name) for place, _, _ in given))
+    _replaced.append(given)
+    try:
+        for slot in slots:
+            _fill(slot)
+        yield
+    finally:
+        # By identity: two equal ones may be open at once.
+        del _replaced[next(i for i, other in enumerate(_replaced) if other is given)]
+        for slot in slots:
+            _fill(slot)
+
+
+def _fill(slot: Slot) -> None:
+    """Give a module its own parameter, with the entries of what is replaced now."""
+    module, name = slot
+    parts = [part for given in _replaced for part in given if (part[0].module, part[0].name) == slot]
+    if not parts:
+        if slot in _own:
+            module._parameters[name] = _own.pop(slot)
+        return
+    own = _own.setdefault(slot, getattr(module, name))
+    weight = own.detach().clone()
     for place, heads, matrix in parts:
-        at = (place.module, place.name)
-        owners.setdefault(at, place.weight)
-        weight = new.setdefault(at, place.weight.detach().clone())
         rows = place.rows_of(heads).to(weight.device)
         entries = matrix.to(weight.device, weight.dtype)
         weight.index_copy_(place.dimension, rows, entries if place.dimension == 0 else entries.T)
-    try:
-        for (module, name), weight in new.items():
-            requires_grad = owners[module, name].requires_grad
-            module._parameters[name] = nn.Parameter(weight, requires_grad=requires_grad)
-        yield
-    finally:
-        for (module, name), parameter in owners.items():
-            module._parameters[name] = parameter
+    module._parameters[name] = nn.Parameter(weight, requires_grad=own.requires_grad)
 
 
 def refuse_replaced_weights(model: PreTrainedModel, done: str) -> None:

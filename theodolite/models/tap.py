@@ -68,6 +68,17 @@ _unedited: ContextVar[bool] = ContextVar("theodolite_unedited", default=False)
 _editing: list[_Editing] = []
 
 
+@dataclass
+class _Turned:
+    """A model that goes through the tap: how many are open on it, and what turns it back."""
+
+    undo: ExitStack
+    count: int = 0
+
+
+_open: dict[PreTrainedModel, _Turned] = {}
+
+
 def attention_inputs(
     module: nn.Module,
     query: Tensor,
@@ -161,11 +172,13 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
     """While open, every attention layer of `model` calls `listener`; the model is restored on leaving."""
     with _opened(model) as modules:
-        token = _listening.set((*_listening.get(), _Listening(modules, listener)))
+        own = _Listening(modules, listener)
+        _listening.set((*_listening.get(), own))
         try:
             yield
         finally:
-            _listening.reset(token)
+            # By identity, and not by what was there before: they may be left in any order.
+            _listening.set(tuple(other for other in _listening.get() if other is not own))
 
 
 @contextmanager
@@ -212,11 +225,28 @@ def unedited() -> Iterator[None]:
 
 @contextmanager
 def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
-    """While open, the attention layers of `model` go through the tap; yields all of its modules."""
+    """While open, the attention layers of `model` go through the tap; yields all of its modules.
+
+    The first one opened turns the model to the tap, the last one left turns it back, whatever their order.
+    """
+    if model not in _open:
+        _open[model] = _Turned(_turned(model))
+    turned = _open[model]
+    turned.count += 1
+    try:
+        yield frozenset(model.modules())
+    finally:
+        turned.count -= 1
+        if not turned.count:
+            del _open[model]
+            turned.undo.close()
+
+
+def _turned(model: PreTrainedModel) -> ExitStack:
+    """Turn a model's attention layers to the tap; what turns them back."""
     before = model.config._attn_implementation
     with ExitStack() as undo:
-        modules = frozenset(model.modules())
-        outside = [m for m in modules if type(m).__name__ in OUTSIDE_INTERFACE]
+        outside = [m for m in model.modules() if type(m).__name__ in OUTSIDE_INTERFACE]
         for module in outside:
             own_forward = module.forward
             module.forward = _outside_forward.__get__(module)
@@ -233,7 +263,7 @@ def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
                 )
             undo.callback(model.set_attn_implementation, before)
             model.set_attn_implementation(IMPLEMENTATION)
-        yield modules
+        return undo.pop_all()
 
 
 _passed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

@@ -350,6 +350,8 @@ def text_line(run: Run) -> str:
             return f"the models of a folder of trainings, measured on {text}"
     if provenance(run, "model", "layers") == 0:
         return "no model and no text were read"
+    if provenance(run, "reads"):
+        return f"on {provenance(run, 'reads')}"
     if not corpus:
         return "from its weights alone, no text read"
     size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"

@@ -17,7 +17,8 @@ from theodolite.report.data import Floats
 from theodolite.report.style import Patch
 from theodolite.report.text import for_plotly
 
-SQUARE, GAP = 360, 0.08
+SQUARE, GAP = 390, 0.08
+TITLES = 70  # pixels: a line of them, below the toolbar
 BELOW = 1e-16
 """Errors under it are rounding and are not drawn."""
 
@@ -30,7 +31,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     """
     width = (1 - GAP * (len(pictures) - 1)) / len(pictures)
     traces: list[Any] = []
-    layout: dict[str, Any] = {"annotations": [], "shapes": [], "margin": {"t": 40}}
+    layout: dict[str, Any] = {"annotations": [], "shapes": [], "margin": {"t": TITLES}}
     for index, (name, patch) in enumerate(
         zip(pictures, attention_patch(list(pictures.values())), strict=True)
     ):

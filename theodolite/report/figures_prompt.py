@@ -13,20 +13,27 @@ from theodolite.report.data import Floats, evenly
 from theodolite.report.style import Patch
 from theodolite.report.text import for_plotly, token_text
 
-LABELLED, LABELLED_DOWN = 130, 64
-"""Tokens that can all be written across, and down; of more, only some are."""
+LABELLED = 64
+"""Tokens that can all be written at an axis; of more, only some are."""
 
 DIMENSIONS = 64
 STRIP = 34  # pixels: one row of coloured tokens
 MARK = "▼"
 
 
-def _axis(tokens: Sequence[str], sinks: Sequence[int], most: int = LABELLED) -> dict[str, Any]:
-    """Tick labels of tokens, `most` of them and the sinks, which are marked."""
-    near = {sink + step for sink in sinks for step in (-1, 1)}  # labels that would lie over that of a sink
-    thinned = set(evenly(len(tokens), most))
-    shown = sorted((thinned - near if len(tokens) > most else thinned) | set(sinks))
-    names = [f"{MARK} {token_text(tokens[i])}" if i in sinks else token_text(tokens[i]) for i in shown]
+def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
+    """Tick labels of tokens, `LABELLED` of them and the sinks, which are marked; no label lies over another's."""
+    apart = -(-len(tokens) // LABELLED)  # tokens from one label to the next
+    named: list[int] = []
+    for sink in sorted(sinks):
+        if not named or sink - named[-1] >= apart:
+            named.append(sink)
+    free = [i for i in range(0, len(tokens), apart) if all(abs(i - sink) >= apart for sink in sinks)]
+    shown = sorted({*free, *sinks})
+    names = [
+        f"{MARK} {token_text(tokens[i])}" if i in named else MARK if i in sinks else token_text(tokens[i])
+        for i in shown
+    ]
     return {
         "tickmode": "array",
         "tickvals": shown,
@@ -59,7 +66,7 @@ def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> g
     )
     layout = {
         "xaxis": _axis(tokens, sinks),
-        "yaxis": _axis(tokens, sinks, LABELLED_DOWN) | {"autorange": "reversed", "tickangle": 0},
+        "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
         "margin": {"l": 90, "b": 90},
     }
     return style.figure([heat], "key", "query", height=760, layout=layout)
@@ -99,7 +106,7 @@ def by_dimension(
             "ticktext": [str(chosen[tick]) for tick in ticks],
             "showgrid": False,
         },
-        "yaxis": _axis(tokens, sinks, LABELLED_DOWN) | {"autorange": "reversed", "tickangle": 0},
+        "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
         "margin": {"l": 90},
     }
     return style.figure([heat], "dimension of the residual stream", y, height=760, layout=layout)

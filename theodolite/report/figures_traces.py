@@ -36,6 +36,8 @@ def sink_name(row: pd.Series) -> str:
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
 
+    The head's own column has colours of its own.
+
     Args:
         traces: the table, strongest first. release: its rows by residual layer.
     """
@@ -43,24 +45,32 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     names = [
         for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(shown.iterrows())
     ]
-    values = np.column_stack([shown["tag"].to_numpy(float), release[: len(shown)]])
-    columns = ["head", *(str(layer) for layer in range(release.shape[1]))]
-    heat = go.Heatmap(
-        z=values.astype(np.float32),
-        x=columns,
-        y=names,
-        zmin=0,
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("η²"),
-        hovertemplate="%{y}<br>%{x}: η² %{z:.3f}<extra></extra>",
-    )
+    layers = [str(layer) for layer in range(release.shape[1])]
+    heats = [
+        go.Heatmap(
+            z=values.astype(np.float32),
+            x=columns,
+            y=names,
+            zmin=0,
+            zmax=float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
+            xgap=gap,
+            colorscale=style.MAGNITUDE,
+            colorbar=style.colour_bar(f"η² {where}", x=at),
+            hovertemplate=f"%{{y}}<br>{where}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
+        )
+        # The head's is ten times the layers': in colours of their own, both can be read.
+        for values, columns, where, at, gap in (
+            (shown["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
+            (release[: len(shown)], layers, "in the residual stream", 1.1, 0),
+        )
+    ]
     layout = {
         "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False},
         "xaxis": {"type": "category", "showgrid": False},
         "margin": {"l": 150},
     }
     height = 130 + ROW * len(names)
-    return style.figure([heat], "head output, then residual layers", height=height, layout=layout)
+    return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
 
 
 def strength(traces: pd.DataFrame) -> go.Figure:
@@ -93,7 +103,10 @@ def strength(traces: pd.DataFrame) -> go.Figure:
 
 
 def kept(heads: pd.DataFrame) -> go.Figure:
-    """A dot a head: η² of its grouping in the layer that enters its block, and the largest of the later layers."""
+    """A dot a head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
+
+    Bars are the standard error of the difference of both.
+    """
     said = [
         f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
         for _, r in heads.iterrows()
@@ -101,14 +114,16 @@ def kept(heads: pd.DataFrame) -> go.Figure:
     dots = go.Scatter(
         x=heads["before"].to_numpy(np.float32),
         y=heads["released"].to_numpy(np.float32),
-        error_y={"array": heads["released_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
+        error_y={"array": heads["gain_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
         mode="markers",
         marker={
             "size": 8,
             "color": heads["layer"],
             "colorscale": style.ORDER,
             "showscale": True,
-            "colorbar": style.colour_bar("layer of the head", tickformat="d"),
+            "colorbar": style.whole_bar(
+                "layer of the head", int(heads["layer"].max() - heads["layer"].min())
+            ),
         },
         text=said,
         showlegend=False,

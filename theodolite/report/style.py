@@ -39,6 +39,7 @@ _DEPTH = ["#5a4a9f", "#456aa0", "#2f8390", "#21948b", "#2ea57c", "#4fb56b", "#86
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 300
+TICKS = 8  # of a colour bar of whole numbers, about
 
 
 def _spread(colours: list[str]) -> Scale:
@@ -158,9 +159,14 @@ def depth_bar(layers: int) -> go.Scatter:
             "cmin": 0,
             "cmax": max(1, layers - 1),
             "showscale": True,
-            "colorbar": colour_bar("layer", tickformat="d"),
+            "colorbar": whole_bar("layer", layers - 1),
         },
     )
+
+
+def whole_bar(title: str, span: int) -> dict[str, Any]:
+    """As `colour_bar`, ticks at whole numbers only, of which there are `span` + 1."""
+    return colour_bar(title, tickformat="d", dtick=max(1, -(-span // TICKS)))
 
 
 def colour_bar(title: str, **more: Any) -> dict[str, Any]:
