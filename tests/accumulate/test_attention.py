@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.theory.attention_kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, make
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
+from theodolite.theory import attention_triton
 from theodolite.theory.attention import AttentionInputs, attend
-
-BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
-KINDS = ("causal", "bidirectional", "window", "padded", "grouped", "capped", "alibi", "sink")
-
-
-def make(kind: str, dtype: torch.dtype = torch.float64, strength: float = 2.0) -> AttentionInputs:
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(heads: int) -> torch.Tensor:
-        return torch.randn(BATCH, heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-
-    key_heads = 2 if kind == "grouped" else HEADS
-    query, key, value = normal(HEADS), normal(key_heads), normal(key_heads)
-    query[..., 0] += strength  # what all queries share, two keys answer: planted sinks
-    key[:, 0, 0, 0] += 9.0
-    key[1:, 1, 40, 0] += 9.0
-    position = torch.arange(LENGTH)
-    causal = position <= position[:, None]
-    mask = {
-        "window": causal & (position > position[:, None] - 9),
-        "padded": causal & (position >= 70),
-    }.get(kind)
-    if mask is not None:
-        mask = mask[None, None].clone()
-    if kind == "padded":
-        mask[..., :70, 0] = True  # a fully hidden row has no softmax
-    bias = None
-    if kind == "alibi":
-        bias = (torch.arange(1, HEADS + 1).view(1, -1, 1, 1) * position * 0.05).double()
-    return AttentionInputs(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
-        WIDTH**-0.5,
-        causal=kind not in ("bidirectional", "window", "padded"),
-        mask=mask,
-        softcap=1.5 if kind == "capped" else None,
-        bias=bias,
-        sink=torch.linspace(-1, 2, HEADS, dtype=torch.float64) if kind == "sink" else None,
-    )
-
-
-def dense(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights (B, H, T, T), output (B, T, H, w) and weight of the learned column, by definition."""
-    groups = inputs.query.shape[1] // inputs.key.shape[1]
-    key, value = (t.repeat_interleave(groups, dim=1) for t in (inputs.key, inputs.value))
-    logits = inputs.query @ key.transpose(-1, -2) * inputs.scaling
-    if inputs.softcap:
-        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-    if inputs.bias is not None:
-        logits = logits + inputs.bias
-    if inputs.mask is not None:
-        logits = logits.masked_fill(~inputs.mask, -math.inf)
-    elif inputs.causal:
-        logits = logits.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
-    if inputs.sink is not None:
-        column = inputs.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        full = torch.cat([logits, column], dim=-1).softmax(-1)
-        return full[..., :-1], (full[..., :-1] @ value).transpose(1, 2), full[..., -1]
-    weights = logits.softmax(-1)
-    return weights, (weights @ value).transpose(1, 2), torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.float64)
 
 
 def tokens() -> torch.Tensor:
@@ -111,6 +52,24 @@ def test_output_and_statistics_equal_the_dense_ones(kind):
     assert torch.equal(state["visible_keys"], (weights[0, 0] > 0).sum(-1).double())
     example = (received[:2] * eligible[:2]).max(dim=1)
     torch.testing.assert_close(state["example_received"], example.values, **close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_give_the_same_statistics(kind, monkeypatch):
+    """Where no weights pass by, what is paid to previous and equal tokens is found from normalisers."""
+    pytest.importorskip("triton", reason="no Triton here")
+    inputs = make(kind, torch.float32)
+    if inputs.bias is not None:
+        inputs = replace(inputs, bias=inputs.bias.float())
+    in_blocks, expected = measured(inputs)
+    monkeypatch.setattr(attention_triton, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter is not made for threads
+    with torch.no_grad():
+        assert attention_triton.can_do(inputs)
+        by_kernels, output = measured(inputs)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    for name, value in in_blocks.state().items():
+        torch.testing.assert_close(by_kernels.state()[name], value, rtol=1e-5, atol=1e-4, msg=name)
 
 
 def test_some_of_these_heads_have_sinks():

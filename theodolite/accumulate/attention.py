@@ -1,38 +1,36 @@
 """What each head's attention does, computed together with its output and without a T×T matrix.
 
-`AttentionStatistics.update` walks over blocks of queries; each block's weights are read once for the output,
-the entropy, the mass that each key receives, and the head scores, and are then forgotten.
+`AttentionStatistics.update` has it summarised (`theory/attention_summary.py`): in blocks of queries whose weights are
+read once for the output, the entropy, the mass that each key receives and the head scores, and are then forgotten; or
+on a CUDA device, where no weights are ever written.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, State, each_part
-from theodolite.theory.attention import MASKED, AttentionInputs, weigh
-from theodolite.theory.propagation import empirical_propagation
+from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
+from theodolite.theory import attention_triton
+from theodolite.theory.attention import AttentionInputs
+from theodolite.theory.attention_summary import (
+    BLOCK,
+    SINK_THRESHOLD,
+    AttentionSummary,
+    last_query,
+    least_queries,
+    summarise,
+    summarise_in_blocks,
+    weights_at,
+)
 from theodolite.theory.singular import largest_singular_value
-
-BLOCK = 64
-"""Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
 
 GRAM_TOLERANCE = 1e-4
 """Relative residual at which ‖X‖₂ is known: its own error is of second order in it, below float32's rounding."""
-
-SINK_THRESHOLD = 0.3
-"""ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
-
-
-def least_queries(length: int) -> int:
-    """How many other queries must see a key before it can count as a sink."""
-    return min(16, math.ceil(length / 4))
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ class AttentionStatistics(LayerSums):
 
     State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats;
     received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query;
-    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; entropy_squared (L, H)
-    sums over contexts of the square of the context's mean entropy; gram_norm (L) the
+    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; entropy_spread (L, H)
+    sums over contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the
     largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
     example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 6) int64 rows
     (layer, head, token, is first, contexts, sum of positions).
@@ -80,7 +78,7 @@ class AttentionStatistics(LayerSums):
 
     def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ("sink_later", "previous", "same", "learned", "entropy_squared")
+        by_head = ("sink_later", "previous", "same", "learned", "entropy_spread")
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
@@ -105,15 +103,27 @@ class AttentionStatistics(LayerSums):
         found = each_part(work, batch, device)
         received = torch.cat([sums.pop("received") for sums in found]) / seen_by.clamp_min(1)
         for sums in found:
+            self._between(layer, sums["contexts"], sums["entropy"])
             for name, sum_ in sums.items():
                 self.add(name, layer, sum_)
         self.add("received", layer, received.sum(dim=0))
         self._sinks(layer, (received > SINK_THRESHOLD) & enough, tokens.ids)
         self._examples(layer, received * enough, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
-        self.add("contexts", layer, torch.tensor(float(batch), dtype=torch.float64, device=device))
         self.add("repeated", layer, torch.tensor(float(tokens.repeated), dtype=torch.float64, device=device))
         return output
+
+    def _between(self, layer: int, contexts: Tensor, entropy: Float[Tensor, "heads positions"]) -> None:
+        """Before more contexts are added: what the distance of the two means adds to the spread.
+
+        By the formula of Chan, Golub & LeVeque (1979). The mean of the squares less the square of the mean would keep
+        few digits of a small spread, and other ones in every order.
+        """
+        own = self.at("contexts", layer, entropy.device)
+        before = self.at("entropy", layer, entropy.device)
+        difference = entropy.mean(dim=-1) / contexts.clamp_min(1) - before.mean(dim=-1) / own.clamp_min(1)
+        weight = own * contexts / (own + contexts).clamp_min(1)
+        self.add("entropy_spread", layer, difference.square() * weight)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Take in the attention module's input X: ‖XXᵀ‖₂ = ‖X‖₂², the largest over contexts."""
@@ -151,9 +161,12 @@ class AttentionStatistics(LayerSums):
         super().restore(state)
         self._sink_tokens = dict(_sink_items(state))
 
-    def merge(self, other: LayerSums) -> None:
+    def merge(self, other: HasState) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
+        for layer in range(self.layers):
+            device = self._tensors["entropy"][layer].device
+            self._between(layer, state["contexts"][layer].to(device), state["entropy"][layer].to(device))
         super().merge(other)
         for key, (contexts, positions) in _sink_items(state):
             own = self._sink_tokens.get(key, (0, 0))
@@ -167,60 +180,64 @@ def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple
 
 def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
-    batch, heads, length, _ = inputs.query.shape
     device = output.device
-    received = output.new_zeros(batch, heads, length, dtype=torch.float64)
-    sums = {name: torch.zeros_like(received[0]) for name in ("entropy", "propagates", "last_sees")}
-    sums |= {name: torch.zeros_like(received[0, :, 0]) for name in ("previous", "same", "learned")}
-    entropies = torch.zeros_like(received[:, :, 0])
-    for number, block in enumerate(inputs.blocks(BLOCK)):
-        start, stop, first, last = block.start, block.stop, block.first, block.last
-        if stop == length:
-            seen, propagates = _last_query(block.logits[:, :, -1])
-            sums["propagates"][:, seen + first] = propagates
-            sums["last_sees"][:, seen + first] = float(batch)
-        weights, entropy, learned = _softmax(block.logits, inputs.sink)
-        output[:, start:stop] = weigh(weights, inputs.value[:, :, first:last]).transpose(1, 2)
-        received[:, :, first:last] += weights.sum(dim=-2)
-        sums["entropy"][:, start:stop] = entropy.double().sum(dim=0)
-        entropies += entropy.double().sum(dim=-1)
-        if learned is not None:
-            sums["learned"] += learned.double().sum(dim=(0, 2))
+    pays = Pays(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
+    if attention_triton.can_do(inputs):
+        summary = summarise(inputs)
+        output.copy_(summary.output)
+        pays.all_of(summary)
+    else:
+        summary = summarise_in_blocks(inputs, output, pays.visit)
+    seen, propagates = last_query(inputs)
+    entropy = summary.entropy.double()
+    means = entropy.mean(dim=-1)
+    sums = {
+        "contexts": torch.tensor(float(len(entropy)), dtype=torch.float64, device=device),
+        "entropy": entropy.sum(dim=0),
+        "entropy_spread": (means - means.mean(dim=0)).square().sum(dim=0),
+        "propagates": propagates.double().sum(dim=0),
+        "last_sees": seen.double().sum(dim=0).to(device),
+        "received": summary.mass,
+    }
+    sums["previous"], sums["same"] = pays.sums.unbind(dim=1)
+    learned = summary.learned
+    sums["learned"] = torch.zeros_like(sums["same"]) if learned is None else learned.double().sum(dim=(0, 2))
+    return sums
+
+
+@dataclass(frozen=True)
+class Pays:
+    """What queries pay to the token before them and to earlier tokens equal to theirs: sums over queries, by head.
+
+    From the weights of blocks as they pass, or from normalisers where no weights are ever there.
+    """
+
+    tokens: Tokens
+    part: slice
+    sums: Float64[Tensor, "heads kinds"]
+
+    def visit(
+        self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
+    ) -> None:
+        """Take in the weights of queries from `start` over keys from `first`, of heads from `head`."""
+        own = self.sums[head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-        sums["previous"] += previous.double().sum(dim=(0, 2))
-        for context, (row, key) in enumerate(tokens.pairs[number][part]):
-            row, key = row.to(device), key.to(device)  # layers may be on several devices
-            visible = (key >= first) & (key < last)
+        own[:, 0] += previous.double().sum(dim=(0, 2))
+        for context, (row, key) in enumerate(self.tokens.pairs[start // BLOCK][self.part]):
+            row, key = row.to(weights.device), key.to(weights.device)  # layers may be on several devices
+            visible = (key >= first) & (key < first + weights.shape[-1])
             row, key = row[visible], key[visible]
-            sums["same"] += weights[context][:, row, key - first].double().sum(dim=1)
-    return sums | {"received": received, "entropy_squared": (entropies / length).square().sum(dim=0)}
+            own[:, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
-
-def _last_query(logits: Float[Tensor, "batch heads keys"]) -> tuple[Tensor, Tensor]:
-    """Which keys the last query sees, and in how many contexts each propagates to it, by head."""
-    # The last query of every context and head sees the same keys: all of them, or a window's.
-    seen = (logits[0, 0] > MASKED / 2).nonzero().flatten()
-    return seen, empirical_propagation(logits[..., seen]).double().sum(dim=0)
-
-
-def _softmax(
-    logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights, the entropy a row in nats, the weight of the learned sink column.
-
-    With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x: no logarithm of another weight,
-    no digits lost to a large common logit. `logits` is overwritten. The learned column counts as one more outcome:
-    with its weight λ, the entropy is that of (λ, 1 − λ) and 1 − λ times that of the others.
-    """
-    largest = logits.amax(dim=-1)
-    shifted = logits.sub_(largest.unsqueeze(-1))
-    weights = shifted.softmax(dim=-1)
-    log_total = -weights.amax(dim=-1).log()
-    entropy = log_total - torch.linalg.vecdot(weights, shifted)
-    if sink is None:
-        return weights, entropy, None
-    odds = sink.to(logits.dtype).view(1, -1, 1) - largest - log_total
-    learned, others = odds.sigmoid(), (-odds).sigmoid()
-    either = F.softplus(-odds) * learned + F.softplus(odds) * others
-    return weights.mul_(others.unsqueeze(-1)), either + others * entropy, learned
+    def all_of(self, summary: AttentionSummary) -> None:
+        """Take in whole contexts from their summary."""
+        inputs, normaliser = summary.inputs, summary.log_sum_exp
+        query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
+        self.sums[:, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=(0, 2))
+        for number, pairs in enumerate(self.tokens.pairs):
+            for context, (row, key) in enumerate(pairs[self.part]):
+                one = slice(context, context + 1)
+                row, key = row.to(normaliser.device) + number * BLOCK, key.to(normaliser.device)
+                paid = weights_at(inputs.of_contexts(one), normaliser[one], row, key)
+                self.sums[:, 1] += paid.double().sum(dim=(0, 2))

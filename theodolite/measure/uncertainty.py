@@ -18,7 +18,7 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Sample
 from theodolite.accumulate.second_moments import low_rank
-from theodolite.accumulate.sums import GROUPS, Groups, State, side_by_side
+from theodolite.accumulate.sums import GROUPS, Groups, State
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import (
     CUTOFFS,
@@ -30,6 +30,7 @@ from theodolite.measure.geometry import (
 )
 from theodolite.theory.singular import screenot_threshold
 from theodolite.theory.smoothness import lowest_frequencies
+from theodolite.threads import side_by_side
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:

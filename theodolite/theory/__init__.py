@@ -6,6 +6,7 @@ published ones are explained in docs/errata.md.
 
 from __future__ import annotations
 
+from theodolite.theory.attention_summary import AttentionSummary, attention_summary
 from theodolite.theory.averaging import (
     Averaged,
     AveragingModel,
@@ -52,6 +53,7 @@ from theodolite.theory.spectrum import (
 
 __all__ = [
     "REGIMES",
+    "AttentionSummary",
     "Averaged",
     "AveragingModel",
     "Decomposition",
@@ -65,6 +67,7 @@ __all__ = [
     "ScreeNOT",
     "SmoothnessBound",
     "TraceBound",
+    "attention_summary",
     "averaging_error",
     "averaging_model",
     "dct2",

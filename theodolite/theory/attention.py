@@ -57,9 +57,46 @@ class AttentionInputs:
             mask = mask[None, None]
         bias = None if self.bias is None else self.bias[..., keys]
         key, value = self.key[:, :, keys], self.value[:, :, keys]
-        chosen = replace(self, key=key, value=value, mask=mask, bias=bias, causal=False)
-        key = chosen.key.to(_at_least_float32(chosen.key.dtype)).transpose(-1, -2)
-        return chosen._logits(chosen.query.to(key.dtype) * self.scaling, key, 0, 0)
+        return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
+
+    def logits(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The masked logits of all queries over all keys, which few may be."""
+        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
+        return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
+
+    def at_pairs(
+        self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]
+    ) -> Float[Tensor, "batch heads pairs"]:
+        """The masked logits of some queries over one key each, both by position."""
+        dtype = _at_least_float32(self.key.dtype)
+        keys = (
+            self.key[:, :, key].to(dtype).repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
+        )
+        logits = torch.linalg.vecdot(self.query[:, :, query].to(dtype) * self.scaling, keys)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.bias is not None:
+            logits = logits + self.bias[:, :, query if self.bias.shape[2] > 1 else 0, key]
+        seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
+        return logits if seen is None else logits.masked_fill(~seen, MASKED)
+
+    def of_heads(self, part: slice) -> AttentionInputs:
+        """The inputs of some query heads, whole groups that share a key head."""
+        group = self.query.shape[1] // self.key.shape[1]
+        shared = slice(part.start // group, part.stop // group)
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, part]
+
+        return replace(
+            self,
+            query=self.query[:, part],
+            key=self.key[:, shared],
+            value=self.value[:, shared],
+            mask=cut(self.mask),
+            bias=cut(self.bias),
+            sink=None if self.sink is None else self.sink[part],
+        )
 
     def of_contexts(self, part: slice) -> AttentionInputs:
         """The inputs of some contexts of the batch."""

@@ -1,0 +1,299 @@
+"""What attention does, without a T×T matrix, against the matrices themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.theory.attention_kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
+from theodolite.errors import UsageError
+from theodolite.theory import attention_summary, attention_triton
+from theodolite.theory.attention_summary import (
+    AttentionSummary,
+    _head_parts,
+    summarise,
+    summarise_in_blocks,
+    weights_at,
+)
+
+module = sys.modules["theodolite.theory.attention_summary"]
+
+
+def dense_summary(inputs) -> dict[str, torch.Tensor]:
+    logits = dense_logits(inputs)
+    weights, output, learned = dense(inputs)
+    whole = logits
+    if inputs.sink is not None:
+        column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        whole = torch.cat([logits, column], dim=-1)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1) - torch.special.xlogy(learned, learned)
+    seen = logits.isfinite().sum(-2)
+    propagates = torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.bool)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            row = logits[b, h, -1]
+            t = int(row.isfinite().sum())
+            omega = row[row.isfinite()]
+            s = omega / t - omega.mean() / t + 1 / t
+            propagates[b, h, row.isfinite()] = (s >= 0) & (s <= 1)
+    return {
+        "output": output,
+        "entropy": entropy,
+        "log_sum_exp": whole.logsumexp(-1),
+        "largest": logits.amax(-1),
+        "mass": weights.sum(-2),
+        "received": weights.sum(-2) / seen.clamp_min(1),
+        "sinks": (weights.sum(-2) / seen.clamp_min(1) > 0.3) & (seen - 1 >= 16),
+        "propagates": propagates,
+    }
+
+
+def compare(got: AttentionSummary, inputs, tolerance: float) -> None:
+    expected = dense_summary(inputs)
+    for name, value in expected.items():
+        found = getattr(got, name)
+        if value.dtype == torch.bool:
+            assert torch.equal(found, value), name
+        else:
+            torch.testing.assert_close(
+                found.double(),
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+    if inputs.sink is not None:
+        torch.testing.assert_close(got.learned.double(), dense(inputs)[2], rtol=tolerance, atol=tolerance)
+    else:
+        assert got.learned is None
+
+
+@pytest.mark.parametrize("entries", [1, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_what_its_matrices_say(kind, entries, monkeypatch):
+    """`entries`: a head (or a group of them) at a time, as of long contexts, or all at once."""
+    monkeypatch.setattr(module, "BLOCK_ENTRIES", entries)
+    inputs = make(kind)
+    assert len(list(_head_parts(inputs))) == (1 if entries > 1 else 2 if kind == "grouped" else HEADS)
+    compare(summarise(inputs), inputs, 1e-10)
+
+
+def test_there_are_sinks_and_none_is_left_out():
+    assert summarise(make("causal")).sinks.nonzero().tolist() == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [1, 1, 40],
+        [2, 0, 0],
+        [2, 1, 40],
+    ]
+
+
+def test_padding_may_differ_between_contexts():
+    inputs = make("padded")
+    mask = inputs.mask.repeat(BATCH, 1, 1, 1)
+    mask[1, :, :, 70:90] = False
+    mask[1, :, 70:90, 0] = True
+    inputs = replace(inputs, mask=mask)
+    compare(summarise(inputs), inputs, 1e-10)
+
+
+def test_large_logits_lose_no_digits():
+    """Entropies of logits around 10⁴: the definition needs more than the logarithms of weights."""
+    inputs = make("causal")
+    inputs = replace(inputs, query=inputs.query * 1e4)
+    compare(summarise(inputs), inputs, 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_pairs(kind):
+    inputs = make(kind)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randint(LENGTH, (2, 300), generator=generator)
+    got = weights_at(inputs, summarise(inputs).log_sum_exp, query, key)
+    torch.testing.assert_close(got, dense(inputs)[0][:, :, query, key], rtol=1e-10, atol=1e-12)
+
+
+def test_from_queries_and_keys_alone():
+    inputs = make("causal")
+    alone = attention_summary(inputs.query, inputs.key)
+    assert alone.output.shape == (BATCH, LENGTH, HEADS, 0)
+    torch.testing.assert_close(alone.entropy, dense_summary(inputs)["entropy"], rtol=1e-10, atol=1e-10)
+    assert torch.equal(alone.propagates, summarise(inputs).propagates)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "words"),
+    [
+        ((2, 4, 8, 16), (2, 4, 8, 15), "do not go together"),
+        ((2, 4, 8, 16), (1, 4, 8, 16), "do not go together"),
+        ((2, 4, 8, 16), (2, 3, 8, 16), "4 query heads cannot share 3 key heads"),
+        ((2, 4, 8, 16), (2, 4, 9, 16), "8 queries and 9 keys: say by a mask"),
+        ((4, 8, 16), (4, 8, 16), "give \\(batch, heads"),
+    ],
+)
+def test_bad_calls(query, key, words):
+    with pytest.raises(UsageError, match=words):
+        attention_summary(torch.zeros(query), torch.zeros(key))
+
+
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ENTRIES", 1)
+    inputs, threads = make("grouped"), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(summarise(inputs))
+    finally:
+        torch.set_num_threads(threads)
+    for name in ("output", "entropy", "log_sum_exp", "largest", "mass"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name))
+
+
+LONG = """
+import resource, sys, torch
+from theodolite.theory import attention_summary
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+length = int(sys.argv[1])
+query, key, value = torch.randn(3, 1, 4, length, 16).unbind()
+attention_summary(query[:, :, :64], key[:, :, :64], value[:, :, :64])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+attention_summary(query, key, value)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length():
+    """By the operating system's count, in KiB: a T×T matrix of one head would take 256 MiB at T = 8192."""
+    more = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", LONG, str(length)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for length in (4096, 8192)
+    ]
+    assert more[1] < 64 * 1024
+    assert more[1] < 3 * max(more[0], 8 * 1024)
+
+
+# Kernels, run by Triton's interpreter.
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels wherever they can do it, and no gradients, which they do not give."""
+    pytest.importorskip("triton", reason="no Triton here")
+    monkeypatch.setattr(attention_triton, "on_gpu", lambda tensor: True)
+    with torch.no_grad():
+        yield
+
+
+def in_half_or_single(kind: str, dtype: torch.dtype):
+    inputs = make(kind, dtype, strength=1.0)
+    return inputs if inputs.bias is None else replace(inputs, bias=inputs.bias.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_are_what_the_matrices_say(kind, dtype, kernels):
+    """Not in bfloat16, which the interpreter multiplies as if it were integers."""
+    inputs = in_half_or_single(kind, dtype)
+    assert attention_triton.can_do(inputs)
+    got, expected = summarise(inputs), dense_summary(inputs)
+    assert got.mass.dtype == torch.float64
+    for name in ("entropy", "log_sum_exp", "largest", "mass"):
+        torch.testing.assert_close(getattr(got, name).double(), expected[name], rtol=2e-5, atol=2e-5)
+    close = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.output.double(), expected["output"], rtol=close, atol=close)
+    assert torch.equal(got.sinks, expected["sinks"])
+
+
+@pytest.mark.parametrize("width", [5, 16, 40])
+def test_kernels_take_any_width_and_strides(width, kernels):
+    """Queries as projections leave them: heads inside positions; values wider than keys."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, 70, 3, n, generator=generator).transpose(1, 2) for n in (width, width, 24)
+    )
+    inputs = replace(make("causal"), query=query, key=key, value=value, scaling=0.3)
+    got, expected = summarise(inputs), summarise_in_blocks(inputs)
+    for name in ("output", "entropy", "log_sum_exp", "largest"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.mass, expected.mass, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_without_values(kernels):
+    inputs = in_half_or_single("causal", torch.float32)
+    got = attention_summary(inputs.query, inputs.key)
+    torch.testing.assert_close(got.entropy, summarise_in_blocks(inputs).entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda i: replace(i, query=i.query.double()),
+        lambda i: replace(i, value=i.value.bfloat16()),
+        lambda i: replace(i, query=torch.zeros(3, 4, 150, 129), key=torch.zeros(3, 4, 150, 129)),
+    ],
+)
+def test_what_kernels_cannot_do_goes_the_other_way(change, kernels):
+    inputs = in_half_or_single("causal", torch.float32)
+    assert attention_triton.can_do(inputs)
+    assert not attention_triton.can_do(change(inputs))
+
+
+def test_a_triton_that_cannot_run_is_left_alone(kernels, monkeypatch):
+    def fail(inputs):
+        raise OSError("no compiler here")
+
+    monkeypatch.setattr(attention_triton, "_failed", [])
+    monkeypatch.setattr(attention_triton, "summarise", fail)
+    inputs = in_half_or_single("causal", torch.float32)
+    with pytest.warns(UserWarning, match=r"Triton cannot run here \(no compiler here\)"):
+        got = summarise(inputs)
+    torch.testing.assert_close(got.entropy, summarise_in_blocks(inputs).entropy)
+    assert not attention_triton.can_do(inputs)  # not tried again
+
+
+COMPILED = """
+import warnings; warnings.simplefilter("ignore")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from theodolite import kernels
+
+ROWS = dict.fromkeys(("entropy", "log_sum_exp", "largest"), "fp32")
+POINTERS = ROWS | {"received": "fp64", "first": "i32", "last": "i32"}
+def build(kernel, dtype, width, tile, kinds):
+    constants = dict.fromkeys(("width", "padded", "value_width", "value_padded"), width) | {"tile": tile}
+    constants |= {name: name in kinds for name in ("is_causal", "has_mask", "has_bias", "has_cap")}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    pointers = POINTERS | dict.fromkeys(("q", "k", "v", "output"), dtype) | {"m": "i1", "b": "fp32"}
+    signature = {
+        name: "constexpr" if name in constants
+        else "*" + pointers[name] if name in pointers
+        else "fp32" if name in ("scaling", "softcap") else "i32"
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared
+for kernel in (kernels.attention_rows, kernels.attention_mass):
+    print(build(kernel, "bf16", 128, 64, ("is_causal",)), build(kernel, "fp32", 128, 32, ("has_mask", "has_cap")))
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
+    """To machine code of an H100, whose blocks have 227 KiB of shared memory."""
+    pytest.importorskip("triton", reason="no Triton here")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(0 < int(shared) <= 227 * 1024 for shared in done.stdout.split())
