@@ -142,6 +142,33 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
     assert len([name for name in others if "." not in name]) == 1
 
 
+def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    options = ("--prompt", "one two three four one two three four", "--out", out)
+    status, _, _ = call(
+        "reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2
+    )
+    assert status == 0
+    assert [path.name for path in out.iterdir()] == ["reproduce"]
+    page = (out / "reproduce" / "sinks-figure2" / "index.html").read_text()
+    assert "on a prompt" in page
+    assert '<th scope="col">paper</th>' not in page  # nothing is printed there
+    status, _, stderr = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--corpus", text)
+    assert status == 2
+    assert "reads its prompt and no text: leave out --corpus" in " ".join(stderr.split())
+
+
+def test_traces_of_stretches_have_a_folder_of_their_own(checkpoint, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--corpus", text, "--length", 40, "--contexts", 4)
+    for more in ((), ("--stretches",)):
+        assert call("trace", checkpoint("gpt2"), *options, *more)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "gpt2-text.txt-sinks",
+        "gpt2-text.txt-stretches",
+    ]
+
+
 def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("the angle is read twice and the mean of both is kept as the angle " * 400)

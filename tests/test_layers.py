@@ -13,20 +13,22 @@ PACKAGE = Path(theodolite.__file__).parent
 
 # From the ground up; a module may import from its own line and from those before it.
 LAYERS = [
-    {"allocator", "errors", "interrupt"},
+    {"allocator", "errors", "interrupt", "kernels", "threads"},
     {"files"},
     {"texts", "arithmetic", "rules", "theory"},
     {"corpus", "models", "accumulate"},
     {"measure", "corpora", "interventions"},
     {"run"},
-    {"mask"},
     {"provenance"},
     {"reading"},
     {"splitting", "outliers"},
+    {"mask"},
     {"attribution"},
     {"onepass"},
     {"result"},
     {"surveyor", "tracer"},
+    {"crew"},
+    {"distribute"},
     {"causal", "prompt_trace"},
     {"report", "train", "prune"},
     {"evaluate"},
@@ -83,7 +85,7 @@ def test_transformers_is_known_in_few_places():
 
 
 def test_importing_theodolite_loads_nothing_heavy():
-    heavy = "('torch', 'transformers', 'pandas', 'plotly')"
+    heavy = "('torch', 'transformers', 'pandas', 'plotly', 'ray')"
     code = f"import sys, theodolite, theodolite.cli; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from theodolite.errors import UsageError
 from theodolite.screen import screen
@@ -53,6 +54,29 @@ DeviceMap = Annotated[
     str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[ADDRESS]",
+        help="Read on the workers of a Ray cluster: at ADDRESS (auto for the one on this machine, or HOST:PORT), or of "
+        "one that is started here if no address follows (needs theodolite[ray]).",
+    ),
+]
+Actors = Annotated[int | None, typer.Option(help="Workers of --ray at most [default: all that fit].")]
+
+
+class BareRay(TyperCommand):
+    """A command whose `--ray` may stand alone: at the end, or before another option. Typer has no such options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a `--ray` without an address that of a local cluster."""
+        following = [*args[1:], "--"]
+        bare = [
+            word == "--ray" and after.startswith("-") for word, after in zip(args, following, strict=True)
+        ]
+        return super().parse_args(
+            ctx, ["--ray=local" if alone else word for word, alone in zip(args, bare, strict=True)]
+        )
 
 
 def opened_model(

@@ -17,7 +17,9 @@ from theodolite import __version__
 from theodolite.allocator import keep_pages
 from theodolite.arguments import (
     DEFAULT_CONTEXTS,
+    Actors,
     AsJson,
+    BareRay,
     Batch,
     Contexts,
     CorpusSpec,
@@ -26,6 +28,7 @@ from theodolite.arguments import (
     Dtype,
     Length,
     Model,
+    Ray,
     Revision,
     RunFolder,
     Seed,
@@ -82,7 +85,7 @@ def _options(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-@app.command("survey")
+@app.command("survey", cls=BareRay)
 def survey_command(
     model: Model = None,
     corpus: CorpusSpec = None,
@@ -97,20 +100,42 @@ def survey_command(
     device: Device = None,
     device_map: DeviceMap = None,
     revision: Revision = None,
+    ray: Ray = None,
+    actors: Actors = None,
 ) -> None:
     """Measure a model on a text: tables, arrays and a report.
 
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.distribute import survey_on_ray
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
-        opened = opened_model(model, dtype, device, device_map, revision)
+        if ray is None:
+            refuse_unread("without --ray there are no workers", {"--actors": actors})
+        else:
+            refuse_unread(
+                "--ray: each worker has one device", {"--device": device, "--device-map": device_map}
+            )
+        opened = opened_model(model, dtype, device if ray is None else "cpu", device_map, revision)
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
         folder = out or default_folder(opened, read)
         with progress("surveying", "contexts", stopped) as show:
-            run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
+            if ray is None:
+                run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
+            else:
+                run = survey_on_ray(
+                    opened,
+                    read,
+                    folder,
+                    address=ray,
+                    actors=actors,
+                    batch=batch,
+                    seed=seed,
+                    show_progress=show,
+                    say=lambda line: screen.print(line, style="dim", markup=False, highlight=False),
+                )
         page = write_report(run, folder / "report")
         finish(run, page, as_json)
 
@@ -168,7 +193,7 @@ def trace_command(
 
         opened = opened_model(model, dtype, device, device_map, revision)
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
-        folder = out or default_folder(opened, read, "-sinks")
+        folder = out or default_folder(opened, read, "-stretches" if stretches else "-sinks")
         with progress("tracing sinks", "contexts", stopped) as show:
             run = trace_sinks(opened, read, folder, stretches=stretches, batch=batch, show_progress=show)
         finish_trace(run, folder, as_json)
@@ -180,7 +205,9 @@ def mask_command(
     out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("mask.json"),
     least_share: Annotated[
         float,
-        typer.Option(help="Share of contexts (sinks) or tokens (outliers) below which there is no rule."),
+        typer.Option(
+            help="Share of contexts (sinks, massive activations) or tokens (outliers) below which there is no rule."
+        ),
     ] = 0.01,
 ) -> None:
     """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
@@ -235,10 +262,17 @@ def reproduce_command(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Text for geometry/figure6 and figure30 [default: random tokens, twice]."),
+        typer.Option(
+            help="Text for geometry/figure6 and figure30 [default: random tokens, twice], and for sinks/figure2 and "
+            "figure7 to figure11 [default: one that comes with each]."
+        ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Block of the head shown there, from 0 [default: the heads found].")
+        int | None,
+        typer.Option(
+            help="Block of the head shown there, or disturbed by sinks/causal, from 0 [default: the heads found; of "
+            "sinks/…, the one that tags most]."
+        ),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
     length: Length = None,
@@ -257,7 +291,8 @@ def reproduce_command(
     """Make published tables and figures again for a model, with a verdict on each claim.
 
     The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
-    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Those of
+    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
+    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey, and make none. Those of
     trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
@@ -266,8 +301,8 @@ def reproduce_command(
         from theodolite.experiments import Study, find
         from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
         from theodolite.experiments.folders import made_by, trainings_at
-        from theodolite.experiments.registry import check_options, stand_alone
-        from theodolite.experiments.study import Focus, theory_run
+        from theodolite.experiments.registry import check_options, on_prompts, stand_alone
+        from theodolite.experiments.study import Focus, model_run, theory_run
         from theodolite.report.page import write_report
         from theodolite.surveyor import survey
 
@@ -295,6 +330,11 @@ def reproduce_command(
             refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
             pages = out or Path("runs") / experiments[0].name.partition("/")[0]
             study = Study(theory_run(seed), say=say)
+        elif on_prompts(experiments):
+            refuse_unread(f"{name} reads its prompt and no text", {"--corpus": corpus, "--length": length})
+            opened = opened_model(model, dtype, device, device_map, revision)
+            pages = (out or Path("runs") / f"{short_name(opened.id)}-prompts") / "reproduce"
+            study = Study(model_run(opened, seed), opened, focus=focus, say=say)
         else:
             opened = opened_model(model, dtype, device, device_map, revision)
             read = read_corpus(opened, corpus, length, contexts, seed, text_column)

@@ -12,7 +12,7 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import LayerSums
+from theodolite.accumulate.sums import Kept, LayerSums
 from theodolite.corpus import Corpus
 from theodolite.models import OpenModel
 from theodolite.reading import Reading, refuse_bad_numbers
@@ -58,6 +58,14 @@ class OnePass(Reading):
             "outliers": self.outliers,
             "attention": self.attention_statistics,
         }
+
+    def merge(self, tensors: dict[str, Tensor]) -> None:
+        """Take in the `state` of another pass over other contexts of the same corpus."""
+        for name, accumulator in self.accumulators.items():
+            prefix = name + "."
+            accumulator.merge(
+                Kept({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+            )
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""

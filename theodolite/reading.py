@@ -111,11 +111,21 @@ class Reading:
                 save(done, False)
         show_progress(total, total)
 
+    def read(self, batch: int, first: int, last: int) -> None:
+        """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
+        with watched(self.model, self):
+            for start in range(first, last, batch):
+                self._read(start, min(start + batch, last))
+
     def _read(self, first: int, last: int) -> None:
         ids = self.corpus.contexts[first:last]
         self.begin(first, ids)
         with torch.inference_mode():
-            backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
+            self.forward(ids)
+
+    def forward(self, ids: Tensor) -> None:
+        """Run the model on a batch."""
+        backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
 
 
 Pass = TypeVar("Pass", bound=Reading)

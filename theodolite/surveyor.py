@@ -7,6 +7,7 @@ the same result.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from theodolite.corpus import Corpus
 from theodolite.models import OpenModel
@@ -47,16 +48,20 @@ def survey(
     """
     check_fit(model, corpus)
     batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed}
     return read_into_run(
         lambda: OnePass(model, corpus, seed),
         survey_result,
         out,
         batch=batch,
-        fingerprint=fingerprint,
+        fingerprint=survey_fingerprint(model, corpus, batch, seed),
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
+
+
+def survey_fingerprint(model: OpenModel, corpus: Corpus, batch: int, seed: int) -> dict[str, Any]:
+    """What decides every byte of a survey."""
+    return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed}
 
 
 def spectra(

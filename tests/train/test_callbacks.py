@@ -27,6 +27,7 @@ from transformers import Trainer as OriginalTrainer
 
 from theodolite.errors import UsageError
 from theodolite.train.callbacks import GeometryCallback
+from theodolite.train.geometry import GeometryProbe
 from theodolite.train.monitor import GeometryWarning
 
 DATA = [
@@ -186,12 +187,16 @@ made.train()
 steps = [entry["step"] for entry in made.state.log_history if "geometry/entropy_mean" in entry]
 total = sum(float(p.detach().double().sum()) for p in made.model.parameters())
 wrapper = type(made.model_wrapped).__name__
-Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {callback.monitor is not None} {steps} {total}")
+looks = callback.monitor.last.heads["entropy"].tolist()
+Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {steps} {looks} {total}")
 """
 
 
-def test_two_processes_train_together_and_one_looks(tmp_path):
-    """Oracle: DDP itself: both processes end, with the same weights; 2 layers of 2 heads at 3 looks make 12 rows."""
+def test_two_processes_train_and_look_together_and_one_tells(tmp_path):
+    """Oracle: DDP itself: both processes end, with the same weights; 2 layers of 2 heads at 3 looks make 12 rows.
+
+    What they see before the first step is what one process sees that reads the whole probe.
+    """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     (tmp_path / "run.py").write_text(TWO_PROCESSES)
     root = Path(__file__).parents[2]
@@ -204,13 +209,18 @@ def test_two_processes_train_together_and_one_looks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
-    assert first.startswith("DistributedDataParallel True [0, 3, 6] ")
-    assert second.startswith("DistributedDataParallel False [] ")
-    assert first.split()[-1] == second.split()[-1]
-    assert len((tmp_path / "geometry" / "heads.jsonl").read_text().splitlines()) == 12
+    assert first.startswith("DistributedDataParallel [0, 3, 6] ")
+    assert second.startswith("DistributedDataParallel [] ")
+    assert first.partition("] ")[2] == second.partition("] ")[2]
+    rows = [json.loads(line) for line in (tmp_path / "geometry" / "heads.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    alone = GeometryProbe(model(), PROBE).look().heads
+    for row, (_, expected) in zip(rows[:4], alone.iterrows(), strict=True):
+        assert row["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
+        assert row["at_distance"] == pytest.approx(expected["at_distance"], rel=1e-5)
 
 
-def test_other_processes_do_nothing(tmp_path):
+def test_without_a_process_group_other_processes_do_nothing(tmp_path):
     """Oracle: the state of a second process, as the Trainer would have it there; no look, no file."""
     callback = GeometryCallback(PROBE)
     state = TrainerState(is_world_process_zero=False)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, State, cache_sized
+from theodolite.accumulate.sums import HasState, LayerSums, State, cache_sized
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
@@ -136,7 +136,7 @@ class Activations(LayerSums):
         super().restore(state)
         self._carriers = dict(_carriers(state))
 
-    def merge(self, other: LayerSums) -> None:
+    def merge(self, other: HasState) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         super().merge(other)

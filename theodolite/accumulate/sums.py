@@ -9,22 +9,39 @@ What a standard error is wanted of is summed apart for each of a few groups of c
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-Item = TypeVar("Item")
+from theodolite.threads import side_by_side
+
 Result = TypeVar("Result")
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
+
+
+@runtime_checkable  # for the tests, which check annotations
+class HasState(Protocol):
+    """An accumulator as another one sees it that takes it in."""
+
+    def state(self) -> State:
+        """Everything that it has seen."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An accumulator of which only the state is left, as it was saved or sent."""
+
+    kept: State
+
+    def state(self) -> State:
+        """Everything that it had seen."""
+        return self.kept
 
 
 GROUPS = 8
@@ -101,7 +118,7 @@ class LayerSums:
             for layer, value in enumerate(state[name]):
                 tensors[layer].copy_(value)
 
-    def merge(self, other: LayerSums) -> None:
+    def merge(self, other: HasState) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         for name, tensors in self._tensors.items():
@@ -119,31 +136,3 @@ def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:
 def each_part(work: Callable[[slice], Result], batch: int, device: torch.device) -> list[Result]:
     """What `work` gives for each of the `cache_sized` parts of a batch; on a CPU, side by side."""
     return side_by_side(work, list(cache_sized(batch, device)))
-
-
-def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """What `work` gives for each item, in order; as many at a time as torch has threads, each on one of them.
-
-    Operations on one context are so short that threads which share one of them mostly wait for each other. `work`
-    must not add to sums: in which order it is called is not known.
-    """
-    threads = torch.get_num_threads()
-    if min(threads, len(items)) < 2:
-        return [work(item) for item in items]
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-    def alone(item: Item) -> Result:
-        torch.set_num_threads(1)
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return work(item)
-
-    try:
-        return list(_workers(threads, os.getpid()).map(alone, items))
-    finally:
-        torch.set_num_threads(threads)  # a new thread begins with what any thread set last
-
-
-@functools.cache
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads that stay: what is allocated in them stays with them. A forked process needs its own."""
-    return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from theodolite.models.live import unwrap
 from theodolite.train.alarms import Limits, told
 from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
+from theodolite.train.ranks import Ranks
 from theodolite.train.trackers import find_handler, pass_on
 
 FOLDER = "geometry"
@@ -28,8 +29,9 @@ class GeometryCallback(TrainerCallback):
 
     The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
     `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Every head's
-    and layer's go to `output_dir/geometry/*.jsonl`. Only the first process measures, on the model without its
-    wrappers, in its weights' own precision.
+    and layer's go to `output_dir/geometry/*.jsonl`. The model is looked at without its wrappers, in its weights' own
+    precision. Under `torchrun` every process reads its share of the probe; the statistics are those of the whole probe,
+    the same on all of them, and the first one writes, logs and warns.
 
     Args:
         probe: token ids (contexts, positions) without padding; None: the first long enough rows of the training
@@ -40,7 +42,7 @@ class GeometryCallback(TrainerCallback):
         limits: the levels of alarm.
 
     Attributes:
-        monitor: the `GeometryMonitor` of the training under way, or of the last one, on the first process.
+        monitor: the `GeometryMonitor` of the training under way, or of the last one.
 
     Raises:
         UsageError: when the training begins, for the reasons that `GeometryMonitor` and `probe_of` have; or the
@@ -66,14 +68,15 @@ class GeometryCallback(TrainerCallback):
     ) -> None:
         """Find model, probe and handler. Every process looks whether the model can be monitored."""
         model = unwrap(kwargs["model"])
-        if not state.is_world_process_zero:
-            return
+        ranks = Ranks.here()
+        if ranks.world == 1 and not state.is_world_process_zero:
+            return  # the processes know nothing of each other: the first one looks for itself
         find_handler()
         ids = self._probe
         if ids is None:
-            ids = probe_of(getattr(kwargs["train_dataloader"], "dataset", None))
+            ids = ranks.said_by_first(lambda: probe_of(getattr(kwargs["train_dataloader"], "dataset", None)))
         folder = Path(args.output_dir or ".") / FOLDER
-        self.monitor = GeometryMonitor(model, ids, folder=folder, **self._options)
+        self.monitor = GeometryMonitor(model, ids, folder=folder, over_ranks=ranks.world > 1, **self._options)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,10 +92,10 @@ class GeometryCallback(TrainerCallback):
         self._look(args, state, control)
 
     def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        if self.monitor is None or not state.is_world_process_zero:
+        if self.monitor is None:
             return
-        numbers = self.monitor(state.global_step)
-        if not numbers or self.monitor.last is None:
+        numbers = self.monitor(state.global_step)  # every process, for they look together
+        if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
         if self._per_head:
             numbers |= scalars(self.monitor.last, per_head=True)

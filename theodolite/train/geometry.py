@@ -34,6 +34,7 @@ from theodolite.theory.attention import MASKED, AttentionInputs, attend
 from theodolite.theory.propagation import empirical_propagation
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
+from theodolite.train.ranks import Ranks
 
 QUERIES = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
@@ -51,6 +52,18 @@ MOMENTS = (
     "eta_symmetric",
     "r",
 )
+RESIDUAL = (
+    "contexts",
+    "norm_sum",
+    "norm_first_sum",
+    "cosine_sum",
+    "collapse_sum",
+    "outlier",
+    "massive",
+    "massive_first",
+)
+"""Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
+
 SPECTRA = (*MOMENTS, "spectral_norm", "regime", "entropy_bound")
 """Columns of the heads table that only a look with `spectra` has."""
 
@@ -83,22 +96,29 @@ class GeometryProbe:
     Args:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT.
         ids: token ids (contexts, positions), without padding.
+        ranks: the processes that share the contexts; all of them look together, and all see the same.
 
     Raises:
         UsageError: the model is of no supported family, is sharded over ranks, or the ids do not fit it.
         WorkError: its attention, computed from its queries, keys and values, is not its own.
     """
 
-    def __init__(self, model: nn.Module, ids: Int[Tensor, "contexts positions"]) -> None:
+    def __init__(
+        self, model: nn.Module, ids: Int[Tensor, "contexts positions"], ranks: Ranks | None = None
+    ) -> None:
         unwrapped = unwrap(model)
         if unwrapped.main_input_name != "input_ids":
             raise UsageError(
                 f"{type(unwrapped).__name__} reads {unwrapped.main_input_name}: only models of tokens can be monitored"
             )
-        self.ids = checked_ids(unwrapped, ids)
+        self.ranks = ranks or Ranks()
+        self.ids = checked_ids(unwrapped, self.ranks.said_by_first(lambda: ids))
         with undisturbed(unwrapped):
             self.model = _opened(unwrapped, self.ids)
-        self._tokens = Tokens.of(self.ids, self.model.device)
+        own = self.ranks.share(self.ids)
+        self._counts = len(own) > 0
+        # Those without a context of their own read another's, for the shapes.
+        self._tokens = Tokens.of(own if self._counts else self.ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now.
@@ -112,20 +132,29 @@ class GeometryProbe:
         """
         started = time.perf_counter()
         watcher = _Watcher(self.model, self._tokens, spectra)
+        error = None
         with undisturbed(self.model.hf):
-            with watched(self.model, watcher):
-                _forward(self.model.hf, self.ids)
-            attention = watcher.attention_statistics.state()
-            columns = _head_columns(attention, watcher.queries)
-            if spectra:
-                columns |= _spectra(self.model, attention)
+            try:
+                with watched(self.model, watcher):
+                    _forward(self.model.hf, self._tokens.ids)
+            except WorkError as found:
+                error = found
+            self.ranks.raise_any(error)
+            sums = watcher.totals(self.ranks, counts=self._counts)
+            return self.ranks.said_by_first(lambda: self._geometry(step, sums, spectra, started))
+
+    def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
+        """The tables from the sums of all processes."""
+        attention = _part(sums, "attention.")
+        columns = _head_columns(attention, _part(sums, "queries."))
+        if spectra:
+            columns |= _spectra(self.model, attention)
         layers, heads = self.model.layers, self.model.heads
         places = {
             "layer": [layer for layer in range(layers) for _ in range(heads)],
             "head": list(range(heads)) * layers,
         }
-        rows = [{"layer": layer, **row} for layer, row in enumerate(watcher.residual)]
-        table = pd.DataFrame(rows).drop(columns="cosine_previous")
+        table = pd.DataFrame(_residual_rows(_part(sums, "residual."), self.ids.shape[1]))
         return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
 
 
@@ -214,15 +243,15 @@ class _Watcher:
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
         contexts, length = tokens.ids.shape
         self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples=0)
-        self.queries: list[dict[str, Float[Tensor, " heads"]]] = []
-        self.residual: list[dict[str, float]] = []
+        self.queries: list[State] = []
+        self.residual: list[State] = []
         self._tokens = tokens
         self._spectra = spectra
         none = torch.empty(0, dtype=torch.int64)
         self._sample = Sample(torch.full((contexts,), -1), none, none)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """Measure one layer; its sums are dropped at once, for they are as large as a batch of its own."""
+        """Measure one layer, and keep what the layers table is made of."""
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             raise WorkError(f"hidden states {residual_place(layer)} hold NaN or infinite values")
         contexts, length, width = hidden.shape
@@ -230,8 +259,8 @@ class _Watcher:
         outliers = OutlierCounts(1, width, contexts)
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
-        everything = torch.ones(GROUPS, dtype=torch.float64)
-        self.residual.append(residual_columns(means.state(), outliers.state(), 0, everything))
+        seen = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
+        self.residual.append({name: seen[name] for name in RESIDUAL})
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Only the entropy bound needs the norm of what attention reads."""
@@ -240,16 +269,35 @@ class _Watcher:
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        self.queries.append(query_columns(inputs))
+        self.queries.append(query_sums(inputs))
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
+    def totals(self, ranks: Ranks, *, counts: bool) -> State:
+        """All sums over contexts of all processes, leading with layers; this one's only if it `counts`.
 
-def query_columns(inputs: AttentionInputs) -> dict[str, Float[Tensor, " heads"]]:
-    """What `QUERIES` queries of each context, evenly spaced up to the last, tell of every head.
+        The spread of entropies is one about a mean. So that of all processes is known first.
+        """
+        attention = self.attention_statistics.state()
+        del attention["sink_tokens"]  # rows that differ from process to process; no column is made of them
+        spread, contexts, entropy = (attention[name] for name in ("entropy_spread", "contexts", "entropy"))
+        parts = {"attention.": attention}
+        for prefix, layers in (("queries.", self.queries), ("residual.", self.residual)):
+            parts[prefix] = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+        maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
+        own = {prefix + name: tensor for prefix, state in parts.items() for name, tensor in state.items()}
+        own = {name: tensor if counts or name in maxima else 0 * tensor for name, tensor in own.items()}
+        sums = ranks.totals(own, maxima)
+        whole = sums["attention.entropy"].mean(dim=-1) / sums["attention.contexts"][:, None]
+        between = contexts[:, None] * (entropy.mean(dim=-1) / contexts[:, None] - whole).square()
+        return sums | ranks.totals({"attention.entropy_spread": (spread + between) * counts})
 
-    propagation_queries: mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
-    with T := t for query t); over contexts and keys first, then over queries. at_distance: mean attention over
-    contexts and queries to the key at one distance, at the distance where it is largest.
+
+def query_sums(inputs: AttentionInputs) -> State:
+    """What `QUERIES` queries of each context, evenly spaced up to the last, tell of every head, summed over contexts.
+
+    propagation_queries (H): mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
+    with T := t for query t); over keys first, then over queries. by_distance (H, D): mean attention over queries to
+    the key at one distance, of the distances that half of the queries have.
     """
     batch, heads, length, _ = inputs.query.shape
     keys, device = inputs.key.shape[2], inputs.query.device
@@ -267,7 +315,7 @@ def query_columns(inputs: AttentionInputs) -> dict[str, Float[Tensor, " heads"]]
     shares = []
     for row in block.logits.unbind(dim=2):
         seen = row[0, 0] > MASKED / 2
-        shares.append(empirical_propagation(row[..., seen]).double().mean(dim=(0, 2)))
+        shares.append(empirical_propagation(row[..., seen]).double().mean(dim=2).sum(dim=0))
     logits = block.logits.double()
     if inputs.sink is not None:
         column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
@@ -277,28 +325,48 @@ def query_columns(inputs: AttentionInputs) -> dict[str, Float[Tensor, " heads"]]
     distances = rows[:, None] - torch.arange(block.first, block.last, device=device)
     return {
         "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
-        "at_distance": _largest_at_distance(weights.mean(dim=0), distances).cpu(),
+        "by_distance": _by_distance(weights.sum(dim=0), distances).cpu(),
     }
 
 
-def _largest_at_distance(
+def _by_distance(
     weights: Float[Tensor, "heads queries keys"], distances: Int[Tensor, "queries keys"]
-) -> Float[Tensor, " heads"]:
-    """The largest mean weight at one distance, among distances that half of the queries have."""
+) -> Float[Tensor, "heads distances"]:
+    """The mean weight at each distance that half of the queries have."""
     index = (distances - distances.min()).flatten()
     counts = torch.bincount(index)
     sums = weights.new_zeros(weights.shape[0], len(counts)).index_add_(1, index, weights.flatten(1))
-    return (sums / counts)[:, counts >= QUERIES // 2].amax(dim=1)
+    return (sums / counts)[:, counts >= QUERIES // 2]
 
 
-def _head_columns(attention: State, queries: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+def _part(sums: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in sums.items() if name.startswith(prefix)}
+
+
+def _residual_rows(residual: State, length: int) -> list[dict[str, float]]:
+    """Rows of the layers table. Of the sums by position only the number of positions is asked for."""
+    everything = torch.ones(GROUPS, dtype=torch.float64)
+    means = residual | {"position_sum": torch.empty(0, 0, length)}
+    rows = []
+    for layer in range(len(residual["contexts"])):
+        row = residual_columns(means, residual, layer, everything)
+        del row["cosine_previous"]
+        rows.append({"layer": layer, **row})
+    return rows
+
+
+def _head_columns(attention: State, queries: State) -> dict[str, list[float]]:
     columns = head_columns(attention)
     # A learned sink column is one more outcome beside the keys.
     outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=1) > 0)[:, None]
     most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
     share = torch.tensor(columns["entropy"], dtype=torch.float64) / most
-    of_queries = {name: torch.cat([layer[name] for layer in queries]).tolist() for name in queries[0]}
-    return columns | {"entropy_share": share.tolist()} | of_queries
+    contexts = attention["contexts"][:, None]
+    return columns | {
+        "entropy_share": share.tolist(),
+        "propagation_queries": (queries["propagation_queries"] / contexts).flatten().tolist(),
+        "at_distance": (queries["by_distance"].amax(dim=-1) / contexts).flatten().tolist(),
+    }
 
 
 def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:

@@ -24,6 +24,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.files import write_text, writing
 from theodolite.train.alarms import Alarm, Alarms, Limits, told
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryProbe
+from theodolite.train.ranks import Ranks
 
 CONTEXTS, LENGTH = 8, 128
 """Size of a probe that is taken from a data set: 1,024 tokens, a small part of a usual step."""
@@ -60,6 +61,9 @@ class GeometryMonitor:
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl` and `alarms.jsonl` go, one row a line; None: nowhere.
         limits: the levels of alarm.
+        over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
+            must make the monitor and call it at every step; the probe is that of the first one, which alone writes
+            and warns. Looks and alarms are the same on all of them.
 
     Attributes:
         last: the last look, or None.
@@ -79,6 +83,7 @@ class GeometryMonitor:
         spectra_every: int = 5,
         folder: str | Path | None = None,
         limits: Limits | None = None,
+        over_ranks: bool = False,
     ) -> None:
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
             raise UsageError(
@@ -91,9 +96,12 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._probe = GeometryProbe(model, ids)
+        self._ranks = Ranks.here() if over_ranks else Ranks()
+        self._probe = GeometryProbe(model, ids, self._ranks)
         self._judge = Alarms(limits)
-        self._record = Record(folder, self._probe.model.layers, self._probe.model.heads)
+        self._record = Record(
+            folder if self._ranks.first else None, self._probe.model.layers, self._probe.model.heads
+        )
         self._step: int | None = None
         self._number = -1
         self._broken = False
@@ -125,7 +133,7 @@ class GeometryMonitor:
             geometry = self._probe.look(step, spectra=number % self.spectra_every == 0)
         except WorkError as error:
             self._broken = True
-            _warn(
+            self._warn(
                 f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
             )
             return {}
@@ -137,9 +145,9 @@ class GeometryMonitor:
             self._record.write(geometry, found)
         except WorkError as error:
             self._record = Record(None)
-            _warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
+            self._warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
         for line in told(found):
-            _warn(line)
+            self._warn(line)
         self._seconds += geometry.seconds
         share = self._seconds / (time.perf_counter() - self._started)
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
@@ -147,7 +155,7 @@ class GeometryMonitor:
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
         self._started = time.perf_counter()
-        kept, message = self._record.begin(step)
+        kept, message = self._ranks.said_by_first(lambda: self._record.begin(step))
         for geometry in kept:
             if "regime" in geometry.heads:
                 self._number = 0  # the next looks count from the last one with spectra
@@ -158,7 +166,11 @@ class GeometryMonitor:
         # Steps without a look before the first one: looks are due at multiples of `every`.
         self._since = step // self.every * self.every
         if message:
-            _warn(message, RecordWarning, stacklevel=4)
+            self._warn(message, RecordWarning, stacklevel=4)
+
+    def _warn(self, message: str, kind: type[UserWarning] = GeometryWarning, stacklevel: int = 3) -> None:
+        if self._ranks.first:
+            warnings.warn(message, kind, stacklevel=stacklevel)
 
     def _due(self, step: int) -> bool:
         if self.last is not None:
@@ -334,10 +346,6 @@ def probe_of(rows: Any, contexts: int = CONTEXTS, length: int = LENGTH) -> Int[T
         )
     length = min(length, usable[-1])
     return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()
-
-
-def _warn(message: str, kind: type[UserWarning] = GeometryWarning, stacklevel: int = 3) -> None:
-    warnings.warn(message, kind, stacklevel=stacklevel)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,0 +1,93 @@
+"""The processes of one training: what each has summed, added up; what the first one says, heard by all.
+
+With one process nothing is sent and everything is as it was. What is summed is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, distributed
+
+from theodolite.errors import TheodoliteError
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's number and how many there are. Every method but `share` must be called by all of them."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """Those of the default process group; without one, this process alone."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
+        """The contexts that this process reads; none, where there are fewer contexts than processes."""
+        return ids[self.rank :: self.world]
+
+    def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Every tensor summed over the processes, or its maximum taken, in float64 on the CPU.
+
+        Names and shapes must be the same everywhere.
+        """
+        values = {name: value.double().cpu() for name, value in values.items()}
+        if self.world == 1:
+            return values
+        for names, operation in (
+            ([name for name in values if name not in maxima], distributed.ReduceOp.SUM),
+            ([name for name in values if name in maxima], distributed.ReduceOp.MAX),
+        ):
+            if not names:
+                continue
+            flat = torch.cat([values[name].flatten() for name in names]).to(_device())
+            distributed.all_reduce(flat, operation)
+            parts = flat.cpu().split([values[name].numel() for name in names])
+            values |= {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
+        return values
+
+    def said_by_first(self, say: Callable[[], Answer]) -> Answer:
+        """What `say` gives on the first process, or raises there, everywhere."""
+        if self.world == 1:
+            return say()
+        said: list[Answer | TheodoliteError | None] = [None]
+        if self.first:
+            try:
+                said[0] = say()
+            except TheodoliteError as error:
+                said[0] = error
+        distributed.broadcast_object_list(said, src=0, device=_device())
+        if isinstance(said[0], TheodoliteError):
+            raise said[0]
+        return said[0]  # type: ignore[return-value]
+
+    def raise_any(self, error: TheodoliteError | None) -> None:
+        """Raise what any process has to raise, on all of them: else the others would wait for it for ever."""
+        errors = [error]
+        if self.world > 1:
+            errors = [None] * self.world
+            distributed.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found
+
+
+def _device() -> torch.device:
+    """Where tensors must be to be sent: NCCL takes those of this process's GPU only."""
+    nccl = "nccl" in str(distributed.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
