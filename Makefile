@@ -31,6 +31,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.propagation
 	$(BIN)/python -m benchmarks.survey
+	$(BIN)/python -m benchmarks.long_context
 	$(BIN)/python -m benchmarks.locater
 	$(BIN)/python -m benchmarks.monitor
 	$(BIN)/python -m benchmarks.oats

@@ -15,13 +15,12 @@ from theodolite.errors import UsageError
 from theodolite.theory import attention_summary, attention_triton
 from theodolite.theory.attention_summary import (
     AttentionSummary,
-    _head_parts,
     summarise,
     summarise_in_blocks,
     weights_at,
 )
 
-module = sys.modules["theodolite.theory.attention_summary"]
+module = sys.modules["theodolite.theory.attention"]
 
 
 def dense_summary(inputs) -> dict[str, torch.Tensor]:
@@ -79,7 +78,7 @@ def test_every_kind_is_what_its_matrices_say(kind, entries, monkeypatch):
     """`entries`: a head (or a group of them) at a time, as of long contexts, or all at once."""
     monkeypatch.setattr(module, "BLOCK_ENTRIES", entries)
     inputs = make(kind)
-    assert len(list(_head_parts(inputs))) == (1 if entries > 1 else 2 if kind == "grouped" else HEADS)
+    assert len(list(inputs.head_parts())) == (1 if entries > 1 else 2 if kind == "grouped" else HEADS)
     compare(summarise(inputs), inputs, 1e-10)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
 from theodolite.theory import attention_triton
-from theodolite.theory.attention import AttentionInputs
+from theodolite.theory.attention import BLOCK, AttentionInputs
 from theodolite.theory.attention_summary import (
-    BLOCK,
     SINK_THRESHOLD,
     AttentionSummary,
     last_query,

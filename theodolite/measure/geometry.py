@@ -18,7 +18,7 @@ from theodolite.accumulate.outliers import PUBLISHED
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
-from theodolite.theory.smoothness import dct2, low_frequency_ratio, lowest_frequencies, normalised_gram
+from theodolite.theory.smoothness import lowest_frequencies, product_low_frequency_ratio, unit_rows
 
 SCREENOT_RANK = 20
 """Upper bound on the rank given to ScreeNOT, as published."""
@@ -60,15 +60,15 @@ def geometry(
     shown = torch.linspace(1, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - 1)).round().long()
     for layer in range(len(mean)):
         p = pos[layer, 1:]
-        gram, spectrum = normalised_gram(p), torch.linalg.svd(p, full_matrices=False)
-        row = _positional(p, gram, spectrum[1], contexts, moments["moment"][layer])
+        unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
+        row = _positional(p, unit, spectrum[1], contexts, moments["moment"][layer])
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
         cvec = means["token"][layer] - mean[layer] - pos[layer, sample.token_position]
-        for name, value in _pictures(pos[layer], ctx[layer], gram, spectrum, cvec, shown, order).items():
+        for name, value in _pictures(pos[layer], ctx[layer], unit, spectrum, cvec, shown, order).items():
             arrays.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in arrays.items()}
     stacked |= {
@@ -106,7 +106,7 @@ def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, 
     ]
 
 
-def _positional(p: Tensor, gram: Tensor, values: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
+def _positional(p: Tensor, unit: Tensor, values: Tensor, contexts: float, moment: Tensor) -> dict[str, float]:
     """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
     # ‖P tiled over contexts‖₂ = √C · ‖P‖₂, and ‖M‖₂² is the largest eigenvalue of the centred moments.
     whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
@@ -118,7 +118,7 @@ def _positional(p: Tensor, gram: Tensor, values: Tensor, contexts: float, moment
         "relative_norm": math.sqrt(contexts * float(squares[0]) / whole) if whole > 0 else math.nan,
         **{
             f"low_frequency_{k}": float(r)
-            for k, r in zip(CUTOFFS, low_frequency_ratio(gram, CUTOFFS), strict=True)
+            for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS), strict=True)
         },
         **product_frequencies(p, squares),
     }
@@ -202,7 +202,7 @@ def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " gr
 def _pictures(
     pos: Float[Tensor, "positions width"],
     ctx: Float[Tensor, "sampled width"],
-    gram: Tensor,
+    unit: Tensor,
     spectrum: tuple[Tensor, Tensor, Tensor],
     cvec: Float[Tensor, "tokens width"],
     shown: Tensor,
@@ -219,8 +219,8 @@ def _pictures(
     sign[sign == 0] = 1
     both = torch.nn.functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
     shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
-    low = dct2(gram, SHOWN_FREQUENCIES).abs()
-    shown_dct[: low.shape[0], : low.shape[1]] = low
+    low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
+    shown_dct[: len(low), : len(low)] = (low @ low.T).abs()
     return {
         "positional_pca": (coordinates * sign).float(),
         "cvec_pca": (cvec @ axes.T * sign).float(),

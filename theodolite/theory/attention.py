@@ -13,8 +13,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from theodolite.threads import side_by_side
+
 MASKED = -1e30
 """Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""
+
+
+BLOCK = 64
+"""Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
+
+BLOCK_ENTRIES = 1 << 20
+"""Logits at a time: of long contexts a few heads only, of 16,384 tokens one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class AttentionInputs:
     bias: Float[Tensor, "batch_or_1 heads queries_or_1 keys"] | None = None
     sink: Float[Tensor, " heads"] | None = None
 
-    def blocks(self, size: int = 64) -> Iterator[LogitBlock]:
+    def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
         length = self.query.shape[2]
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
@@ -46,6 +55,16 @@ class AttentionInputs:
             first, last = self._key_range(start, stop)
             logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
             yield LogitBlock(start, stop, first, last, logits)
+
+    def head_parts(self) -> Iterator[slice]:
+        """Query heads whose blocks are worked on at once: whole groups that share a key head."""
+        batch, heads, queries, _ = self.query.shape
+        key_heads, keys = self.key.shape[1:3]
+        group = heads // key_heads
+        entries = batch * group * min(BLOCK, queries) * keys
+        step = group * max(1, min(key_heads, BLOCK_ENTRIES // max(entries, 1)))
+        for start in range(0, heads, step):
+            yield slice(start, min(start + step, heads))
 
     def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
         """The masked logits of all queries over some keys only."""
@@ -178,15 +197,20 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
     """The attention output itself, in the value's dtype, computed in float32 or better."""
     query, value = inputs.query, inputs.value
     output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-    for block in inputs.blocks():
-        logits = block.logits
-        if inputs.sink is not None:
-            column = inputs.sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-            weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            weights = logits.softmax(dim=-1)
-        summed = weigh(weights, value[:, :, block.first : block.last])
-        output[:, block.start : block.stop] = summed.transpose(1, 2)
+
+    def work(part: slice) -> None:
+        own = inputs.of_heads(part)
+        for block in own.blocks():
+            logits = block.logits
+            if own.sink is not None:
+                column = own.sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+                weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+            else:
+                weights = logits.softmax(dim=-1)
+            summed = weigh(weights, own.value[:, :, block.first : block.last])
+            output[:, block.start : block.stop, part] = summed.transpose(1, 2)
+
+    side_by_side(work, list(inputs.head_parts()))
     return output
 
 

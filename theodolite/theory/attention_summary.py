@@ -7,7 +7,7 @@ Triton kernels of `attention_triton.py` where they can do what is asked for. Not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +20,6 @@ from theodolite.theory import attention_triton
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
 from theodolite.theory.propagation import empirical_propagation
 from theodolite.threads import side_by_side
-
-BLOCK = 64
-"""Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
-
-BLOCK_ENTRIES = 1 << 20
-"""Logits at a time: of long contexts a few heads only, of 16,384 tokens one."""
 
 SINK_THRESHOLD = 0.3
 """ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
@@ -166,7 +160,7 @@ def summarise_in_blocks(
 
     def work(part: slice) -> None:
         own = inputs if part == slice(0, heads) else inputs.of_heads(part)
-        for block in own.blocks(BLOCK):
+        for block in own.blocks():
             now, seen = slice(block.start, block.stop), slice(block.first, block.last)
             weights, *found = _softmax(block.logits, own.sink)
             summed = weigh(weights, own.value[:, :, seen])
@@ -177,7 +171,7 @@ def summarise_in_blocks(
             if visit:
                 visit(block.start, block.first, part.start, weights)
 
-    side_by_side(work, list(_head_parts(inputs)))
+    side_by_side(work, list(inputs.head_parts()))
     learned = None if inputs.sink is None else rows[3]
     entropy, log_sum_exp, largest = rows[:3]
     return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
@@ -211,17 +205,6 @@ def weights_at(
 ) -> Float[Tensor, "batch heads pairs"]:
     """The attention that some queries (by position) pay to some keys: 0 where they do not see them."""
     return (inputs.at_pairs(query, key) - log_sum_exp[..., query]).exp()
-
-
-def _head_parts(inputs: AttentionInputs) -> Iterator[slice]:
-    """Query heads to work on at once, whole groups that share a key head."""
-    batch, heads, queries, _ = inputs.query.shape
-    key_heads, keys = inputs.key.shape[1:3]
-    group = heads // key_heads
-    entries = batch * group * min(BLOCK, queries) * keys
-    step = group * max(1, min(key_heads, BLOCK_ENTRIES // max(entries, 1)))
-    for start in range(0, heads, step):
-        yield slice(start, min(start + step, heads))
 
 
 def _softmax(

@@ -35,10 +35,15 @@ def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*
 
     A zero row has no direction; its row and column in G are zero.
     """
+    unit = unit_rows(p)
+    return unit @ unit.mT
+
+
+def unit_rows(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows width"]:
+    """P̄: the rows of P, each of length 1, or zero where it has no direction."""
     p = p.double()
     norms = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
-    unit = torch.where(norms > 0, p / torch.where(norms > 0, norms, 1.0), 0.0)
-    return unit @ unit.mT
+    return torch.where(norms > 0, p / torch.where(norms > 0, norms, 1.0), 0.0)
 
 
 def dct2(
