@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scipy.fft import dctn
 
@@ -289,6 +290,29 @@ def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpu
     for name in ("layers.parquet", "heads.parquet", "sinks.parquet", "arrays.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
     assert not (tmp_path / "parts.partial").exists()
+
+
+def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, opened, corpus):
+    """As a version left it that did not keep them yet."""
+
+    def stop(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    model = opened("gpt2")
+    with pytest.raises(KeyboardInterrupt):
+        survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
+    path = tmp_path / "run.partial" / "progress.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del tensors["attention.entropy"]
+    save_file(tensors, path, metadata)
+    words = (
+        r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
+    )
+    with pytest.raises(UsageError, match=words):
+        survey(model, corpus, tmp_path / "run", batch=1)
 
 
 def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):

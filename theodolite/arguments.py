@@ -6,7 +6,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from theodolite.errors import UsageError
-from theodolite.screen import screen
+from theodolite.screen import progress, screen
 
 if TYPE_CHECKING:
     from theodolite.corpus import Corpus
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXTS = 256
 DEFAULT_LENGTH = 512
 """Context length where the model has positions for more, and where it sets no limit."""
+
+EMBEDDED = "embedded"
+"""What the model inside the package is called where several models are named."""
 
 Model = Annotated[
     str | None,
@@ -82,14 +85,35 @@ class BareRay(TyperCommand):
 def opened_model(
     model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
 ) -> OpenModel:
-    """Open the model, saying so on the screen."""
+    """Open the model, saying so on the screen; None, or `EMBEDDED` where nothing has that name: the embedded one."""
     import transformers
 
     from theodolite.models import open_model
 
     transformers.utils.logging.disable_progress_bar()
+    model = None if model == EMBEDDED and not Path(model).exists() else model
     with screen.status(f"opening {model or 'the embedded model'}"):
         return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
+
+
+def opened_weights(
+    model: str | None, dtype: str, revision: str | None, stopped: Callable[[], bool]
+) -> OpenModel:
+    """Open the model for its weights only, with a bar while its files are hashed."""
+    import transformers
+
+    from theodolite.models import open_weights
+
+    transformers.utils.logging.disable_progress_bar()
+    megabytes = 1 << 20
+    with progress("hashing weights", "MB", stopped) as show:
+        return open_weights(
+            model,
+            dtype=dtype,
+            revision=revision,
+            say=lambda line: screen.print(line, style="dim", markup=False, highlight=False),
+            show_progress=lambda done, total: show(done // megabytes, total // megabytes),
+        )
 
 
 def read_corpus(

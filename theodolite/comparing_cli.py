@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from theodolite.arguments import (
     DEFAULT_CONTEXTS,
+    EMBEDDED,
     AsJson,
     Batch,
     CorpusSpec,
@@ -39,15 +39,12 @@ if TYPE_CHECKING:
     from theodolite.models import OpenModel
     from theodolite.run import Run
 
-EMBEDDED = "embedded"
-"""What the model inside the package is called here."""
-
 
 def compare_command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Two or more run folders, or folders or hub names of checkpoints (`embedded`: the model inside the "
+            help=f"Two or more run folders, or folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the "
             "package); all are compared with the first.",
             show_default=False,
         ),
@@ -88,10 +85,11 @@ def compare_command(
     device: Device = None,
     device_map: DeviceMap = None,
 ) -> None:
-    """What of the mechanism survives: sinks, tags, outliers, positions, entropies, head types, W_QK.
+    """What of the mechanism survives: sinks, tags, outliers, positions, what heads write, entropies, head types, W_QK.
 
-    Run folders of the same text are compared as they are, with the trace beside each (FOLDER-sinks) if all have one.
-    Models are surveyed and traced on the text first, into the folder that is written; a finished part is used again.
+    Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
+    (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text
+    first, into the folder that is written; a finished part is used again.
 
     Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
     """
@@ -115,7 +113,13 @@ def compare_command(
         else:
             many = DEFAULT_CONTEXTS if contexts is None else contexts
             text = _Text(corpus, length, many, seed, text_column)
-            work = _Work(folder, text, batch, functools.partial(_opened, dtype, device, device_map), stopped)
+            work = _Work(
+                folder,
+                text,
+                batch,
+                lambda source: opened_model(source, dtype, device, device_map, None),
+                stopped,
+            )
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)
         page = command.write(compared, folder)
@@ -124,11 +128,6 @@ def compare_command(
         else:
             command.show(compared, Console(soft_wrap=True))
         say_where(page, as_json)
-
-
-def _opened(dtype: str, device: str | None, device_map: str | None, source: str) -> OpenModel:
-    inside = source == EMBEDDED and not Path(source).exists()
-    return opened_model(None if inside else source, dtype, device, device_map, None)
 
 
 @dataclass(frozen=True)
@@ -174,3 +173,10 @@ class _Work:
         place = self.folder / f"{candidate.folder}-sinks"
         with progress(f"tracing sinks of {candidate.name}", "contexts", self.stopped) as bar:
             return trace_sinks(model, corpus, place, batch=self.batch, show_progress=bar)
+
+    def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        from theodolite.comparison.outputs import read_outputs
+
+        place = self.folder / f"{candidate.folder}-outputs"
+        with progress(f"reading outputs of {candidate.name}", "contexts", self.stopped) as bar:
+            return read_outputs(model, corpus, place, batch=self.batch, show_progress=bar)

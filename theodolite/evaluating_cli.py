@@ -16,6 +16,7 @@ from rich.console import Console
 
 from theodolite.arguments import (
     DEFAULT_CONTEXTS,
+    EMBEDDED,
     AsJson,
     Contexts,
     CorpusSpec,
@@ -40,7 +41,9 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Folders or hub names of checkpoints; the embedded model if left out.", show_default=False
+            help=f"Folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the package, which is meant too "
+            "if none is named).",
+            show_default=False,
         ),
     ] = None,
     corpus: CorpusSpec = None,

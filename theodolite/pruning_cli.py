@@ -24,6 +24,7 @@ from theodolite.arguments import (
     TextColumnName,
     opened_model,
     read_corpus,
+    refuse_unread,
     say_where,
 )
 from theodolite.errors import UsageError
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 
 PUBLISHED_CONTEXTS = 128
 """Calibration sequences of Zhang et al. 2025, appendix D."""
+
+RANK_RATIO, DAMPING = 0.25, 0.1
+"""The defaults of `prune_model`."""
+
+READ_BY = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
+"""Options of one method only. `--seed` is of all: texts are drawn by it too."""
 
 
 def prune_command(
@@ -51,11 +58,17 @@ def prune_command(
         str | None, typer.Option(help="Such as 2:4: at most 2 of 4 neighbouring inputs are kept.")
     ] = None,
     rank_ratio: Annotated[
-        float, typer.Option(help="Of oats: share of what is kept that goes into the low-rank part.")
-    ] = 0.25,
+        float | None,
+        typer.Option(
+            help=f"Of oats: share of what is kept that goes into the low-rank part [default: {RANK_RATIO}]."
+        ),
+    ] = None,
     damping: Annotated[
-        float, typer.Option(help="Of sparsegpt: added to the Hessian's diagonal, in means of it.")
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            help=f"Of sparsegpt: added to the Hessian's diagonal, in means of it [default: {DAMPING}]."
+        ),
+    ] = None,
     form: Annotated[
         str,
         typer.Option("--format", help="merged (for transformers) or factored (smaller, for theodolite)."),
@@ -80,10 +93,14 @@ def prune_command(
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.experiments.pruning import write_page
-        from theodolite.prune import prune_model
+        from theodolite.experiments.pruning import page_at, write_page
+        from theodolite.prune import METHODS, prune_model
 
-        asked = _numbers(sparsity) if sparsity else None if pattern else 0.5
+        if method in METHODS:  # another one is refused with what there is
+            given = {"--rank-ratio": rank_ratio, "--damping": damping}
+            unread = {name: value for name, value in given.items() if READ_BY[name] != method}
+            refuse_unread(f"{method} does not read it", unread)
+        asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
         _refuse_existing(out)
         opened = opened_model(model, dtype, device, device_map, revision)
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
@@ -94,16 +111,16 @@ def prune_command(
                 method,
                 asked,
                 pattern=pattern,
-                rank_ratio=rank_ratio,
+                rank_ratio=RANK_RATIO if rank_ratio is None else rank_ratio,
                 seed=seed,
-                damping=damping,
+                damping=DAMPING if damping is None else damping,
                 out=out,
                 form=form,
                 batch=batch,
+                beside=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show,
             )
-        page = write_page(pruned, out / "report")
-        _finish(pruned, out, page, as_json)
+        _finish(pruned, out, page_at(out / "report"), as_json)
 
 
 def _numbers(text: str) -> float | list[float]:
@@ -116,6 +133,11 @@ def _numbers(text: str) -> float | list[float]:
 
 def _refuse_existing(out: Path) -> None:
     """Before a model is opened for nothing; `prune_model` looks again, with the folder locked."""
+    from theodolite.prune.checkpoint import refuse_inside
+
+    refuse_inside(out)
+    if out.with_name(out.name + ".partial").is_dir():
+        return  # a pruning that was killed, perhaps at its very end
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"{out} exists already: choose another --out or remove it")
 

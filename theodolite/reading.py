@@ -184,7 +184,13 @@ def _resumed(
         notes, tensors = progress
         done = notes["contexts"]
         started -= notes["seconds"]
-        one_pass.restore(tensors)
+        try:
+            one_pass.restore(tensors)
+        except (KeyError, RuntimeError) as error:  # a sum that was not kept then, or of another shape
+            raise UsageError(
+                f"{workspace.folder} holds what another version of theodolite left unfinished, with other sums: remove "
+                "it to start afresh"
+            ) from error
     saved = time.monotonic()
 
     def save(contexts: int, must: bool) -> None:

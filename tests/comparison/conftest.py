@@ -1,4 +1,4 @@
-"""The planted model (`tests/planted.py`), and damaged copies of it, surveyed and traced on one text."""
+"""The planted model (`tests/planted.py`), and damaged copies of it, surveyed, traced and asked what heads write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import planted
+from theodolite.comparison import read_outputs
 from theodolite.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.run import Run
@@ -20,10 +21,11 @@ CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)
 
 
 class Pair(NamedTuple):
-    """A survey and the trace beside it."""
+    """A survey, and the trace and the outputs beside it."""
 
     run: Run
     trace: Run
+    outputs: Run
 
 
 def damage(model: torch.nn.Module, how: str) -> None:
@@ -32,6 +34,8 @@ def damage(model: torch.nn.Module, how: str) -> None:
     with torch.no_grad():
         if how == "destroyed":  # W_Q of head (0, 2), and so its W_QK
             model.transformer.h[0].attn.c_attn.weight[:, 2 * 16 : 3 * 16] = 0
+        elif how == "cut off":  # W_O of head (0, 2): what it writes never reaches the stream
+            model.transformer.h[0].attn.c_proj.weight[2 * 16 : 3 * 16] = 0
         elif how == "noisy":
             for block in model.transformer.h:
                 for weight in (block.attn.c_attn.weight, block.attn.c_proj.weight):
@@ -59,7 +63,7 @@ def damaged(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pair(damaged, tmp_path_factory):
-    """pair(how) → survey and trace of that model, from their folders."""
+    """pair(how) → survey, trace and outputs of that model, from their folders."""
     root = tmp_path_factory.mktemp("runs")
     done: dict[str, Pair] = {}
 
@@ -69,7 +73,8 @@ def pair(damaged, tmp_path_factory):
             folder = root / (how or "planted")
             survey(model, CORPUS, folder)
             trace_sinks(model, CORPUS, f"{folder}-sinks")
-            done[how] = Pair(Run.load(folder), Run.load(f"{folder}-sinks"))
+            read_outputs(model, CORPUS, f"{folder}-outputs")
+            done[how] = Pair(*(Run.load(f"{folder}{ending}") for ending in ("", "-sinks", "-outputs")))
         return done[how]
 
     return measured

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tests import checkpoints, planted
 from tests.comparison.conftest import CORPUS, IDS
 from theodolite.cli import app
+from theodolite.comparison import read_outputs
 from theodolite.comparison.candidates import candidates_of, look, without_term
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
@@ -37,9 +38,8 @@ def folders(pair, tmp_path_factory):
     """Run folders by the names that a user would give, traces beside them."""
     root = tmp_path_factory.mktemp("folders")
     for how in ("", "destroyed"):
-        run, trace = pair(how)
-        shutil.copytree(run.folder, root / (how or "dense"))
-        shutil.copytree(trace.folder, root / f"{how or 'dense'}-sinks")
+        for run, ending in zip(pair(how), ("", "-sinks", "-outputs"), strict=True):
+            shutil.copytree(run.folder, root / f"{how or 'dense'}{ending}")
     return root
 
 
@@ -49,11 +49,15 @@ def test_run_folders(folders, tmp_path):
     assert status == 0
     assert "Hit hardest: L0H2" in stdout
     assert "tags  3 of 5 tags survive" in stdout
+    assert "◐ dense → destroyed" in stdout
+    assert "◐ in part" in stdout
+    assert "Next-token loss: " in stdout
     page = out / "sinks-compare"
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())
     (pair,) = told["comparisons"]
-    assert (pair["reference"], pair["other"]) == ("dense", "destroyed")
+    assert (pair["reference"], pair["other"], pair["verdict"]) == ("dense", "destroyed", "in part")
+    assert {part["name"]: part["verdict"] for part in pair["parts"]}["sinks"] == "in part"
     sinks = pd.read_parquet(page / "table-sinks.parquet")
     assert (sinks["status"] == "lost").sum() == 2
     assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()
@@ -72,7 +76,9 @@ def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
     assert "sinks" in names
     assert "tags" not in names
     stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
-    assert "tags  Not compared: not every folder has its trace beside it" in stdout
+    assert "tags  Not compared: not every folder has its own beside it, as FOLDER-sinks" in stdout
+    assert "head outputs  Not compared: not every folder has its own beside it, as FOLDER-outputs" in stdout
+    assert "What the heads write was not compared." in stdout
 
 
 @pytest.fixture
@@ -164,6 +170,36 @@ class Work:
     def trace(self, candidate, model, corpus):
         return trace_sinks(model, corpus)
 
+    def outputs(self, candidate, model, corpus):
+        return read_outputs(model, corpus)
+
+
+class Untouched(Work):
+    """Fails where a model is read before everything is known to be possible."""
+
+    def survey(self, candidate, model, corpus):
+        raise AssertionError("a pass was made")
+
+    trace = outputs = survey
+
+
+def test_what_cannot_be_done_is_said_before_any_pass(damaged, tmp_path, monkeypatch):
+    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    config = transformers.GPT2Config.from_pretrained(damaged(), n_layer=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "shallow")
+    models = [str(damaged()), str(damaged("noisy"))]
+    cases = [
+        ((models, Untouched(), Focus("x", 9, 0)), {}, "layer 9 does not exist"),
+        ((models, Untouched(), Focus("x", 0, 9)), {}, "head 9 does not exist"),
+        ((models, Untouched(), Focus()), {"layer": 9, "rank": 2}, "layer 9 does not exist"),
+        ((models, Untouched(), Focus()), {"layer": 0, "rank": 900}, "900"),
+        (([models[0], str(tmp_path / "shallow")], Untouched(), Focus()), {}, "shallow has 2 layers"),
+        (([models[0], str(tmp_path / "none")], Untouched(), Focus()), {}, "no checkpoint at"),
+    ]
+    for arguments, options, words in cases:
+        with pytest.raises(UsageError, match=words):
+            compare_models(*arguments, **options)
+
 
 def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeypatch):
     """Planted: W_Q and W_K of layer 0 are the three sinks' own directions, and nothing else is in them."""
@@ -174,8 +210,8 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     assert [audit.other for audit in compared.audits] == names
     assert [audit.reference for audit in compared.audits] == ["planted", "noisy", "noisy"]
     assert (
-        work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 2
-    )  # once for each, and for the prompt
+        work.opened_sources == [str(damaged()), str(damaged("noisy"))] * 3
+    )  # once for each to check, to survey, and for the prompt
     table = compared.outcome.tables["sinks_of_the_layer"]
     planted_there = [sink for sink in planted.SINKS if sink[0] == 0]
     assert (table["with_term"] == 1).sum() == len(planted_there)

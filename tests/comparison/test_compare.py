@@ -15,17 +15,21 @@ from tests import planted
 from tests.comparison.conftest import CORPUS, IDS
 from tests.report.synthetic import make_survey, weights_only
 from theodolite import compare
+from theodolite.comparison import read_outputs
 from theodolite.comparison.audit import most_lost
 from theodolite.errors import UsageError
+from theodolite.experiments.base import FAILS, HOLDS, IN_PART
 from theodolite.models import open_model
 from theodolite.surveyor import survey
 from theodolite.tracer import trace_sinks
 
 DESTROYED = (0, 2)
+UNSEEN = "What the heads write was not compared."
 
 
 def of(damaged, reference, **names):
-    return compare(reference.run, damaged.run, reference.trace, damaged.trace, **names)
+    outputs = (reference.outputs, damaged.outputs)
+    return compare(reference.run, damaged.run, reference.trace, damaged.trace, outputs_of=outputs, **names)
 
 
 def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
@@ -35,7 +39,9 @@ def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
 
 def test_a_model_compared_with_itself_survives_exactly(pair):
     audit = of(pair(), pair())
-    assert audit.summary == "Everything survived, exactly: no number differs."
+    assert audit.summary.startswith("Everything survived, exactly: no number differs. Next-token loss: ")
+    assert audit.summary.endswith(" nats, unchanged.")
+    assert audit.answer == HOLDS
     for part in audit.parts:
         assert set(part.table["status"]) <= {"survived"}
         assert part.exact or not len(part.table)
@@ -48,7 +54,7 @@ def test_a_model_compared_with_itself_survives_exactly(pair):
 def test_synthetic_runs_compared_with_themselves_survive_exactly():
     run = make_survey()
     audit = compare(run, replace(run))
-    assert audit.summary == "Everything survived, exactly: no number differs."
+    assert audit.summary == f"Everything survived, exactly: no number differs. {UNSEEN}"
     assert [part.name for part in audit.parts if part.name == "tags"] == []
 
 
@@ -68,7 +74,9 @@ def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
     assert places(audit.part("tags").table, "lost") == {DESTROYED}
     assert places(audit.part("spectra").table, "lost") == {DESTROYED}
     assert places(audit.part("entropies").table, "lost") == {DESTROYED}
-    assert "Hit hardest: L0H2 (sinks, tags, entropies, head types and spectra)" in audit.summary
+    assert places(audit.part("head outputs").table, "lost") >= {DESTROYED}
+    assert "Hit hardest: L0H2 (sinks, tags, head outputs, entropies, head types and spectra)" in audit.summary
+    assert audit.answer == audit.part("sinks").answer == IN_PART
     assert "lost: L0H2" in audit.part("sinks").sentence
     assert audit.part("sinks").sentence.startswith("3 of 5 sinks survive (60\u00a0% by weight); 2 of 3 heads")
     assert most_lost([audit]) == DESTROYED
@@ -87,6 +95,7 @@ def test_the_head_that_lost_most_is_not_the_one_that_has_most(pair):
 def test_of_a_random_model_nothing_survives(pair):
     audit = of(pair("random"), pair())
     assert audit.summary.startswith("Nothing survived: neither sinks, tags, ")
+    assert audit.answer == FAILS
     for part in audit.parts:
         assert not part.left > 0.1, part.name
 
@@ -366,8 +375,10 @@ def test_other_families(family, opened):
     ids = torch.randint(0, 250, (4, 24), generator=torch.Generator().manual_seed(0))
     corpus = replace(CORPUS, contexts=ids, labels=torch.full((4,), -1))
     run, trace = survey(model, corpus), trace_sinks(model, corpus)
-    audit = compare(run, run, trace, trace)
-    assert audit.summary == "Everything survived, exactly: no number differs."
+    written = read_outputs(model, corpus)
+    audit = compare(run, run, trace, trace, outputs_of=(written, written))
+    assert audit.summary.startswith("Everything survived, exactly: no number differs.")
+    assert (audit.loss is None) == (family == "bert")
 
 
 def provenance(run, **model):
@@ -375,7 +386,7 @@ def provenance(run, **model):
 
 
 def test_refusals(pair):
-    run, trace = pair()
+    run, trace, written = pair()
     other_text = replace(
         run, provenance=run.provenance | {"corpus": run.provenance["corpus"] | {"sha256": "another"}}
     )
@@ -389,11 +400,18 @@ def test_refusals(pair):
         ((run, weights_only(run)), "spectra of weights, and no text was read"),
         ((run, run, trace), "give both or neither"),
         ((run, run, trace, run), "this is no trace of sinks"),
-        ((run, run, trace, pair("noisy").trace), "the trace is of another model than the survey"),
+        ((run, run, trace, pair("noisy").trace), "the trace beside it is of another model than the survey"),
+        ((run, written), "these are outputs of heads; give the survey"),
     ]
     for arguments, words in cases:
         with pytest.raises(UsageError, match=words):
             compare(*arguments)
+    for outputs, words in (
+        ((written, run), "these are no outputs of heads"),
+        ((written, pair("noisy").outputs), "the outputs beside it are of another model"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            compare(run, run, outputs_of=outputs)
     with pytest.raises(UsageError, match="no part 'heads': there are sinks, "):
         compare(run, run).part("heads")
 
@@ -405,7 +423,7 @@ def test_what_an_audit_says_and_gives(pair):
     counts = audit.tables["parts"].set_index("part")
     assert counts.loc["sinks", ["survived", "lost", "new", "undecided"]].tolist() == [3, 2, 0, 0]
     assert counts.loc["sinks", "left"] == pytest.approx(3 / 5)
-    assert set(audit.tables) == {"parts", *(part.name.replace(" ", "_") for part in audit.parts)}
+    assert set(audit.tables) == {"parts", "loss", *(part.name.replace(" ", "_") for part in audit.parts)}
     assert audit.runs["b"]["model"]["sha256"] == pair("destroyed").run.provenance["model"]["sha256"]
     named = compare(pair().run, pair("destroyed").run)
     assert named.reference == pair().run.provenance["model"]["id"]
@@ -421,5 +439,5 @@ def test_an_intervention_is_named(damaged, pair):
     assert "under masked_keys(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
     assert audit.part("spectra").exact
-    with pytest.raises(UsageError, match="the trace is of another model than the survey"):
+    with pytest.raises(UsageError, match="the trace beside it is of another model than the survey"):
         compare(pair().run, run, pair().trace, pair().trace)  # this trace is without the intervention

@@ -21,7 +21,11 @@ from theodolite.report import figures_prompt
 def audits(pair):
     names = ("planted", "destroyed"), ("planted", "noisy")
     return [
-        compare(pair().run, pair(how).run, pair().trace, pair(how).trace, names=(name, how))
+        compare(
+            *(pair().run, pair(how).run, pair().trace, pair(how).trace),
+            outputs_of=(pair().outputs, pair(how).outputs),
+            names=(name, how),
+        )
         for name, how in names
     ]
 
@@ -63,6 +67,7 @@ def test_patches_give_the_figure_of_the_other_table(audits, place):
         ("sinks", *dots(drawing.SINK_DOTS)),
         ("tags", *dots(drawing.TAG_DOTS)),
         ("spectra", *dots(drawing.SPECTRUM_DOTS)),
+        ("head outputs", *dots(drawing.OUTPUT_DOTS)),
         ("entropies", drawing.entropies, drawing.entropies_patch),
         ("positional basis", drawing.positions, drawing.positions_patch),
     ]
@@ -134,8 +139,21 @@ def test_outputs_of_several_models_have_the_same_dimensions():
 def test_the_page_tells_every_part_and_every_model(audits):
     made = outcome(audits)
     claims = {verdict.claim: verdict.verdict for verdict in made.verdicts}
-    assert claims["The mechanism of planted survives in destroyed"] == "holds"  # 3 of 5 sinks, 15 of 16 heads
-    assert claims["destroyed, spectra"] == "holds"
+    assert (
+        claims["The mechanism of planted survives in destroyed"] == "in part"
+    )  # 3 of 5 sinks, 15 of 16 heads
+    assert claims["destroyed, spectra"] == "in part"
+    assert claims["destroyed, positional basis"] == "holds"
+    for audit in audits:  # the verdicts say what the sentences say
+        for part in audit.parts:
+            if len(part.table):
+                assert claims[f"{audit.other}, {part.name}"] == part.answer
+                assert (part.answer == "holds") == (part.decided > 0 and part.count("lost") == 0)
+                words = {"holds": "keeps", "in part": "keeps in part", "fails": "loses"}.get(part.answer)
+                group = next(
+                    (g for g in audit.summary.split(".")[0].split("; it ") if f"its {part.name} " in g), ""
+                )
+                assert words is None or group.removeprefix(f"{audit.other} ").startswith(f"{words} its ")
     page = render(COMPARED, made, make_survey())
     for word in (
         "lost: L0H2",
@@ -151,7 +169,7 @@ def test_the_page_tells_every_part_and_every_model(audits):
 
 def test_a_page_of_nothing(pair):
     """Two random models: no sink, tag, outlier or massive activation in either."""
-    run, trace = pair("random")
+    run, trace, _ = pair("random")
     made = outcome([compare(run, run, trace, trace)])
     page = render(COMPARED, made, run)
     assert "Everything survived, exactly" in page

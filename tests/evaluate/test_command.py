@@ -165,6 +165,14 @@ def test_what_are_no_numbers_of_examples_is_said(given):
         parse_shots(given)
 
 
+def test_the_embedded_model_has_a_name(text):
+    """As in `compare`; oracle: the model that is meant where none is named."""
+    options = ("--corpus", text, "--length", 32, "--contexts", 4, "--json")
+    named, unnamed = (call(*names, *options) for names in (("embedded",), ()))
+    assert named[0] == 0
+    assert json.loads(named[1])["scores"] == json.loads(unnamed[1])["scores"]
+
+
 def test_what_cannot_be_asked_is_one_line(checkpoint, tmp_path):
     for options, says in (
         (("--task", "few-shot", "--shots", "6"), "few-shot has up to 5 examples: use --shots 0-5"),

@@ -165,9 +165,10 @@ def test_prompts_that_are_too_long_are_counted(opened, folder):
 
 def test_the_caller_keeps_random_numbers_and_may_stop(opened, folder):
     """Oracle: the generators' own states, and the exception that was raised."""
+    model = opened("gpt2")
     before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     passes: list[int] = []
-    harness(opened("gpt2"), ["sums"], [0], folder=folder, before_pass=lambda: passes.append(1))
+    harness(model, ["sums"], [0], folder=folder, before_pass=lambda: passes.append(1))
     assert len(passes) >= 3
     assert random.getstate() == before[0]
     assert np.array_equal(np.random.get_state()[1], before[1])
@@ -180,6 +181,37 @@ def test_the_caller_keeps_random_numbers_and_may_stop(opened, folder):
         harness(opened("gpt2"), ["sums"], [0], folder=folder, before_pass=stop)
     harness(opened("gpt2"), ["sums"], [0], folder=folder)
     assert len(passes) < 10  # the hook is gone
+
+
+def test_requests_are_counted_and_no_other_bar_is_drawn(opened, folder, capfd):
+    """Oracle: 20 questions of three choices, and what was written to the screen; a caller's own bars stay."""
+    import io
+
+    from tqdm.auto import tqdm
+
+    told: list[tuple[int, int]] = []
+    harness(opened("gpt2"), ["sums"], [0], folder=folder, batch=7, show_progress=lambda *at: told.append(at))
+    assert [total for _, total in told] == [60] * len(told)
+    done = [done for done, _ in told]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, 60)
+    assert len(done) > 60 / 7
+    assert capfd.readouterr().err == ""
+    shown = io.StringIO()
+    list(tqdm(range(3), file=shown))
+    assert "3/3" in shown.getvalue()
+
+
+def test_a_mistake_of_our_own_is_not_taken_for_a_bad_task(opened, folder, monkeypatch):
+    """What no task can be blamed for is not called a task that cannot be loaded."""
+    from lm_eval.tasks import TaskManager
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(TaskManager, "load", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        harness(opened("gpt2"), ["sums"], [0], folder=folder)
 
 
 def test_the_network_is_left_alone(opened, folder, monkeypatch):

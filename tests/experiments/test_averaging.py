@@ -12,7 +12,7 @@ import torch
 from theodolite.experiments import averaging, averaging_construction, averaging_measures
 from theodolite.experiments.averaging import NORMED, PAPERS, STANDARD, judged
 from theodolite.experiments.averaging_measures import DIRECTIONS, EVALUATED, measured, random_directions
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
+from theodolite.experiments.base import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.experiments.study import Study, theory_run
 from theodolite.theory.averaging import averaging_model, mean_after
 from theodolite.train.averaging import Kind, Published, Trained, draw, train_averaging
@@ -78,7 +78,7 @@ def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     table = models(*[(PAPERS, 0.01, {})] * 5)
     assert verdict(table, words) == HOLDS
     assert verdict(table.assign(as_costly=0.06), words) == FAILS
-    assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNTESTABLE
+    assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
     assert verdict(table.assign(solved=False), words) == UNTESTABLE
     evidence = next(found.evidence for found in judged(table) if words in found.claim)
     assert "variance left 0.200" in evidence

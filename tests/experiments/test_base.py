@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from theodolite.experiments import criteria
+from theodolite.experiments import compression, compression_sweep, criteria, shots
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
+    UNDECIDED,
     UNTESTABLE,
     Criterion,
     harmless,
@@ -18,6 +19,7 @@ from theodolite.experiments.base import (
     judge_layers,
     place_of,
 )
+from theodolite.experiments.trainings import Effect, judge_interval
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
 
@@ -54,8 +56,8 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
         (9.0, math.nan, HOLDS),
         (11.0, math.nan, FAILS),
         (9.0, 0.4, HOLDS),
-        (9.0, 0.6, UNTESTABLE),
-        (11.0, 0.6, UNTESTABLE),
+        (9.0, 0.6, UNDECIDED),
+        (11.0, 0.6, UNDECIDED),
         (11.0, 0.4, FAILS),
         (10.0, math.nan, HOLDS),
         (math.nan, math.nan, UNTESTABLE),
@@ -71,12 +73,45 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
 
 
 @pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        (0.0, 0.0, UNDECIDED),
+        (0.0, math.nan, UNDECIDED),
+        (1e-300, 0.0, HOLDS),
+        (-1e-300, 0.0, FAILS),
+        (1.0, 0.4, HOLDS),
+        (1.0, 0.6, UNDECIDED),
+    ],
+)
+def test_a_tie_is_no_more_and_no_less(value, error, expected):
+    more, less = (Criterion(side, 0.0, "a test") for side in ("more than", "less than"))
+    verdict = judge("a claim", "a number", value, more, error)
+    assert verdict.verdict == expected
+    assert judge("a claim", "a number", -value, less, error).verdict == expected
+    assert ("equal to it" in verdict.evidence) == (value == 0)
+    layers = np.array([value] * 3), np.array([error] * 3)
+    assert judge_layers("a claim", "a number", layers[0], more, layers[1]).verdict == expected
+    interval = judge_interval("a claim", "a number", Effect(np.full(3, value)), more)
+    assert interval.verdict == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [compression.MORE, compression_sweep.GAIN, shots.GROWS, shots.WIDENS, criteria.LARGER, criteria.SMALLER],
+    ids=str,
+)
+def test_nothing_is_larger_than_itself(criterion):
+    assert not criterion.met(0.0)
+    assert judge("a claim", "a number", 0.0, criterion, 0.0).verdict == UNDECIDED
+
+
+@pytest.mark.parametrize(
     ("values", "errors", "expected"),
     [
         ([1, 2, 30], None, HOLDS),
         ([1, 20, 30], None, FAILS),
         ([1, 20], None, FAILS),
-        ([1, 9.5, 30], [0.1, 1.0, 0.1], UNTESTABLE),
+        ([1, 9.5, 30], [0.1, 1.0, 0.1], UNDECIDED),
         ([1, 2, 9.5], [0.1, 0.1, 1.0], HOLDS),
         ([1, 2, 30, math.nan], None, HOLDS),
         ([math.nan], None, UNTESTABLE),

@@ -124,7 +124,7 @@ def test_the_page_compares_three_predictions_with_every_head(opened):
     text = from_survey(run, "text")
     np.testing.assert_allclose(heads["propagation_text"], text.curve.mean(axis=1))
     assert len(outcome.verdicts) == 11
-    assert all("criterion: at " in verdict.evidence for verdict in outcome.verdicts)
+    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     if len(run.heads) < 8:
         assert outcome.verdicts[0].verdict == UNTESTABLE
     for exhibit in outcome.exhibits:

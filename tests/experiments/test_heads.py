@@ -9,7 +9,7 @@ import pytest
 
 from theodolite.errors import UsageError
 from theodolite.experiments import Study
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
+from theodolite.experiments.base import FAILS, HOLDS, UNDECIDED
 from theodolite.experiments.heads import HEADS, _rank_correlation
 
 FIGURE_25 = HEADS[0]
@@ -41,7 +41,7 @@ def test_a_correlation_within_its_error_decides_nothing(run):
     """Oracle: shares that alternate have a rank correlation near 0 with anything monotone."""
     share = np.tile([0.9, 0.1], len(run.heads) // 2)
     run = _with(run, argmax_property=share, previous_token=np.linspace(0, 1, len(share)))
-    assert Study(run).outcome(FIGURE_25).verdicts[2].verdict == UNTESTABLE
+    assert Study(run).outcome(FIGURE_25).verdicts[2].verdict == UNDECIDED
 
 
 def test_the_normed_share_is_shown_where_the_run_has_it(run):

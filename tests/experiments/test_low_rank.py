@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from theodolite.experiments import reproduce
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
+from theodolite.experiments.base import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.experiments.low_rank import energy_within_rank, noise_share
 from theodolite.experiments.tables import _verdicts_2
 
@@ -78,6 +78,6 @@ def test_the_noise_of_few_contexts_is_not_taken_for_rank(run):
     norm = float(drawn.norm(dim=-1).mean())
     noisy = replace(run, arrays=arrays, layers=run.layers.assign(norm=norm, rank=6.0))
     np.testing.assert_allclose(noise_share(noisy), 1, atol=0.05)
-    assert _answers(noisy) == [UNTESTABLE, UNTESTABLE]
+    assert _answers(noisy) == [UNDECIDED, UNDECIDED]
     assert "sampling noise of 40 contexts" in reproduce("geometry/table1", noisy).verdicts[0].evidence
     assert _answers(replace(noisy, layers=noisy.layers.assign(norm=0.0))) == [FAILS, FAILS]

@@ -76,7 +76,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
     expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
     assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
     assert outcome.tables["massive"]["dimension"].unique().tolist() == [DIMENSION]
-    assert outcome.runs["outliers"]["corpus"] == study.corpus.sha256
+    assert outcome.runs["outliers"]["corpus"]["sha256"] == study.corpus.sha256
 
 
 def test_every_figure_is_drawn_and_shows_what_was_planted(studied):

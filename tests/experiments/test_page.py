@@ -13,7 +13,16 @@ from tests.report.synthetic import HOSTILE
 from tests.report.test_page import Reader
 from theodolite.errors import WorkError
 from theodolite.experiments import EXPERIMENTS, Study, write_index, write_outcome
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Comparison, Outcome, Verdict
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    UNDECIDED,
+    UNTESTABLE,
+    Comparison,
+    Outcome,
+    Verdict,
+)
 from theodolite.experiments.claims import claims
 from theodolite.experiments.contexts import CONTEXTS
 from theodolite.experiments.tables import TABLES
@@ -131,10 +140,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
         write_outcome(FIGURE_2, Outcome([], [], {}), run, tmp_path / "file")
 
 
-def test_marks_tell_the_three_answers_apart(run, tmp_path):
-    verdicts = [Verdict(answer, answer, "1") for answer in (HOLDS, FAILS, UNTESTABLE)]
+def test_marks_tell_the_answers_apart(run, tmp_path):
+    verdicts = [Verdict(answer, answer, "1") for answer in (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)]
     page = write_outcome(FIGURE_2, Outcome([], verdicts, {}), run, tmp_path)
     reader = Reader(page.read_text())
     marks = [element.get("class") for element in reader.named("li")]
-    assert [mark for mark in marks if mark] == ["holds", "fails", "open"]
-    assert reader.texts["span"][::2] == ["✓", "✗", "–"]
+    assert [mark for mark in marks if mark] == ["holds", "partly", "fails", "open", "open"]
+    assert reader.texts["span"][::2] == ["✓", "◐", "✗", "–", "–"]

@@ -16,7 +16,7 @@ from scipy import stats
 
 from theodolite.errors import UsageError
 from theodolite.experiments import folders
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE
+from theodolite.experiments.base import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.experiments.page import write_outcome
 from theodolite.experiments.regularised import REGULARISED, grid_run, judge_effect, outcome_of
 from theodolite.experiments.study import Study
@@ -152,7 +152,7 @@ def test_intervals_and_correlations() -> None:
         ([0.05, 0.051, 0.052], HOLDS),
         ([-0.05, -0.051, -0.052], FAILS),
         ([0.001, 0.002, 0.003], FAILS),
-        ([0.1, -0.05, 0.05], UNTESTABLE),
+        ([0.1, -0.05, 0.05], UNDECIDED),
         ([0.05], UNTESTABLE),
     ],
 )

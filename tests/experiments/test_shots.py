@@ -75,9 +75,9 @@ def test_verdicts_follow_the_numbers():
     sharp = shots_outcome(made_up(curves, 1e-4), {}).verdicts
     assert [verdict.verdict for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
     # The lead over SparseGPT is the same at 0 and at 5.
-    assert sharp[4].verdict == "not testable here"
+    assert sharp[4].verdict == "not decided"
     blurred = [v for v in shots_outcome(made_up(curves, 0.5), {}).verdicts if "similarly" not in v.claim]
-    assert {verdict.verdict for verdict in blurred} == {"not testable here"}
+    assert {verdict.verdict for verdict in blurred} == {"not decided"}
 
 
 def test_the_folder_is_known_and_others_are_refused(folder):

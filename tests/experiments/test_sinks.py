@@ -92,9 +92,9 @@ def test_the_largest_of_more_layers_must_gain_more():
     """Oracle: Bonferroni by hand: 2 standard errors for one later layer, 2.28 for two, 2.53 for four."""
     last = HEADS.assign(layer=3, gain=[0.0205, 0.0205, -0.1, 0.5])
     assert _released(last, 4).verdict == "holds"  # two of three, of whom there is one later layer: two errors
-    assert _released(HEADS.assign(layer=2), 4).verdict == "not testable here"  # the better one of two: 2.28
+    assert _released(HEADS.assign(layer=2), 4).verdict == "not decided"  # the better one of two: 2.28
     assert _released(HEADS.assign(layer=2, gain=0.0235), 4).verdict == "holds"
-    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).verdict == "not testable here"
+    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).verdict == "not decided"
     assert "more in 0 of 3 heads with a sink, less in 1 " in _released(HEADS.assign(layer=2), 4).evidence
     assert _released(HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).verdict == "fails"
     assert _released(HEADS.assign(gain_se=math.nan), 4).verdict == "not testable here"
@@ -104,11 +104,11 @@ def test_a_share_of_few_sinks_is_uncertain():
     """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, by hand."""
     weights = np.array([1.0, 1.0, 0.0])
     outlying = pd.Series([False, False, True])
-    assert _outlying(outlying, weights).verdict == "not testable here"  # 0 ± 0.35, and the criterion is 0.5
+    assert _outlying(outlying, weights).verdict == "not decided"  # 0 ± 0.35, and the criterion is 0.5
     assert ": 0 ± 0.4; " in _outlying(outlying, weights).evidence
     assert _outlying(pd.Series([False] * 30), np.ones(30)).verdict == "fails"
     assert _copied(pd.Series([0.99, 0.97, 0.98]), np.ones(3)).verdict == "holds"
-    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).verdict == "not testable here"
+    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).verdict == "not decided"
 
 
 def test_a_trace_of_an_older_version_is_refused(model):

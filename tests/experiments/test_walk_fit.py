@@ -173,7 +173,7 @@ def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
     assert set(MEASURES) < set(table.columns)
     assert len(table) == 3 * model.layers + model.layers + 1
     assert len(outcome.verdicts) == 6
-    assert all("criterion: at " in verdict.evidence for verdict in outcome.verdicts)
+    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(run)
         assert len(exhibit.choice.patch(run, exhibit.choice.options(run)[-1].key)) == len(figure.data)

@@ -105,6 +105,24 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         "a sparsity of 0": (bad("--sparsity", "0"), "sparsity is 0.0"),
         "a sparsity of 1": (bad("--sparsity", "1"), "sparsity is 1.0"),
         "no number": (bad("--sparsity", "half"), "'half' is no number"),
+        "an empty sparsity": (bad("--sparsity", ""), "'' is no number"),
+        "a sparsity of nothing": (
+            bad("--sparsity", "1e-9"),
+            "a sparsity of 1e-09 removes no entry of any matrix",
+        ),
+        "nothing of any row": (
+            bad("--sparsity", "0.001", "--method", "wanda"),
+            "a sparsity of 0.001 removes no entry of any matrix",
+        ),
+        "another method's rank ratio": (
+            bad("--method", "wanda", "--rank-ratio", "0.5"),
+            "wanda does not read it: leave out --rank-ratio",
+        ),
+        "another method's damping": (bad("--damping", "0.1"), "oats does not read it: leave out --damping"),
+        "inside a pruned checkpoint": (
+            _arguments(model, text, tmp_path / "pruned" / "deep" / "out"),
+            f"lies inside the pruned checkpoint {tmp_path / 'pruned'}: choose another --out",
+        ),
         "too few sparsities": (bad("--sparsity", "0.5,0.5"), "2 sparsities for 3 blocks"),
         "a rank ratio above 1": (bad("--rank-ratio", "2"), "rank ratio 2 of q in block 0"),
         "an unknown method": (bad("--method", "lottery"), "unknown method lottery"),

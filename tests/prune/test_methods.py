@@ -124,6 +124,30 @@ def test_wanda_removes_the_smallest_of_each_output(sparsity):
         assert np.array_equal(wanda(torch.from_numpy(weight), norm, sparsity).numpy(), expected)
 
 
+@pytest.mark.parametrize("factor", [1e50, 1e-50, 1e300, 1e-300, 2.0**-1060, 3.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_common_factor_of_norms_changes_nothing(factor, kind):
+    """Oracle: numpy in float64, where the scores of float32 would all be infinite or 0."""
+    weight = torch.from_numpy(weights(13, 21)).to(kind)
+    norms = np.arange(21.0)  # the first input was always 0
+    pruned = wanda(weight, torch.from_numpy(norms * factor), 0.5)
+    for row, own in zip(pruned.double().numpy(), weight.double().numpy(), strict=True):
+        removed = np.argsort(np.abs(own) * norms, kind="stable")[:10]
+        assert set(np.flatnonzero(row == 0)) == set(removed)
+        assert 0 in removed
+
+
+def test_scores_are_those_of_the_released_code_to_the_bit():
+    """Oracle: |W| · ‖x‖ in float32. Many scores are nearly equal, so another rounding would choose others."""
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.rand(512, generator=generator) * 37 + 0.1
+    weight = 1 / norms * (1 + 1e-7 * torch.randn(64, 512, generator=generator))
+    scores = weight.abs() * norms
+    kept = scores.argsort(dim=1, stable=True)[:, 256:]
+    expected = torch.zeros_like(weight).scatter(1, kept, weight.gather(1, kept))
+    assert torch.equal(wanda(weight, norms, 0.5), expected)
+
+
 @pytest.mark.parametrize("pattern", [(2, 4), (4, 8), (2, 8), (1, 3)])
 def test_patterns_keep_the_best_of_each_group(pattern):
     weight, norm = weights(6, 48), np.exp(weights(1, 48, 1)[0])

@@ -6,27 +6,29 @@ an intervention, and next year.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from theodolite.comparison import heads, sinks, stream
+from theodolite.comparison import heads, outputs, sinks, stream
+from theodolite.comparison.outputs import Loss
 from theodolite.comparison.parts import LOST, NEW, SURVIVED, UNDECIDED, Part
 from theodolite.errors import UsageError
+from theodolite.experiments.base import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
 from theodolite.report.data import provenance
 from theodolite.report.text import counted, head_name, listed
 from theodolite.run import Run
 
-NEARLY_ALL, HARDLY_ANY = 0.9, 0.1
-"""Of a part: with more left it survived, with less it is lost."""
-
 HARDEST, LEAST_PARTS = 3, 2
-"""Heads that are named as hit hardest, where no more are alike, and the parts that one must lose something of."""
+"""Heads that are named as hit hardest, where no more are alike, and the parts that one must lose something of, if its
+output is not among them."""
 
-OF_HEADS = ("sinks", "tags", "entropies", "head types", "spectra")
+OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
+
+SAID: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "keeps in part", FAILS: "loses"}
+"""What a model does with a part, in the words of the summary."""
 
 SHAPE = {
     "layers": "layers",
@@ -44,9 +46,10 @@ class Audit:
     Attributes:
         reference, other: names of the two.
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
-            entropies, head types, spectra.
-        summary: the verdict in one or two sentences; each part has one of its own.
+            head outputs (where they were given), entropies, head types, spectra.
+        summary: the verdict in a few sentences; each part has one of its own.
         runs: provenance of the two surveys.
+        loss: of next tokens, where outputs were given of models that predict them.
     """
 
     reference: str
@@ -54,6 +57,12 @@ class Audit:
     parts: tuple[Part, ...]
     summary: str
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    @property
+    def answer(self) -> Answer:
+        """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part."""
+        return answer_of(self.parts)
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -74,10 +83,11 @@ class Audit:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """`parts`, the counts of each part, and each part's own table by its name, with underscores."""
+        """`parts`, the counts of each part, `loss`, and each part's own table by its name, with underscores."""
         counts = pd.DataFrame(
             {
                 "part": [part.name for part in self.parts],
+                "verdict": [part.answer for part in self.parts],
                 "survived": [part.count(SURVIVED) for part in self.parts],
                 "lost": [part.count(LOST) for part in self.parts],
                 "new": [part.count(NEW) for part in self.parts],
@@ -86,7 +96,8 @@ class Audit:
                 "left": [part.left for part in self.parts],
             }
         )
-        return {"parts": counts} | {part.name.replace(" ", "_"): part.table for part in self.parts}
+        loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
+        return {"parts": counts} | loss | {part.name.replace(" ", "_"): part.table for part in self.parts}
 
 
 def compare(
@@ -95,9 +106,10 @@ def compare(
     reference_trace: Run | None = None,
     other_trace: Run | None = None,
     *,
+    outputs_of: tuple[Run, Run] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Audit:
-    """Say which sinks, tags, outliers, positions, entropies, head types and spectra of one model another has.
+    """Say which sinks, tags, outliers, positions, head outputs, entropies, head types and spectra another model has.
 
     A difference has the standard error √(a² + b²) of the two runs' own, as if each had read a text of its own; they
     read the same one, so that the true error is mostly smaller. `docs/comparison.md` has the criteria.
@@ -105,6 +117,8 @@ def compare(
     Args:
         reference, other: from `survey` or `Run.load`, of the same text.
         reference_trace, other_trace: from `trace_sinks` on that text, both or neither; without, tags are left out.
+        outputs_of: both models, from `comparison.read_outputs` on that text; without, nothing is known of what heads
+            write, nor of the loss.
         names: what to call the two; None: by their model's path or name.
 
     Raises:
@@ -114,20 +128,23 @@ def compare(
         raise UsageError("tags are compared from two traces: give both or neither")
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
     called = names or (name_of(reference), name_of(other))
-    _check([reference, other], traces, [*called, *called])
+    written = list(outputs_of or ())
+    _check([reference, other], traces, written, called)
     made = [
         sinks.sinks(reference, other),
         *([sinks.tags(*traces)] if traces else []),
         stream.outlier_dimensions(reference, other),
         stream.massive_activations(reference, other),
         stream.positions(reference, other),
+        *([outputs.head_outputs(*written)] if written else []),
         heads.entropies(reference, other),
         heads.head_types(reference, other),
         heads.spectra(reference, other),
     ]
     parts = tuple(made)
     runs = {name: run.provenance for name, run in zip(called, (reference, other), strict=True)}
-    return Audit(*called, parts, summarise(parts, called[1]), runs)
+    loss = outputs.loss(*written) if written else None
+    return Audit(*called, parts, summarise(parts, called[1], loss), runs, loss)
 
 
 def name_of(run: Run) -> str:
@@ -136,71 +153,120 @@ def name_of(run: Run) -> str:
     return " under ".join([str(run.provenance["model"]["id"]), *(str(edit) for edit in edits)])
 
 
-def _check(surveys: list[Run], traces: list[Run], names: list[str]) -> None:
+def _check(surveys: list[Run], traces: list[Run], written: list[Run], names: tuple[str, str]) -> None:
     """Refuse what cannot be compared."""
-    for run, name in zip(surveys, names, strict=False):
+    for run, name in zip(surveys, names, strict=True):
         if run.is_trace:
             raise UsageError(f"{name}: this is a trace of sinks; give the survey, and the trace beside it")
+        if run.is_outputs:
+            raise UsageError(
+                f"{name}: these are outputs of heads; give the survey, and the outputs beside it"
+            )
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights, and no text was read; give a survey")
     for run, name in zip(traces, names, strict=False):
         if not run.is_trace:
             raise UsageError(f"{name}: this is no trace of sinks; `theodolite trace` makes one")
+    for run, name in zip(written, names, strict=False):
+        if not run.is_outputs:
+            raise UsageError(f"{name}: these are no outputs of heads; `comparison.read_outputs` makes them")
     first = surveys[0].provenance
-    for run, name in zip([*surveys, *traces], names, strict=False):
-        for key, noun in SHAPE.items():
-            before, here = (provenance["model"].get(key) for provenance in (first, run.provenance))
-            if before != here:
-                raise UsageError(
-                    f"{name} has {here} {noun}, {names[0]} {before}: only models of one shape are compared"
-                )
+    for run, name in zip([*surveys, *traces, *written], names * 3, strict=False):
+        refuse_shapes((names[0], shape_of(first)), (name, shape_of(run.provenance)))
         if run.provenance["corpus"]["sha256"] != first["corpus"]["sha256"]:
             raise UsageError(
                 f"{name} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
                 "and --contexts; models with different tokenizers cannot be compared"
             )
-    for survey, trace, name in zip(surveys, traces, names, strict=False):
-        models = [run.provenance["model"]["sha256"] for run in (survey, trace)]
-        edits = [provenance(run, "fingerprint", "edits") for run in (survey, trace)]
-        if models[0] != models[1] or edits[0] != edits[1]:
-            raise UsageError(f"{name}: the trace is of another model than the survey; trace the same one")
+    for what, verb, beside in (("trace", "is", traces), ("outputs", "are", written)):
+        for survey, run, name in zip(surveys, beside, names, strict=False):
+            models = [one.provenance["model"]["sha256"] for one in (survey, run)]
+            edits = [provenance(one, "fingerprint", "edits") for one in (survey, run)]
+            if models[0] != models[1] or edits[0] != edits[1]:
+                raise UsageError(
+                    f"{name}: the {what} beside it {verb} of another model than the survey: make it anew"
+                )
 
 
-def summarise(parts: tuple[Part, ...], other: str) -> str:
-    """One sentence on what survived and what did not, and one on the heads that were hit hardest."""
-    there = [part for part in parts if math.isfinite(part.left)]
-    if all(part.exact for part in parts if len(part.table)):
+def shape_of(provenance: Mapping[str, Any]) -> dict[str, object]:
+    """What two models must have alike."""
+    return {key: provenance["model"].get(key) for key in SHAPE}
+
+
+def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[str, object]]) -> None:
+    """Refuse two models, each a name and `shape_of` it, that differ in shape.
+
+    Raises:
+        UsageError: in what they do.
+    """
+    for key, noun in SHAPE.items():
+        before, here = first[1][key], second[1][key]
+        if before != here:
+            raise UsageError(
+                f"{second[0]} has {here} {noun}, {first[0]} {before}: only models of one shape are compared"
+            )
+
+
+def answer_of(parts: Sequence[Part]) -> Answer:
+    """Of all parts together; those of which the reference has nothing, or nothing that is decided, do not count."""
+    answers = {part.answer for part in parts} - set(OPEN)
+    if not answers:
+        return UNTESTABLE
+    return answers.pop() if len(answers) == 1 else IN_PART
+
+
+def summarise(parts: tuple[Part, ...], other: str, loss: Loss | None = None) -> str:
+    """What survived and what did not, the heads that were hit hardest, the loss, and what was not looked at."""
+    same = loss is None or loss.unchanged
+    said = [_verdict(parts, other, same)]
+    if hardest := hit_hardest(parts):
+        said.append(f"Hit hardest: {'; '.join(hardest)}.")
+    if loss is not None:
+        said.append(f"{loss}.")
+    if not any(part.name == outputs.NAME for part in parts):
+        said.append("What the heads write was not compared.")
+    return " ".join(said)
+
+
+def _verdict(parts: tuple[Part, ...], other: str, same_loss: bool) -> str:
+    """One sentence, in the words of each part's `answer`."""
+    there = [part for part in parts if part.answer not in OPEN]
+    if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survived, exactly: no number differs."
-    if all(part.left < HARDLY_ANY for part in there):
+    if answer_of(parts) == FAILS:
         return (
             f"Nothing survived: neither {listed([part.name for part in there], 9).replace(' and ', ' nor ')}."
         )
-    groups: dict[str, list[str]] = {"keeps": [], "keeps in part": [], "loses": []}
+    groups: dict[str, list[str]] = {verb: [] for verb in SAID.values()}
     for part in there:
-        verb = "keeps" if part.left >= NEARLY_ALL else "loses" if part.left < HARDLY_ANY else "keeps in part"
-        groups[verb].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
+        groups[SAID[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
     said = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
     text = f"{other} {'; it '.join(said)}"
     added = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
     if added:
         text += f"; it has {listed(added, 9)}"
-    if not groups["keeps in part"] and not groups["loses"] and not any(part.count(LOST) for part in parts):
+    if answer_of(parts) == HOLDS:
         text = f"Everything survived: {text}"
-    hardest = hit_hardest(parts)
-    return f"{text}. Hit hardest: {'; '.join(hardest)}." if hardest else f"{text}."
+    return f"{text}."
 
 
 def hit_hardest(parts: tuple[Part, ...]) -> list[str]:
-    """The heads that lost something in most parts, each with these parts; none where many are alike."""
+    """The heads that lost something in most parts, each with these parts; none where many are alike.
+
+    One that lost its output counts also if nothing else of it is lost: it is cut off.
+    """
     lost: dict[tuple[int, int], list[str]] = {}
     for part in parts:
         if part.name in OF_HEADS:
             rows = part.table[part.table["status"] == LOST]
             for layer, head in sorted(set(zip(rows["layer"], rows["head"], strict=True))):
                 lost.setdefault((int(layer), int(head)), []).append(part.name)
+    lost = {
+        place: names for place, names in lost.items() if len(names) >= LEAST_PARTS or outputs.NAME in names
+    }
     most = max(map(len, lost.values()), default=0)
     hit = [(place, names) for place, names in sorted(lost.items()) if len(names) == most]
-    if len(hit) > HARDEST or most < LEAST_PARTS:
+    if len(hit) > HARDEST:
         return []
     return [f"{head_name(*place)} ({listed(names, len(OF_HEADS))})" for place, names in hit]
 

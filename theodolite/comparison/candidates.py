@@ -17,15 +17,17 @@ from typing import Protocol, TypeVar
 from jaxtyping import Int
 from torch import Tensor
 
+from theodolite.comparison.audit import refuse_shapes, shape_of
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.experiments.prompt_sinks import shipped_prompt
 from theodolite.experiments.qk import prompt_ids
+from theodolite.experiments.study import Focus
 from theodolite.interventions import Factors, without_low_rank
 from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
 from theodolite.prompt_trace import PromptTrace, trace_prompt
-from theodolite.provenance import token_text
+from theodolite.provenance import describe_model, token_text
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.run import Run
 
@@ -66,11 +68,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate with its survey, its trace, and what its intervention took out (share of ‖W‖_F² of q, k, v)."""
+    """A candidate with its survey, trace and outputs, and what its intervention took out (‖W‖_F² of q, k, v)."""
 
     candidate: Candidate
     run: Run
     trace: Run
+    outputs: Run
     taken: Mapping[str, float] | None
 
 
@@ -138,7 +141,7 @@ def low_rank_factors(source: str, layer: int) -> Factors | None:
 
 
 class Work(Protocol):
-    """How a candidate is opened, reads a text, is surveyed and traced."""
+    """How a candidate is opened, reads a text, is surveyed, traced, and asked what its heads write."""
 
     def opened(self, source: str) -> OpenModel:
         """The checkpoint, opened."""
@@ -152,26 +155,50 @@ class Work(Protocol):
     def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         """The trace, or the finished one."""
 
+    def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        """What its heads write and how well it predicts, or the finished one."""
 
-def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
-    """Survey and trace each candidate.
+
+def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int | None) -> None:
+    """Open each candidate, and refuse what cannot be done before anything that takes long.
+
+    Args:
+        focus: what is to be looked at. layer: whose heads may be.
 
     Raises:
-        UsageError: the models read the text as different tokens.
+        UsageError: models of several shapes, or that read the text as different tokens; no such layer, head, rank or
+            low-rank term; a prompt that a model cannot read.
     """
-    first: list[str] = []
+    seen: list[tuple[dict[str, object], str]] = []
 
-    def measured(candidate: Candidate, model: OpenModel) -> Measured:
-        corpus = work.read(model)
-        first.append(corpus.sha256)
-        if corpus.sha256 != first[0]:
+    def checked(candidate: Candidate, model: OpenModel) -> None:
+        seen.append((shape_of(describe_model(model)), work.read(model).sha256))
+        shape, tokens = seen[-1]
+        refuse_shapes((candidates[0].name, seen[0][0]), (candidate.name, shape))
+        if tokens != seen[0][1]:
             raise UsageError(
                 f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
                 "tokenizer and enough positions for the same --length can be compared"
             )
+        if layer is not None:
+            model.check_place(layer)
+        if focus.layer is not None and focus.head is not None:
+            model.check_place(focus.layer, focus.head)
+        _ids(model, focus.prompt)
+        with candidate.edit(model):
+            pass
+
+    _each(candidates, work.opened, checked)
+
+
+def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
+    """Survey and trace each candidate, and read what its heads write."""
+
+    def measured(candidate: Candidate, model: OpenModel) -> Measured:
+        corpus = work.read(model)
         with candidate.edit(model) as taken:
-            run = work.survey(candidate, model, corpus)
-            return Measured(candidate, run, work.trace(candidate, model, corpus), taken)
+            of = (candidate, model, corpus)
+            return Measured(candidate, work.survey(*of), work.trace(*of), work.outputs(*of), taken)
 
     return _each(candidates, work.opened, measured)
 

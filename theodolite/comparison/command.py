@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.comparison.audit import Audit, compare, most_lost
-from theodolite.comparison.candidates import Work, candidates_of, look, measure, without_term
+from theodolite.comparison.candidates import Work, candidates_of, check, look, measure, without_term
+from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import COMPARED, TERM, outcome
 from theodolite.errors import UsageError
-from theodolite.experiments.base import Outcome, harmless
+from theodolite.experiments.base import UNTESTABLE, Outcome, harmless
 from theodolite.experiments.page import MARKS, result, write_index, write_outcome
 from theodolite.experiments.study import Focus
 from theodolite.files import write_text, writing
@@ -43,21 +44,31 @@ def is_run(source: str) -> bool:
 
 
 def compare_folders(folders: Sequence[str]) -> Compared:
-    """Compare surveys with the first of them; tags too, where a trace lies beside each, as FOLDER-sinks.
+    """Compare surveys with the first of them.
+
+    Tags too, where a trace lies beside each, as FOLDER-sinks; what heads write and the loss, where outputs do, as
+    FOLDER-outputs.
 
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
     names = [candidate.name for candidate in candidates_of(folders)]
     runs = [Run.load(folder) for folder in folders]
-    beside = [Path(f"{Path(folder)}-sinks") for folder in folders]
-    traced = all((folder / "run.json").is_file() for folder in beside)
-    traces = [Run.load(folder) if traced else None for folder in beside]
-    audits = [
-        compare(runs[0], run, traces[0], trace, names=(names[0], name))
-        for run, trace, name in zip(runs[1:], traces[1:], names[1:], strict=True)
-    ]
+    traces, written = (_beside(folders, ending) for ending in ("sinks", "outputs"))
+    audits = []
+    for place in range(1, len(runs)):
+        pair = [traces[0], traces[place]] if traces else []
+        outputs = (written[0], written[place]) if written else None
+        audits.append(
+            compare(runs[0], runs[place], *pair, outputs_of=outputs, names=(names[0], names[place]))
+        )
     return Compared(audits, outcome(audits), runs[0])
+
+
+def _beside(folders: Sequence[str], ending: str) -> list[Run]:
+    """The runs called FOLDER-ending, if every folder has one."""
+    beside = [Path(f"{Path(folder)}-{ending}") for folder in folders]
+    return [Run.load(folder) for folder in beside] if all(map(is_run, map(str, beside))) else []
 
 
 def compare_models(
@@ -82,12 +93,15 @@ def compare_models(
     candidates = candidates_of(sources)
     if layer is not None:
         candidates[2:2] = without_term(1, candidates[1], layer, rank)
+    check(candidates, work, focus, layer)
     measured = measure(candidates, work)
     audits = []
     for one in measured[1:]:
         reference = measured[one.candidate.against]
         names = (reference.candidate.name, one.candidate.name)
-        audits.append(compare(reference.run, one.run, reference.trace, one.trace, names=names))
+        outputs = (reference.outputs, one.outputs)
+        runs = (reference.run, one.run, reference.trace, one.trace)
+        audits.append(compare(*runs, outputs_of=outputs, names=names))
     place = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
     place = place or most_lost(audits, layer)
     seen = None if place is None else look(candidates, work.opened, focus.prompt, *place)
@@ -100,9 +114,15 @@ def as_json(compared: Compared) -> dict[str, Any]:
         {
             "reference": audit.reference,
             "other": audit.other,
+            "verdict": audit.answer,
             "summary": audit.summary,
             "parts": [
-                {"name": part.name, "criterion": part.criterion, "sentence": part.sentence}
+                {
+                    "name": part.name,
+                    "verdict": part.answer,
+                    "criterion": part.criterion,
+                    "sentence": part.sentence,
+                }
                 for part in audit.parts
             ],
         }
@@ -132,14 +152,16 @@ def show(compared: Compared, console: Console) -> None:
     """Print, for each pair, the summary, a table of the parts, and a sentence on each."""
     for audit in compared.audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
-        console.print(f"\n[bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False)
+        mark = MARKS[audit.answer]
+        console.print(f"\n{mark} [bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False)
         console.print(_counts(audit))
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
-        if "tags" not in audit.tables:
-            console.print(
-                "[bold]tags[/bold]  Not compared: not every folder has its trace beside it, as FOLDER-sinks."
-            )
+        for name, ending in (("tags", "sinks"), (NAME, "outputs")):
+            if name not in [part.name for part in audit.parts]:
+                console.print(
+                    f"[bold]{name}[/bold]  Not compared: not every folder has its own beside it, as FOLDER-{ending}."
+                )
     for verdict in compared.outcome.verdicts:
         if verdict.claim == TERM:
             told = f"{MARKS[verdict.verdict]} {TERM}: {verdict.verdict}\n  {harmless(verdict.evidence)}"
@@ -148,10 +170,12 @@ def show(compared: Compared, console: Console) -> None:
 
 def _counts(audit: Audit) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "survived", "lost", "new", "undecided", "by chance", "left"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for heading in ("part", "verdict", "survived", "lost", "new", "undecided", "by chance", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right")
     for row in audit.tables["parts"].to_dict("records"):
         counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
         by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
-        table.add_row(row["part"], *counts, by_chance, percent(row["left"]))
+        there = row["verdict"] != UNTESTABLE  # else the reference has nothing of the part
+        told = f"{MARKS[row['verdict']]} {row['verdict']}" if there else ""
+        table.add_row(row["part"], told, *counts, by_chance, percent(row["left"]))
     return table

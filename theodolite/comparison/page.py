@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.comparison import outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import Look, Measured
 from theodolite.comparison.parts import HALF
@@ -18,8 +19,8 @@ from theodolite.experiments.base import (
     ERRORS,
     FAILS,
     HOLDS,
+    UNDECIDED,
     UNTESTABLE,
-    Answer,
     Experiment,
     Outcome,
     Verdict,
@@ -61,7 +62,8 @@ def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Lo
     ]
     tables = {}
     for name in audits[0].tables:
-        some = [_named(audit, audit.tables[name]) if several else audit.tables[name] for audit in audits]
+        having = [(audit, audit.tables[name]) for audit in audits if name in audit.tables]
+        some = [_named(audit, table) if several else table for audit, table in having]
         tables[name] = pd.concat([table for table in some if len(table)] or some[:1], ignore_index=True)
     aimed = [one for one in measured if one.candidate.layer is not None]
     if aimed:
@@ -76,27 +78,20 @@ def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Lo
 def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
     """On the whole mechanism, and on each part; `explain` what survives."""
     parts = [part for part in audit.parts if len(part.table)]
-    worst = min((part.left for part in parts if math.isfinite(part.left)), default=math.nan)
     whole = Verdict(
-        f"The mechanism of {audit.reference} survives in {audit.other}", _answer(worst), audit.summary
+        f"The mechanism of {audit.reference} survives in {audit.other}", audit.answer, audit.summary
     )
     return [
         whole,
         *(
             Verdict(
                 f"{audit.other}, {part.name}",
-                _answer(part.left),
+                part.answer,
                 f"{part.sentence} {'Criterion: ' + part.criterion + '.' if explain else ''}".strip(),
             )
             for part in parts
         ),
     ]
-
-
-def _answer(left: float) -> Answer:
-    if not math.isfinite(left):
-        return UNTESTABLE
-    return HOLDS if left >= HALF else FAILS
 
 
 def _named(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
@@ -143,11 +138,11 @@ def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict
     )
     near = ERRORS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
     if abs(without - HALF) <= near:
-        return Verdict(TERM, UNTESTABLE, f"{said}; within two standard errors of it")
+        return Verdict(TERM, UNDECIDED, f"{said}; within two standard errors of it")
     if without > HALF:
         return Verdict(TERM, FAILS, said)
     if at_random < HALF + near:
-        return Verdict(TERM, UNTESTABLE, f"{said}; a random part as large may take them away, too")
+        return Verdict(TERM, UNDECIDED, f"{said}; a random part as large may take them away, too")
     return Verdict(TERM, HOLDS, said)
 
 
@@ -250,6 +245,15 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "A dot a sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
             "dots at the lower edge. A lost dot near the line has turned: it tags in another direction.",
             f"{ZHANG}, sections 2 and 3.4",
+        ),
+        _Drawing(
+            outputs.NAME,
+            "What heads write, before and after",
+            lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
+            lambda table: drawing.scatter_patch(table, drawing.OUTPUT_DOTS),
+            "A dot a head: root mean square over tokens of the length of what it adds to the residual stream.",
+            "dots at the lower edge, which write nothing any more. A lost dot near the line writes something else.",
+            "ours",
         ),
         _Drawing(
             "entropies",

@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.experiments.base import ERRORS
+from theodolite.experiments.base import (
+    ERRORS,
+    FAILS,
+    HOLDS,
+    IN_PART,
+    UNTESTABLE,
+    Answer,
+)
+from theodolite.experiments.base import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
 from theodolite.report.text import counted, percent
 
@@ -18,6 +26,9 @@ SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
 HALF = 0.5
 """What survives keeps at least so much of what it was (ours)."""
+
+HARDLY_ANY = 0.1
+"""A part is lost with less left."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -61,6 +72,15 @@ class Part:
         if kept == 0 or lost == 0:
             return math.nan if kept == lost else float(kept > 0)
         return max(0.0, (kept - self.by_chance) / (kept + lost - self.by_chance))
+
+    @property
+    def answer(self) -> Answer:
+        """Whether the part survives: holds if nothing of it is lost, fails if hardly any is left, else in part."""
+        if not self.decided:
+            return NOT_DECIDED if self.count(UNDECIDED) else UNTESTABLE
+        if not self.count(LOST):
+            return HOLDS
+        return FAILS if self.left < HARDLY_ANY else IN_PART
 
     @property
     def exact(self) -> bool:

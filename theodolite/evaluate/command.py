@@ -25,7 +25,7 @@ from theodolite.evaluate.perplexity import perplexity, perplexity_scores
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
 from theodolite.reading import ShowProgress, fingerprint_of
-from theodolite.report.text import number, visible, with_error
+from theodolite.report.text import counted, number, visible, with_error
 from theodolite.rules import NAME, RULES
 
 Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]
@@ -105,7 +105,7 @@ def evaluate(
         )
         scores += [score for score in found if score.shots in questions.shots]
     if questions.of_lm_eval or questions.folder:
-        scores += _harness(model, questions, kept, mine, stopped)
+        scores += _harness(model, questions, kept, mine, bar, stopped)
     return [replace(score, model=model.id) for score in scores]
 
 
@@ -123,7 +123,12 @@ def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
 
 
 def _harness(
-    model: OpenModel, questions: Questions, kept: Kept, mine: dict[str, Any], stopped: Callable[[], bool]
+    model: OpenModel,
+    questions: Questions,
+    kept: Kept,
+    mine: dict[str, Any],
+    bar: Bar,
+    stopped: Callable[[], bool],
 ) -> list[Score]:
     """One number of shots after the other, each kept as soon as it is there."""
 
@@ -140,8 +145,16 @@ def _harness(
     }
     scores: list[Score] = []
     for shots in questions.shots:
-        measure = partial(
-            harness,
+        measure = partial(_asked, model, questions, shots, before_pass, bar)
+        scores += kept.get({**mine, **asked, "shots": shots}, measure)
+    return scores
+
+
+def _asked(
+    model: OpenModel, questions: Questions, shots: int, before_pass: Callable[[], None], bar: Bar
+) -> list[Score]:
+    with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
+        return harness(
             model,
             questions.of_lm_eval,
             [shots],
@@ -150,9 +163,8 @@ def _harness(
             limit=questions.limit,
             download=questions.download,
             before_pass=before_pass,
+            show_progress=show,
         )
-        scores += kept.get({**mine, **asked, "shots": shots}, measure)
-    return scores
 
 
 def _content(folder: Path) -> str:

@@ -25,12 +25,16 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
+from theodolite.reading import ShowProgress
 
 BATCH = 8
 """Requests a forward pass."""
 
 SEED, OTHER_SEED = 0, 1234
 """Of Python's random numbers, and of all others: what lm-eval's own command uses."""
+
+ASKED = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+"""Methods by which lm-eval asks a model, with a list of requests."""
 
 BOOTSTRAPS = 1000
 """Of metrics whose standard error has no closed form."""
@@ -46,6 +50,7 @@ def harness(
     limit: int | None = None,
     download: bool = False,
     before_pass: Callable[[], None] = lambda: None,
+    show_progress: ShowProgress = lambda done, total: None,
 ) -> list[Score]:
     """Evaluate a model on tasks of lm-eval with 0, 1, … examples in the prompt.
 
@@ -59,6 +64,7 @@ def harness(
         limit: documents of each task at most, the first ones; None: all.
         download: whether data that are not on this machine may be fetched. Without it no connection is tried.
         before_pass: called before each forward pass; it may raise to stop.
+        show_progress: told (done, total) requests of a number of shots, before each forward pass and at the end.
 
     Returns:
         For each number of shots and task (a tag: its tasks; a group: its own mean) a score for each metric, with
@@ -77,7 +83,7 @@ def harness(
             raise UsageError(f"{what} is {number}: use {least} or more")
     lm_eval = _lm_eval()
     scores: list[Score] = []
-    with _quietly() as cut, _network(download), _told(model.hf, before_pass):
+    with _quietly() as cut, _without_bars(), _network(download):
         manager, names = _known(tasks, folder)
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.hf,
@@ -87,7 +93,7 @@ def harness(
         )
         for count in shots:
             cut.clear()
-            with _seeded():
+            with _seeded(), _told(language_model, before_pass, show_progress):
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
                     language_model, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
@@ -146,7 +152,7 @@ def _loaded(
     try:
         with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
             loaded = manager.load(list(names))
-    except Exception as error:  # whatever `datasets`, YAML and a task's own functions raise
+    except _loading_errors() as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "" if download else "; data that are not on this machine are only fetched with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
@@ -157,6 +163,15 @@ def _loaded(
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=OTHER_SEED)
     return loaded
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What lm-eval, `datasets` and YAML raise at a task that is written wrong, or whose data are not here."""
+    import datasets
+    import yaml
+
+    foreseen = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError)
+    return (*foreseen, yaml.YAMLError, datasets.exceptions.DatasetsError)
 
 
 def _scores(
@@ -204,13 +219,52 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 
 @contextlib.contextmanager
-def _told(model: torch.nn.Module, before_pass: Callable[[], None]) -> Iterator[None]:
-    """While open, `before_pass` is called before every forward pass of the model."""
-    hook = model.register_forward_pre_hook(lambda module, inputs: before_pass())
+def _told(
+    language_model: Any, before_pass: Callable[[], None], show_progress: ShowProgress
+) -> Iterator[None]:
+    """While open, `before_pass` and `show_progress` are told of every forward pass that answers lm-eval's requests."""
+    done, total = 0, 0
+
+    def counted(ask: Callable[..., Any], requests: Sequence[Any], *rest: Any, **more: Any) -> Any:
+        nonlocal total
+        total += len(requests)
+        return ask(requests, *rest, **more)
+
+    def entered(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal done
+        before_pass()
+        show_progress(min(done, total), total)
+        ids = args[0] if args else kwargs["input_ids"]
+        done += len(ids) if ids.shape[1] > 1 else 0  # one token: a generation that goes on
+
+    for name in ASKED:
+        setattr(language_model, name, functools.partial(counted, getattr(language_model, name)))
+    hook = language_model.model.register_forward_pre_hook(entered, with_kwargs=True)
+    try:
+        yield
+        show_progress(total, total)
+    finally:
+        hook.remove()
+        for name in ASKED:
+            delattr(language_model, name)  # the class's own is there again
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without the bars of lm-eval and of what it calls: the screen has one."""
+    import tqdm.std  # lm-eval's own dependency
+
+    bars: Any = tqdm.std.tqdm
+    own = bars.__init__
+
+    def silent(self: Any, *args: Any, **options: Any) -> None:
+        own(self, *args, **options | {"disable": True})
+
+    bars.__init__ = silent
     try:
         yield
     finally:
-        hook.remove()
+        bars.__init__ = own
 
 
 @contextlib.contextmanager

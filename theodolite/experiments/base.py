@@ -21,10 +21,15 @@ from theodolite.report.text import number, visible, with_error
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
 
-Answer = Literal["holds", "fails", "not testable here"]
+Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]
 HOLDS: Answer = "holds"
+IN_PART: Answer = "in part"
 FAILS: Answer = "fails"
+UNDECIDED: Answer = "not decided"
+"""The number is there, and too near to its criterion."""
 UNTESTABLE: Answer = "not testable here"
+"""The number is not there."""
+OPEN = (UNDECIDED, UNTESTABLE)
 
 ERRORS = 2.0
 """A number nearer to its criterion than so many standard errors decides nothing."""
@@ -90,16 +95,30 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A limit, the side of it on which the claim holds, and where the limit comes from."""
+    """A limit, the side of it on which the claim holds, and where the limit comes from.
 
-    side: Literal["at most", "at least"]
+    "More than" and "less than" are for claims that one thing is larger than another: a tie decides neither.
+    """
+
+    side: Literal["at most", "at least", "more than", "less than"]
     limit: float
     source: str
 
     def met(self, values: Floats | float) -> Floats:
         """Whether each value is on the right side."""
         signed = np.asarray(values, dtype=np.float64) - self.limit
-        return np.asarray(signed <= 0 if self.side == "at most" else signed >= 0)
+        signed = -signed if self.side in ("at most", "less than") else signed
+        return np.asarray(signed > 0 if self._strict else signed >= 0)
+
+    def near(self, values: Floats | float, errors: Floats | float) -> Floats:
+        """Whether each value decides nothing: within `ERRORS` standard errors (NaN: none known), or a tie."""
+        distance = np.abs(np.asarray(values, dtype=np.float64) - self.limit)
+        tied = distance == 0 if self._strict else np.zeros(distance.shape, dtype=bool)
+        return np.asarray((distance < ERRORS * np.nan_to_num(errors)) | tied)
+
+    @property
+    def _strict(self) -> bool:
+        return self.side in ("more than", "less than")
 
     def __str__(self) -> str:
         return f"criterion: {self.side} {number(self.limit)}, {self.source}"
@@ -119,7 +138,7 @@ def place_of(name: str) -> tuple[str, bool, str, int]:
 
 
 def judge(claim: str, what: str, value: float, criterion: Criterion, error: float = math.nan) -> Verdict:
-    """Compare one number with its criterion; within `ERRORS` standard errors of it, nothing is decided.
+    """Compare one number with its criterion; within `ERRORS` standard errors of it, or at a tie, nothing is decided.
 
     Args:
         claim: the paper's.
@@ -131,9 +150,9 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
     known = math.isfinite(error)
     evidence = f"{what}: {with_error(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
-    if known and abs(value - criterion.limit) < ERRORS * error:
-        near = f"{evidence}; within {ERRORS:g} standard errors of it"
-        return Verdict(claim, UNTESTABLE, near)
+    if criterion.near(value, error):
+        near = f"within {ERRORS:g} standard errors of it" if value != criterion.limit else "equal to it"
+        return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
     return Verdict(claim, HOLDS if criterion.met(value) else FAILS, evidence)
 
 
@@ -156,7 +175,7 @@ def judge_layers(
     finite = np.isfinite(values)
     if not finite.any():
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
-    near = finite & (np.abs(values - criterion.limit) < ERRORS * np.nan_to_num(errors))
+    near = finite & criterion.near(values, errors)
     met, total = finite & criterion.met(values) & ~near, int(finite.sum())
     yes, no = int(met.sum()), int((finite & ~near & ~met).sum())
     spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
@@ -169,7 +188,7 @@ def judge_layers(
         evidence += f"; {int(near.sum())} within {ERRORS:g} standard errors of it"
     if 2 * yes > total:
         return Verdict(claim, HOLDS, evidence)
-    return Verdict(claim, FAILS if 2 * no >= total else UNTESTABLE, evidence)
+    return Verdict(claim, FAILS if 2 * no >= total else UNDECIDED, evidence)
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:

@@ -50,7 +50,7 @@ ORDERS = Criterion(
 )
 CLOSE = Criterion("at most", 0.1, "a tenth of the range of a probability (ours)")
 AGREES = Criterion("at least", 0.4, "“moderate” agreement beyond chance (Landis & Koch 1977; ours)")
-OPPOSED = Criterion("at most", 0.0, "less of the one with more of the other")
+OPPOSED = Criterion("less than", 0.0, "less of the one with more of the other")
 
 COMPARED = (
     ("mean", "ρ", "mean ρ", "mean ρ"),

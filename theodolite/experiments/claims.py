@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Comparison, Experiment, Outcome, Verdict
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Comparison,
+    Experiment,
+    Outcome,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
@@ -36,7 +45,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
                 rows.append({"experiment": experiment.name, **vars(verdict)})
         counted = [
             Comparison(f"claims: {answer}", "", str(sum(verdict.verdict == answer for verdict in verdicts)))
-            for answer in (HOLDS, FAILS, UNTESTABLE)
+            for answer in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
         ]
         return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)
 

@@ -18,7 +18,7 @@ from theodolite.experiments.page import MARKS, result, write_index, write_outcom
 from theodolite.experiments.registry import ALIASES, EXPERIMENTS
 from theodolite.experiments.study import Study
 
-_COLOURS = {"✓": "green", "✗": "red", "–": "dim"}
+_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 
 
 def list_experiments(console: Console) -> None:

@@ -55,7 +55,7 @@ DENSE = "dense"
 CONTROL_SEED = 0
 
 KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
-MORE = Criterion("at least", 0.0, "more than the other method keeps")
+MORE = Criterion("more than", 0.0, "the other method keeps fewer")
 REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
 SPARED = Criterion("at least", 0.9, "a control that is not aimed leaves nine tenths (ours)")
 

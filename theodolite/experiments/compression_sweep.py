@@ -44,7 +44,7 @@ USUAL, RAISED = 0.25, 0.5
 PARTS = 3
 """Of the calibration text: every comparison of allocations is made on each."""
 
-GAIN = Criterion("at least", 0.0, "better than the rival plan")
+GAIN = Criterion("more than", 0.0, "better than the rival plan")
 
 
 def _place(study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio) -> dict[str, float]:

@@ -51,14 +51,14 @@ SPIRAL_TURNS = Criterion(
     "a whole turn about the centre: a random walk's first two principal components make about two thirds (ours)",
 )
 GROWS = Criterion("at least", 10.0, "“dramatically” and “significantly” read as: tenfold (ours)")
-DEEPENS = Criterion("at least", 0.0, "“progressively” read as: rising with depth (ours)")
+DEEPENS = Criterion("more than", 0.0, "“progressively” read as: rising with depth (ours)")
 CLUSTERS = Criterion(
     "at least",
     min(row.within[0] - row.between[0] for row in published.TABLE_1 if not math.isnan(row.within[0])),
     "the smallest difference of intra- and inter-cluster similarity in Table 1",
 )
-LARGER = Criterion("at least", 0.0, "the learned basis has more")
-SMALLER = Criterion("at most", 0.0, "the learned basis has less")
+LARGER = Criterion("more than", 0.0, "the learned basis has more")
+SMALLER = Criterion("less than", 0.0, "the learned basis has less")
 
 PAPER_WIDTH, PAPER_BASELINE = 768, 0.1  # GPT-2 and BERT; section 5: "random baseline is about 0.1"
 

@@ -26,9 +26,9 @@ MOSTLY = 0.8
 
 MANY_HEADS = Criterion("at least", 0.43, "section 4.2: “more than 43% heads in GPT-2”")
 TOGETHER = Criterion(
-    "at least", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
+    "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
 )
-EARLIER = Criterion("at most", 0.0, "“especially among early layers” read as: falling with depth (ours)")
+EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 

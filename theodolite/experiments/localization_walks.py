@@ -45,10 +45,10 @@ DESCRIBES = Criterion("at most", 0.1, "a tenth of the range of a probability (ou
 WITHIN_ERROR = Criterion(
     "at most", 0.01, f"0.0027 of normally distributed points are beyond {FAR:g} standard errors (ours)"
 )
-NARROWER = Criterion("at least", 0.0, "“localizes with smaller scales and larger means”: fewer positions")
-HIGHER = Criterion("at least", 0.0, "“high attention entropy”: higher than at the largest scale")
+NARROWER = Criterion("more than", 0.0, "“localizes with smaller scales and larger means”: fewer positions")
+HIGHER = Criterion("more than", 0.0, "“high attention entropy”: higher than at the largest scale")
 OPPOSED = Criterion(
-    "at most", 0.0, "localized (fewer positions) goes with higher entropy, as in A2 of section 5"
+    "less than", 0.0, "localized (fewer positions) goes with higher entropy, as in A2 of section 5"
 )
 PROXY = Criterion("at least", 0.9, "“a reasonable proxy” read as: nearly the same order (ours)")
 

@@ -14,6 +14,7 @@ from theodolite.experiments import criteria
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
+    UNDECIDED,
     UNTESTABLE,
     Answer,
     Verdict,
@@ -89,6 +90,8 @@ def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
         answer = FAILS
     elif UNTESTABLE in answers or undecided:
         answer = UNTESTABLE
+    elif UNDECIDED in answers:
+        answer = UNDECIDED
     return Verdict(claim, answer, "; ".join([parts[0].evidence, cap, parts[1].evidence]))
 
 
@@ -114,5 +117,5 @@ def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     if verdict.verdict == FAILS and criteria.WITHIN_RANK.met(without_noise):
         contexts = run.provenance["corpus"]["contexts"]
         near = f"{verdict.evidence}; up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-        return Verdict(claim, UNTESTABLE, near)
+        return Verdict(claim, UNDECIDED, near)
     return verdict

@@ -21,6 +21,8 @@ from plotly.offline import get_plotlyjs
 from theodolite.experiments.base import (
     FAILS,
     HOLDS,
+    IN_PART,
+    UNDECIDED,
     UNTESTABLE,
     Experiment,
     Outcome,
@@ -44,7 +46,8 @@ SOURCES = {
 }
 """The paper of each group of experiments."""
 
-MARKS = {HOLDS: "✓", FAILS: "✗", UNTESTABLE: "–"}
+MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
+KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 1
 
 
@@ -173,7 +176,7 @@ def _shown(verdict: Verdict) -> dict[str, str]:
         "verdict": verdict.verdict,
         "evidence": harmless(verdict.evidence),
         "mark": MARKS[verdict.verdict],
-        "kind": {HOLDS: "holds", FAILS: "fails", UNTESTABLE: "open"}[verdict.verdict],
+        "kind": KINDS[verdict.verdict],
     }
 
 

@@ -15,7 +15,7 @@ from theodolite.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.experiments import criteria
 from theodolite.experiments.adding import reads_additions, why_no_adder
-from theodolite.experiments.base import UNTESTABLE, Comparison, Experiment, Outcome, Verdict, judge
+from theodolite.experiments.base import OPEN, UNTESTABLE, Comparison, Experiment, Outcome, Verdict, judge
 from theodolite.experiments.layers import by_name, exhibit
 from theodolite.experiments.study import vocabulary_of
 from theodolite.measure.geometry import CUTOFFS
@@ -141,7 +141,7 @@ def _figure_19(study: Study) -> Outcome:
         said = next(iter(found.refused.values()))
         comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
-    if verdict.verdict != UNTESTABLE and (unknown := why_no_adder(study)):
+    if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
     return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
 

@@ -10,7 +10,7 @@ import pandas as pd
 from theodolite.errors import UsageError
 from theodolite.experiments.base import Comparison, Experiment, Outcome
 from theodolite.experiments.layers import exhibit
-from theodolite.experiments.page import write_index, write_outcome
+from theodolite.experiments.page import folder_of, write_index, write_outcome
 from theodolite.prune import Pruned
 from theodolite.report import figures_pruning as drawing
 from theodolite.report.exhibit import Exhibit
@@ -72,6 +72,11 @@ def write_page(pruned: Pruned, place: Path) -> Path:
     page = write_outcome(PRUNING, pruned_outcome(pruned), run, place)
     write_index(place)
     return page
+
+
+def page_at(place: Path) -> Path:
+    """Where the page below `place` is."""
+    return folder_of(PRUNING.name, place) / "index.html"
 
 
 def _exhibits(table: pd.DataFrame) -> list[Exhibit]:

@@ -16,7 +16,16 @@ import numpy as np
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Comparison, Experiment, Outcome, Verdict
+from theodolite.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Comparison,
+    Experiment,
+    Outcome,
+    Verdict,
+)
 from theodolite.experiments.layers import by_name, exhibit
 from theodolite.experiments.trainings import (
     CONFIDENCE,
@@ -77,7 +86,7 @@ def judge_effect(claim: str, what: str, effect: Effect, sign: int, more: str = "
         return Verdict(claim, HOLDS, evidence)
     if far < 0 or (abs(near) < NEGLIGIBLE and abs(far) < NEGLIGIBLE):
         return Verdict(claim, FAILS, evidence)
-    return Verdict(claim, UNTESTABLE, evidence)
+    return Verdict(claim, UNDECIDED, evidence)
 
 
 def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> list[Verdict]:

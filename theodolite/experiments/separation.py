@@ -40,7 +40,7 @@ LISTED_LABELS = 24
 """Of the table of labels and clusters."""
 
 OWN_LABEL = Criterion(
-    "at least", 0.0, "above 0 a context is nearer to its own label than to the next one (ours)"
+    "more than", 0.0, "above 0 a context is nearer to its own label than to the next one (ours)"
 )
 RECOVERED = Criterion(
     "at least", 0.5, "“strong” read as: half of the way from chance to the labels themselves (ours)"

@@ -50,8 +50,8 @@ CALIBRATION = 512
 ASKED_WITH = 1
 """Seed of the prompts that all models answer."""
 
-GROWS = Criterion("at least", 0.0, "more right answers with five examples than with none")
-WIDENS = Criterion("at least", 0.0, "a larger gap with five examples than with none")
+GROWS = Criterion("more than", 0.0, "more right answers with five examples than with none")
+WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from theodolite.experiments import criteria
 from theodolite.experiments.adding import reads_additions, why_no_adder
 from theodolite.experiments.base import (
+    OPEN,
     UNTESTABLE,
     Comparison,
     Experiment,
@@ -188,7 +189,7 @@ def _figure_5(study: Study) -> Outcome:
         verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-        if verdict.verdict != UNTESTABLE and (unknown := why_no_adder(study)):
+        if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
             verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
     comparisons = [
         Comparison(

@@ -49,7 +49,7 @@ UNCORRELATED = Criterion(
 )
 GROWS = Criterion("at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours")
 NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
-DRIFTS = Criterion("at least", 0.0, "the drift of text, and not of its position alone (ours)")
+DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
 
 
 @dataclass(frozen=True)

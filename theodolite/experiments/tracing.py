@@ -13,6 +13,7 @@ from theodolite.experiments.base import (
     ERRORS,
     FAILS,
     HOLDS,
+    UNDECIDED,
     UNTESTABLE,
     Comparison,
     Criterion,
@@ -170,7 +171,7 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     )
     if 2 * yes >= len(clear):
         return Verdict(RELEASED, HOLDS, evidence)
-    return Verdict(RELEASED, FAILS if 2 * no >= len(clear) else UNTESTABLE, evidence)
+    return Verdict(RELEASED, FAILS if 2 * no >= len(clear) else UNDECIDED, evidence)
 
 
 def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:

@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +107,21 @@ class Pruned:
         return cls(table, provenance, low_rank, folder)
 
 
+Beside = Callable[[Pruned, Path], object]
+"""Writes what else goes into the folder of a pruned checkpoint, before that has its name."""
+
+
+def refuse_inside(out: Path) -> None:
+    """Refuse a folder for a new checkpoint that lies in another one.
+
+    Raises:
+        UsageError: in which.
+    """
+    for folder in out.absolute().parents:
+        if (folder / SETTINGS).is_file():
+            raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
+
+
 def low_rank_of(layer: int, pieces: Sequence[Piece]) -> LowRank:
     """The low-rank parts of a block's matrices."""
     return {
@@ -149,27 +164,43 @@ class Partial:
         """Keep other processes out.
 
         Raises:
-            UsageError: another one is at work there, the folder exists, or what is unfinished there is another pruning.
+            UsageError: another one is at work there, the folder exists or lies in a pruned checkpoint, or what is
+                unfinished there is another pruning.
         """
+        refuse_inside(self.out)
         with self._workspace.locked():
             if self.out.is_dir() and not any(self.out.iterdir()):
                 self.out.rmdir()
-            if self.out.exists():
+            if self.out.exists() and not self._written():
                 raise UsageError(f"{self.out} exists already: choose another --out or remove it")
-            first = self._block(0)
-            if first.is_file() and read_pieces(first)[1]["fingerprint"] != self._fingerprint:
-                raise UsageError(
-                    f"{first.parent} holds an unfinished pruning of another model, text or settings: choose another "
-                    "--out or remove it"
-                )
+            for path in sorted(self._workspace.folder.glob("*.safetensors"))[:1]:
+                self._read(path)
             yield
 
     def block(self, layer: int) -> tuple[list[Piece], Rows] | None:
-        """The matrices of a block that was done before, and their rows of the table."""
-        if not self._block(layer).is_file():
-            return None
-        pieces, notes = read_pieces(self._block(layer))
+        """The matrices of a block that was done before, and their rows of the table.
+
+        Raises:
+            UsageError: it is of another pruning.
+        """
+        return self._read(self._block(layer)) if self._block(layer).is_file() else None
+
+    def _read(self, path: Path) -> tuple[list[Piece], Rows]:
+        pieces, notes = read_pieces(path)
+        if notes["fingerprint"] != self._fingerprint:
+            raise UsageError(
+                f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "
+                "--out or remove it"
+            )
         return pieces, notes["rows"]
+
+    def _written(self) -> bool:
+        """Whether just this pruning was killed after it had written `OUT`, and before it forgot its progress."""
+        try:
+            provenance = json.loads((self.out / SETTINGS).read_text(encoding="utf-8"))
+            return self._workspace.folder.is_dir() and provenance["fingerprint"] == self._fingerprint
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     @property
     def seconds(self) -> float:
@@ -187,8 +218,14 @@ class Partial:
             write_whole(self._block(layer), lambda path: write_pieces(path, pieces, notes))
             write_text(self._seconds, json.dumps(seconds))
 
-    def finish(self, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
+    def finish(self, model: OpenModel, pruned: Pruned, form: str, beside: Beside) -> Pruned:
         """Write `OUT`, at once or not at all, and forget the progress; what was written, with its size."""
+        if self.out.exists():
+            written = Pruned.load(self.out)
+            if written.provenance["pruning"]["format"] != form:
+                raise UsageError(f"{self.out} exists already: choose another --out or remove it")
+            shutil.rmtree(self._workspace.folder, ignore_errors=True)
+            return written
         temporary = self.out.with_name(self.out.name + ".writing")
         with writing(self.out), quiet():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -201,6 +238,7 @@ class Partial:
                 (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
                 for path in temporary.glob("*.safetensors"):  # which only their owner could read
                     shutil.copymode(temporary / SETTINGS, path)
+                beside(pruned, temporary)
                 os.replace(temporary, self.out)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -30,6 +30,9 @@ from theodolite.prune.patterns import (
 GivenPattern = str | tuple[int, int] | None
 """None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output stay."""
 
+INPUTS_AT_ONCE = 128
+"""Inputs of a block of SparseGPT, whose entries are chosen together, as in the released code."""
+
 _TOGETHER = 16
 """Inputs between two matrix products inside a block, where no pattern says."""
 
@@ -74,7 +77,8 @@ def wanda(
 
     Args:
         weight: (outputs, inputs).
-        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square; a common factor changes nothing.
+        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square; a power of two as a common factor
+            changes nothing, another one nothing but rounding.
         sparsity: share removed of each output, in (0, 1).
         pattern: N:M.
 
@@ -89,7 +93,7 @@ def wanda(
     found = pattern_of(pattern, weight.shape[1])
     share = sparsity_of(sparsity, found)
     precision = _precision(weight)
-    scores = weight.abs().to(precision) * norms.to(precision)
+    scores = weight.abs().to(precision) * _near_one(norms).to(precision)
     kept = found.largest(scores) if found else largest(scores, _left_of(weight.shape[1], share))
     return torch.where(kept, weight, 0)
 
@@ -163,7 +167,7 @@ def sparsegpt(
     sparsity: float | None = None,
     pattern: GivenPattern = None,
     *,
-    block: int = 128,
+    block: int = INPUTS_AT_ONCE,
     damping: float = 0.1,
 ) -> Tensor:
     """Remove entries input by input, and adjust the later inputs for each, by the optimal brain surgeon.
@@ -196,7 +200,7 @@ def sparsegpt_factored(
     sparsity: float | None = None,
     pattern: GivenPattern = None,
     *,
-    block: int = 128,
+    block: int = INPUTS_AT_ONCE,
 ) -> Tensor:
     """`sparsegpt` with a Hessian that is factored already.
 
@@ -262,6 +266,12 @@ def _prune_block(
 
 def _left_of(entries: int, sparsity: float) -> int:
     return entries - int(sparsity * entries)
+
+
+def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
+    """Norms over the power of two below the largest: no bit changes, and float32 has room for them."""
+    exponent = int(torch.frexp(norms.max()).exponent)
+    return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest
 
 
 def _precision(weight: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from theodolite.models import OpenModel
 from theodolite.models.factored import Piece
 from theodolite.models.linears import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.provenance import describe_model, describe_pass
-from theodolite.prune.checkpoint import FORMS, SETTINGS, LowRank, Partial, Pruned, Rows, low_rank_of
+from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
@@ -46,6 +46,7 @@ def prune_model(
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
+    beside: Beside = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -68,6 +69,7 @@ def prune_model(
         out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
         batch: contexts a forward pass; None: 4096 tokens' worth.
+        beside: writes what else is to be in `out`, given the result and the folder that will have its name.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
@@ -93,7 +95,7 @@ def prune_model(
         return work.run(None)
     partial = Partial(Path(out), json.loads(json.dumps(fingerprint)))
     with partial.claimed():
-        return partial.finish(model, work.run(partial), form)
+        return partial.finish(model, work.run(partial), form, beside)
 
 
 @dataclass(frozen=True)

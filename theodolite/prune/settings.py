@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.models.factored import Piece
 from theodolite.models.linears import Matrix
-from theodolite.prune.methods import magnitude, sparsegpt_factored, wanda
+from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factored, wanda
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import pattern_of
@@ -67,7 +67,7 @@ class Settings:
         """The settings, checked.
 
         Raises:
-            UsageError: a method that there is not, or a number that is out of range.
+            UsageError: a method that there is not, a number that is out of range, or so little that nothing is removed.
         """
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
@@ -87,6 +87,10 @@ class Settings:
         settings = cls(method, each, pattern, ratios, iterations, seed, float(damping))
         for share, ratio in {(each[layer], ratio) for (layer, _), ratio in ratios.items()}:
             settings._try(share, ratio)
+        if not any(settings._removes(matrix) for block in matrices for matrix in block):
+            raise UsageError(
+                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give more"
+            )
         return settings
 
     @property
@@ -166,6 +170,19 @@ class Settings:
         if not parts.left.numel():
             return _Found(parts.sparse, fallback=stalled)
         return _Found(parts.sparse, parts.left, parts.right, fallback=stalled)
+
+    def _removes(self, matrix: Matrix) -> bool:
+        """Whether so small a share of the matrix, rounded down where the method counts, is an entry or more."""
+        share, (outputs, inputs) = self.sparsity[matrix.layer], matrix.shape
+        if self.pattern or share is None:
+            return True
+        among = {
+            "magnitude": outputs * inputs,
+            "wanda": inputs,
+            "sparsegpt": outputs * min(inputs, INPUTS_AT_ONCE),
+            "oats": outputs * inputs,
+        }
+        return int(share * among[self.method]) > 0
 
     def _try(self, sparsity: float | None, ratio: float) -> None:
         """Prune a small matrix, so that settings which do not go together are refused before the work."""

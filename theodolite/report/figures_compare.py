@@ -55,6 +55,7 @@ class Dots:
 
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
+OUTPUT_DOTS = Dots("norm_before", "norm_after", "size of the head's output")
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 

@@ -1,0 +1,296 @@
+"""What each head adds to the residual stream, and how well the model predicts: read in a pass of its own, and compared.
+
+Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
+they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
+context. Whether they survive is decided by the rule of `parts.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.sums import State
+from theodolite.comparison.parts import LOST, SURVIVED, Part, changes, fates
+from theodolite.corpus import Corpus
+from theodolite.evaluate.scores import mean_and_error
+from theodolite.measure.tags import ratio
+from theodolite.models import OpenModel
+from theodolite.models.structure import backbone
+from theodolite.provenance import describe_model, describe_pass
+from theodolite.reading import (
+    Accumulator,
+    Reading,
+    ShowProgress,
+    batch_of,
+    check_fit,
+    fingerprint_of,
+    next_token_losses,
+    read_into_run,
+    refuse_bad_numbers,
+)
+from theodolite.report.data import evenly
+from theodolite.report.text import counted, head_name, listed, number, percent, with_error
+from theodolite.run import Run
+from theodolite.theory.attention import AttentionInputs, attend
+
+NAME = "head outputs"
+
+TOKENS = 512
+"""At which outputs are kept, as many of each context; where there are more contexts, one of each of so many."""
+
+DIRECTIONS = 128
+"""Along which outputs are kept, random ones where the stream has more: ‖·‖² is then off by √(2/128) = 1/8 at most."""
+
+SEED = 0
+"""Of the tokens and of the directions, the same for all models."""
+
+NAMED = 4
+"""Heads that a sentence names."""
+
+
+class Outputs:
+    """What is kept of the contexts read so far.
+
+    Attributes:
+        context, position: of each token at which outputs are kept.
+        written: the outputs there.
+        loss: next-token loss of each context, nats a token; NaN of a model that predicts none.
+    """
+
+    def __init__(self, layers: int, heads: int, width: int, contexts: int, length: int) -> None:
+        each = max(1, min(length - 1, TOKENS // contexts))
+        generator = torch.Generator().manual_seed(SEED)
+        chosen = torch.tensor(evenly(contexts, TOKENS))
+        places = [1 + torch.randperm(length - 1, generator=generator)[:each].sort().values for _ in chosen]
+        self.context: Int[Tensor, " tokens"] = chosen.repeat_interleave(each)
+        self.position: Int[Tensor, " tokens"] = torch.cat(places)
+        self.written: Float[Tensor, "layers heads tokens directions"] = torch.zeros(
+            layers, heads, len(self.context), min(width, DIRECTIONS)
+        )
+        self.loss: Float[Tensor, " contexts"] = torch.full((contexts,), torch.nan, dtype=torch.float64)
+
+    def state(self) -> State:
+        """Everything seen so far."""
+        return {"written": self.written, "loss": self.loss}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self.written, self.loss = state["written"], state["loss"]
+
+
+class OutputsPass(Reading):
+    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
+        super().__init__(model, corpus, SEED)
+        self.outputs = Outputs(model.layers, model.heads, model.width, *corpus.contexts.shape)
+        self._predicts = model.causal and model.hf.get_output_embeddings() is not None
+        directions = _directions(model.width)
+        self._weights = [model.output_weights(layer) @ directions for layer in range(model.layers)]
+        self._first, self._last = 0, 0
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The accumulators by name."""
+        return {"outputs": self.outputs}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
+        self._first, self._last = first, first + len(ids)
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """The residual stream says nothing here."""
+        refuse_bad_numbers(layer, hidden)
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """What attention reads says nothing here."""
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
+        output = attend(inputs)
+        kept = self.outputs
+        own = ((kept.context >= self._first) & (kept.context < self._last)).nonzero().squeeze(1)
+        rows = output[kept.context[own] - self._first, kept.position[own]].double()
+        weights = self._weights[layer].to(rows.device)
+        kept.written[layer][:, own] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        return output
+
+    def forward(self, ids: Tensor) -> None:
+        """Run the model, with its head where it predicts next tokens."""
+        if not self._predicts:
+            backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
+            return
+        logits = self.model.hf(input_ids=ids.to(self.model.device), use_cache=False).logits
+        self.outputs.loss[self._first : self._last] = next_token_losses(logits, ids).mean(dim=1)
+
+
+def _directions(width: int) -> Float[Tensor, "width directions"]:
+    """The identity, or Gaussian directions of which the mean of ‖xR‖² is ‖x‖² (Johnson & Lindenstrauss 1984)."""
+    if width <= DIRECTIONS:
+        return torch.eye(width, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(width, DIRECTIONS, generator=generator, dtype=torch.float64) / DIRECTIONS**0.5
+
+
+def read_outputs(
+    model: OpenModel,
+    corpus: Corpus,
+    out: str | Path | None = None,
+    *,
+    batch: int | None = None,
+    checkpoint_seconds: float = 60.0,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Run:
+    """Read what every head writes on a text, and how well the model predicts it, for `compare`.
+
+    Args:
+        model: from `open_model`.
+        corpus: from a `Corpus` constructor, with the model's own tokenizer.
+        out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
+        batch: contexts a forward pass; None: 4096 tokens' worth.
+        checkpoint_seconds: how often progress is saved.
+        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+
+    Returns:
+        A run with the arrays `written` (layers, heads, tokens, directions), `context` and `position`
+        (of each token) and `loss` (of each context; NaN of a model that predicts no next tokens), and no tables.
+
+    Raises:
+        UsageError: the corpus does not fit the model, or `out` holds something else.
+        WorkError: a layer has no fixed output weights, hidden states became NaN or infinite, or the disk refused.
+    """
+    check_fit(model, corpus, least_contexts=1)
+    batch = batch_of(corpus, batch)
+    fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
+    return read_into_run(
+        functools.partial(OutputsPass, model, corpus),
+        _result,
+        out,
+        batch=batch,
+        fingerprint=fingerprint,
+        checkpoint_seconds=checkpoint_seconds,
+        show_progress=show_progress,
+    )
+
+
+def _result(done: OutputsPass, fingerprint: dict[str, Any], seconds: float) -> Run:
+    empty = pd.DataFrame()
+    kept = done.outputs
+    arrays = {**kept.state(), "context": kept.context, "position": kept.position}
+    described = describe_pass(done.model, done.corpus, done.seed, fingerprint, seconds)
+    return Run(empty, empty, empty, empty, empty, arrays, describe_model(done.model) | described)
+
+
+def head_outputs(reference: Run, other: Run) -> Part:
+    """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
+    _, context = torch.unique(reference.arrays["context"], return_inverse=True)
+    layers = [
+        _of_layer(*pair, context)
+        for pair in zip(reference.arrays["written"], other.arrays["written"], strict=True)
+    ]
+    table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
+    table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
+    table["status"] = fates(table, 1.0)
+    part = Part(
+        NAME,
+        "head",
+        f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
+        "half of its squared length is kept, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than two "
+        "standard errors (over contexts)",
+        table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
+        "",
+    )
+    return replace(part, sentence=_sentence(part))
+
+
+def _of_layer(
+    old: Float[Tensor, "heads tokens directions"],
+    new: Float[Tensor, "heads tokens directions"],
+    context: Int[Tensor, " tokens"],
+) -> pd.DataFrame:
+    """One row a head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
+    old, new = old.double(), new.double()
+    squares = [_by_context(each.square().sum(dim=2), context) for each in (new - old, old, new)]
+    changed, whole = squares[:2]
+    sums = [changed, whole, changed.square(), changed * whole, whole.square()]
+    lost, error = (each.numpy() for each in ratio(torch.stack([each.sum(dim=1) for each in sums], dim=-1)))
+    sizes = [(each.sum(dim=1) / len(context)).sqrt().numpy() for each in squares]
+    there = sizes[1] > 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = sizes[0] / sizes[1]
+    table = pd.DataFrame({"head": range(len(old))})
+    table = table.join(changes(there.astype(float), np.where(there, 1 - lost, sizes[2] > 0)))
+    table["se"] = np.where(there, error, np.nan)
+    table["relative_difference"] = np.where(there, relative, np.nan)
+    return table.join(changes(sizes[1], sizes[2]).add_prefix("norm_"))
+
+
+def _by_context(
+    values: Float[Tensor, "heads tokens"], context: Int[Tensor, " tokens"]
+) -> Float[Tensor, "heads contexts"]:
+    count = int(context.max()) + 1
+    return values.new_zeros(len(values), count).index_add_(1, context, values)
+
+
+def _sentence(part: Part) -> str:
+    table = part.table
+    if not len(table):
+        return "No head writes anything on this text."
+    if part.exact:
+        return f"All {counted(len(table), 'head')} write what they wrote, unchanged."
+    kept = part.count(SURVIVED)
+    middle = table.loc[table["before"] > 0, "relative_difference"].median()
+    said = [
+        f"{kept} of {counted(part.decided, 'head')} {'writes' if kept == 1 else 'write'} what they wrote; the median "
+        f"relative difference is {number(float(middle))}"
+    ]
+    lost = table[table["status"] == LOST].sort_values("after", kind="stable")
+    if len(lost):
+        said.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
+    return "; ".join(said) + "."
+
+
+def _named(row: pd.Series) -> str:
+    if row["norm_after"] == 0:
+        return f"{head_name(row['layer'], row['head'])} (writes nothing now)"
+    kept = percent(row["after"]) if row["after"] > 0 else "nothing"
+    size = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
+    return f"{head_name(row['layer'], row['head'])} (keeps {kept}; size {size})"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Next-token loss of two models on the same contexts, in nats a token; `se` of the difference, paired."""
+
+    before: float
+    after: float
+    difference: float
+    se: float
+    unchanged: bool
+
+    def __str__(self) -> str:
+        if self.unchanged:
+            return f"Next-token loss: {number(self.before)} nats, unchanged"
+        moved = f"{number(self.before)} → {number(self.after)} nats"
+        return (
+            f"Next-token loss: {moved}, difference {with_error(self.difference, self.se)} (paired by context)"
+        )
+
+
+def loss(reference: Run, other: Run) -> Loss | None:
+    """Loss before and after; None where one predicts no next tokens."""
+    old, new = (run.arrays["loss"].numpy() for run in (reference, other))
+    if not np.isfinite(old).all() or not np.isfinite(new).all():
+        return None
+    difference, error = mean_and_error(new - old)
+    return Loss(float(old.mean()), float(new.mean()), difference, error, bool((old == new).all()))
