@@ -145,9 +145,7 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
 def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
     out = tmp_path / "run"
     options = ("--prompt", "one two three four one two three four", "--out", out)
-    status, _, _ = call(
-        "reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2
-    )
+    status, _, _ = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2)
     assert status == 0
     assert [path.name for path in out.iterdir()] == ["reproduce"]
     page = (out / "reproduce" / "sinks-figure2" / "index.html").read_text()

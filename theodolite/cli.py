@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from theodolite import __version__
-from theodolite.allocator import keep_pages
+from theodolite.allocator import give_back_pages, keep_pages
 from theodolite.arguments import (
     DEFAULT_CONTEXTS,
     Actors,
@@ -37,6 +37,7 @@ from theodolite.arguments import (
     finish,
     finish_trace,
     opened_model,
+    opened_weights,
     read_corpus,
     refuse_unread,
     short_name,
@@ -150,7 +151,9 @@ def spectra_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Query-key spectra of every head, from the weights alone: seconds, no text.
+    """Query-key spectra of every head, from the weights alone: no text, and no model that fits into memory.
+
+    The weights are read a layer at a time, on the CPU; with --device or --device-map the whole model is opened there.
 
     Example: theodolite spectra gpt2 --json
     """
@@ -158,7 +161,11 @@ def spectra_command(
         from theodolite.report.page import write_report
         from theodolite.surveyor import spectra
 
-        opened = opened_model(model, dtype, device, device_map, revision)
+        give_back_pages()
+        if device is None and device_map is None:
+            opened = opened_weights(model, dtype, revision, stopped)
+        else:
+            opened = opened_model(model, dtype, device, device_map, revision)
         with progress("reading weights", "layers", stopped) as show:
             run = spectra(opened, out, show_progress=show)
         page = None if out is None else write_report(run, out / "report")
@@ -241,6 +248,10 @@ def report_command(
         from theodolite.run import Run
 
         loaded = Run.load(run)
+        if loaded.is_outputs:
+            raise UsageError(
+                f"{run} holds outputs of heads: `theodolite compare` reads them, with the survey beside it"
+            )
         if loaded.is_trace:
             finish_trace(loaded, run, False)
             return

@@ -237,9 +237,10 @@ class _Cutter:
             full = False
             for ids in _encode(self.tokenizer, document.text):
                 own += ids
-                while len(own) >= self.body:
-                    yield document.label, own[: self.body]
-                    own, full = own[self.body :], True
+                whole = len(own) // self.body * self.body
+                for begin in range(0, whole, self.body):
+                    yield document.label, own[begin : begin + self.body]
+                own, full = own[whole:], full or whole > 0
             if full or not own:
                 continue
             packed = self.short.setdefault(document.label, [])

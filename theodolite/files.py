@@ -15,12 +15,13 @@ TEMPORARY = ".writing"
 """What the name of a file ends with until it is whole."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object], suffix: str = TEMPORARY) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make the file under another name and rename it: what has the name is whole.
 
-    `suffix` is that of the other name; several processes that write the same file need one each.
+    The other name is always the same, so that the next try takes away what a kill leaves; several processes that may
+    write the same file need a lock.
     """
-    temporary = path.with_name(path.name + suffix)
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         write(temporary)
         os.replace(temporary, path)

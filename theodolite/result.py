@@ -21,7 +21,7 @@ from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.measure.uncertainty import standard_errors
 from theodolite.models import OpenModel
-from theodolite.models.probe import HeadWeights
+from theodolite.models.probe import HeadWeights, NotAffine
 from theodolite.onepass import OnePass
 from theodolite.provenance import describe_model, describe_pass, token_text
 from theodolite.reading import ShowProgress
@@ -125,7 +125,7 @@ def localize(
         show_progress(layer, model.layers)
         try:
             head = model.head_weights(layer)
-        except WorkError:
+        except NotAffine:
             weights = None
             projections.append("none")
             tell(layer, None)
@@ -133,6 +133,7 @@ def localize(
             tell(layer, head)
             weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
             projections.append(head.projection)
+            del head
         localization.add_layer(
             weights,
             None if inputs is None else covariance(inputs, layer),
@@ -140,6 +141,7 @@ def localize(
             head_width=model.head_width,
             length=length,
         )
+        del weights  # a layer's go before the next one's come
     show_progress(model.layers, model.layers)
     return localization, projections
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow
 import safetensors
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
@@ -82,6 +83,11 @@ class Run:
         """Whether it is the result of `trace_sinks`: its heads are those with a sink, and it has no layers."""
         return bool((self.provenance.get("fingerprint") or {}).get("trace"))
 
+    @property
+    def is_outputs(self) -> bool:
+        """Whether it is the result of `comparison.read_outputs`: it has no tables."""
+        return bool((self.provenance.get("fingerprint") or {}).get("outputs"))
+
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
         text = f" on {corpus['contexts']} × {corpus['length']} tokens of {corpus['name']}" if corpus else ""
@@ -99,21 +105,23 @@ class Run:
             raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
         try:
             provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            version = provenance["schema_version"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            version = int(provenance["schema_version"])
+        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
             raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
         if version > SCHEMA_VERSION:
             raise UsageError(
                 f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
             )
+        if version < 1 or not isinstance(provenance.get("model"), dict):
+            raise UsageError(f"{folder}/run.json is damaged: run the survey again")
         try:
             tables = {
-                name: pd.read_parquet(folder / f"{name}.parquet")
+                name: _read_table(folder / f"{name}.parquet")
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
             arrays = load_file(folder / "arrays.safetensors")
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, pyarrow.ArrowException, safetensors.SafetensorError) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
         return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
 
@@ -145,6 +153,11 @@ class Run:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         return replace(self, folder=folder)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
+        return pd.read_parquet(file)
 
 
 class Workspace:

@@ -73,7 +73,7 @@ def spectra(
     """The weight-only part of a survey: spectra, moments and regimes of every head; no text is read.
 
     Args:
-        model: from `open_model`.
+        model: from `open_weights`, which reads a layer at a time, or from `open_model`.
         out: the run folder to write; None keeps the run in memory.
         show_progress: told (done, total) layers.
 
@@ -82,7 +82,7 @@ def spectra(
 
     Raises:
         UsageError: no head of the model has a query-key matrix, or `out` holds something else.
-        WorkError: the disk refused.
+        WorkError: a layer's weights are not there or are no numbers, or the disk refused.
     """
     fingerprint = fingerprint_of(model)
     if out is None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,10 +31,13 @@ LOADING_ERRORS = (
     ValueError,
     ImportError,
     RuntimeError,
-    KeyError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
     AttributeError,
     TypeError,
     SafetensorError,
+    StrictDataclassError,
 )
 
 
@@ -67,34 +73,72 @@ def local_folder(source: str | Path) -> Path | None:
     return folder
 
 
-def load(
-    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
-) -> PreTrainedModel:
-    """The model of a checkpoint's own architecture, all of whose tensors are there."""
+def architecture_of(source: str | Path, config: Any) -> Any:
+    """The model class that a config names, or None where it names none.
+
+    Raises:
+        UsageError: `transformers` has no such class, or the config's sizes cannot be those of the checkpoint.
+    """
+    _refuse_impossible(source, config)
     names = getattr(config, "architectures", None) or []
-    architecture = getattr(transformers, names[0], None) if names else None
-    if names and architecture is None:
+    architecture = getattr(transformers, str(names[0]), None) if names else None
+    if names and not (isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)):
         raise UsageError(
             f"cannot open {source}: transformers {transformers.__version__} has no architecture {names[0]} "
             "(theodolite runs no code that a checkpoint brings along)"
         )
+    return architecture
+
+
+def _refuse_impossible(source: str | Path, config: Any) -> None:
+    """Before a model is built: a module for each of a billion layers that no file holds would take hours."""
+    text = config.get_text_config()
+    for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if (size := getattr(text, what, 1)) is not None and isinstance(size, int) and size < 1:
+            raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
+    folder, layers = Path(source).expanduser(), getattr(text, "num_hidden_layers", None)
+    if not folder.is_dir() or not isinstance(layers, int):
+        return
+    held = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            held += len(file.keys())
+    if layers > held:
+        raise UsageError(
+            f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"
+        )
+
+
+def load(
+    source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
+) -> PreTrainedModel:
+    """The model of a checkpoint's own architecture, all of whose tensors are there."""
+    architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
     if is_factored(folder):
         if device_map is not None:
             raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
         factored = load_factored(architecture, config, folder)
         return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
-    model, info = (architecture or AutoModel).from_pretrained(
-        source,
-        config=config,
-        dtype=dtype,
-        device_map=device_map,
-        revision=revision,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    _refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
+    with ExitStack() as stack:
+        scratch = None
+        if (
+            device_map is not None
+        ):  # for what is offloaded in another form than the checkpoint has it (most experts)
+            scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
+        model, info = (architecture or AutoModel).from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            offload_folder=scratch,
+            revision=revision,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        weakref.finalize(model, stack.pop_all().close)
+    refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
     if missing:
         raise WorkError(
@@ -104,8 +148,12 @@ def load(
     return model
 
 
-def _refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own."""
+def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
+    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own.
+
+    Raises:
+        WorkError: there are such tensors.
+    """
 
     def kind(name: str) -> str:
         return re.sub(r"\.\d+\.", ".#.", name)
@@ -129,27 +177,46 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
-def refuse_bad_numbers(model: nn.Module) -> None:
-    """Raise `WorkError` where a weight is NaN or infinite."""
+def device_of(model: nn.Module) -> torch.device:
+    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def refuse_bad_numbers(model: nn.Module, prefix: str = "") -> None:
+    """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
             raise WorkError(
-                f"tensor {name} holds {kind} values: the checkpoint is broken, nothing to measure"
+                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
             )
 
 
-def hash_checkpoint(folder: Path) -> str:
-    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)"""
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+def hash_checkpoint(
+    folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
+) -> str:
+    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
+
+    `show_progress` is told (bytes done, bytes in all), and may raise to stop.
+    """
+    digest, done = hashlib.sha256(), 0
+    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    total = sum(path.stat().st_size for path in paths)
+    for path in paths:
         with path.open("rb") as file:
             for piece in iter(functools.partial(file.read, 1 << 20), b""):
+                show_progress(done, total)
                 digest.update(piece)
+                done += len(piece)
+    show_progress(total, total)
     return digest.hexdigest()
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
+    if isinstance(error, StrictDataclassError):
+        return " ".join(str(error).split())  # the field, and what is wrong with it
+    if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
+        return "the shapes of its tensors are not those that its config.json asks for"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -6,8 +6,8 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.loading import (
     LOADING_ERRORS,
+    device_of,
     first_line,
     hash_checkpoint,
     load,
@@ -77,6 +78,9 @@ class OpenModel:
     sha256: str | None
     _calls: list[Call] = field(repr=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _present: Callable[[int], AbstractContextManager[None]] = field(
+        default=lambda layer: nullcontext(), repr=False, compare=False
+    )
     _edits: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -115,7 +119,7 @@ class OpenModel:
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
-        return self.hf.device
+        return device_of(self.hf)
 
     @property
     def vocabulary(self) -> int | None:
@@ -138,10 +142,12 @@ class OpenModel:
 
         Raises:
             UsageError: there is no such layer.
-            WorkError: the layer's queries and keys are no affine function of its input.
+            NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
+            WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
         self.check_place(layer)
-        return probe_layer(self.hf, self.structure, layer, self._calls[layer])
+        with self._present(layer):
+            return probe_layer(self.hf, self.structure, layer, self._calls[layer])
 
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
         """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
@@ -158,7 +164,8 @@ class OpenModel:
         if known is None or known[0] != state:
             self._output_weights.clear()
             sample = small_input(self.hf, 1)
-            read = read_output_weights(self.hf, self.structure, layer, self._calls[layer], sample)
+            with self._present(layer):
+                read = read_output_weights(self.hf, self.structure, layer, self._calls[layer], sample)
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
@@ -217,7 +224,7 @@ def open_model(
         structure=structure,
         width=first_tensor(*calls[0]).shape[-1],
         causal=causal,
-        positions=_positions(model, calls[0], bias),
+        positions=positions_of(model, calls[0], bias),
         id="theodolite/topics" if path_or_id is None else str(path_or_id),
         revision=getattr(model.config, "_commit_hash", None),
         sha256=hash_checkpoint(local) if local else None,
@@ -242,7 +249,7 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
         height, width = (size, size) if isinstance(size, int) else size
         return {
             "pixel_values": torch.randn(1, channels, height, width, generator=generator).to(
-                model.device, model.dtype
+                device_of(model), model.dtype
             )
         }
     if model.main_input_name != "input_ids":
@@ -251,7 +258,7 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
         )
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     ids = torch.randint(vocabulary, (1, length), generator=generator)
-    return {"input_ids": ids.to(model.device), "use_cache": False}
+    return {"input_ids": ids.to(device_of(model)), "use_cache": False}
 
 
 def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
@@ -268,25 +275,47 @@ def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
         ours = _attention_outputs(model, structure, sample)
     largest = 0.0
     for layer, (expected, got) in enumerate(zip(own, ours, strict=True)):
-        scale = expected.abs().max().clamp_min(1e-30)
-        error = float((got - expected).abs().max() / scale)
-        # The error of earlier layers travels on: allow for it, and for the dtype's own rounding. Some families
-        # (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding of its
-        # logit, which is as large as the logit is.
-        eps = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-        largest = max(largest, _largest_logit(seen[layer]))
-        if not error <= max(100 * eps, min(ROUNDINGS * largest * eps, MOST_BY_LOGITS)) * (1 + layer / 4):
-            raise WorkError(
-                f"layer {layer} ({structure.names[layer]}): the attention output recomputed from its queries, "
-                f"keys and values differs from the model's own by {error:.1e}; this family is not supported"
-            )
+        largest = max(largest, largest_logit(seen[layer]))
+        where = f"layer {layer} ({structure.names[layer]})"
+        check_recomputed(where, expected, got, largest, allowance=1 + layer / 4)
+    return attention_kind(seen)
+
+
+def check_recomputed(
+    where: str, expected: Tensor, got: Tensor, largest: float, allowance: float = 1.0
+) -> None:
+    """Compare the output of an attention module with the one recomputed from its queries, keys and values.
+
+    Args:
+        where: the layer, for the message.
+        expected, got: the module's own output and the recomputed one.
+        largest: a bound of the logits.
+        allowance: for the errors of earlier layers, which travel on.
+
+    Raises:
+        WorkError: they differ by more than rounding.
+    """
+    scale = expected.abs().max().clamp_min(1e-30)
+    error = float((got - expected).abs().max() / scale)
+    # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
+    # of its logit, which is as large as the logit is.
+    eps = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    if not error <= max(100 * eps, min(ROUNDINGS * largest * eps, MOST_BY_LOGITS)) * allowance:
+        raise WorkError(
+            f"{where}: the attention output recomputed from its queries, keys and values differs from the model's "
+            f"own by {error:.1e}; this family is not supported"
+        )
+
+
+def attention_kind(seen: list[AttentionInputs]) -> tuple[bool, str]:
+    """Whether a query is kept from later keys in every layer, and what is added to the logits."""
     causal = all(s.causal if s.mask is None else not bool(s.mask.triu(1).any()) for s in seen)
     # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
     bias = seen[0].bias
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
 
 
-def _largest_logit(inputs: AttentionInputs) -> float:
+def largest_logit(inputs: AttentionInputs) -> float:
     """No logit is larger: scaling ‖q‖ ‖k‖ of the longest query and key, and what is rounded on the way is as large."""
     query, key = (
         float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
@@ -311,7 +340,8 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     return outputs
 
 
-def _positions(model: nn.Module, call: Call, bias: str) -> str:
+def positions_of(model: nn.Module, call: Call, bias: str) -> str:
+    """How the model tells positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
     if call[1].get("position_embeddings") is not None:
         return "rotary"
     if bias != "none":

@@ -10,7 +10,9 @@ that the subtraction of the bias costs nothing, and the module stops as soon as 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +58,18 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which a model calls an attention module."""
 
 
+class NotAffine(WorkError):
+    """A layer's queries or keys are no affine function of its input."""
+
+
 def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
-    """How the model calls each layer's attention module on `probe_input` (one token at position 0)."""
+    """How the model calls each layer's attention module on `probe_input` (one token at position 0) under the tap."""
+    with tapped(model, lambda _, inputs: attend(inputs)):
+        return seen_calls(model, structure, probe_input)
+
+
+def seen_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
+    """The same by the attention implementation that the model has now."""
     calls: dict[nn.Module, Call] = {}
     hooks = [
         module.register_forward_pre_hook(
@@ -66,7 +78,7 @@ def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dic
         for module in structure.attention
     ]
     try:
-        with unedited(), tapped(model, lambda _, inputs: attend(inputs)), torch.inference_mode():
+        with unedited(), torch.inference_mode():
             backbone(model)(**probe_input)
     finally:
         for hook in hooks:
@@ -78,7 +90,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
     """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
 
     Raises:
-        WorkError: the layer's queries or keys are no affine function of its input, even before their norm.
+        NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
     with unedited(), tapped(model, raise_captured), torch.inference_mode():
         module = copied(structure.attention[layer], torch.float64)
@@ -91,7 +103,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
                 break  # no copy, so its norms must stay
             for name in norms_of_queries_and_keys(module, call):
                 module.set_submodule(name, nn.Identity())
-    raise WorkError(
+    raise NotAffine(
         f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
     )
 
@@ -105,20 +117,21 @@ def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWe
 
     at_zero = send(torch.zeros(1, width, dtype=torch.float64))
     bias = _rows(at_zero)
-    identity = torch.eye(width, dtype=torch.float64)
-    parts = [_rows(send(rows)) for rows in identity.split(ROWS)]
-    weights = [torch.cat(rows) - b for rows, b in zip(zip(*parts, strict=True), bias, strict=True)]
+    weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
+    for start in range(0, width, ROWS):
+        rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
+        for w, got, b in zip(weights, _rows(send(rows)), bias, strict=True):
+            w[:, start : start + ROWS] = (got - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for got, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
-        expected = torch.einsum("rd,dhw->rhw", mixture, w) + b
+        expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
         # Some families rotate in float32 whatever their dtype (Cohere, ModernBERT, DeepSeek 2), so that even the
         # float64 copy is exact to float32 only; what is not affine is off by a share of order one.
         tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-        scale = expected.abs().max() + w.abs().max() * width**0.5
+        scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
         if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
             return None
-    w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
-    b_q, b_k, b_v = (b[0] for b in bias)
+    (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 
 
@@ -222,10 +235,27 @@ def raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
 
 
 def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in `dtype`, or the module itself where its weights are not here to be copied (offloaded)."""
-    if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
-        return module
-    return copy.deepcopy(module).to(dtype)
+    """A copy in `dtype`, or the module itself where its weights are no numbers that can be copied (quantised).
+
+    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
+    """
+    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
+    with ExitStack() as here:
+        if hooked:
+            from accelerate.utils import align_module_device
+
+            for child in hooked:
+                here.enter_context(align_module_device(child))
+        if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
+            return module
+        # A hook knows all offloaded weights of the model: it is not copied with the module.
+        copy_of = copy.deepcopy(module, {id(child._hf_hook): child._hf_hook for child in hooked})
+    for child in copy_of.modules():
+        if child.__dict__.pop("_hf_hook", None) is not None:
+            del child._old_forward
+            if isinstance(child.forward, functools.partial):  # else the tap has put its own there
+                del child.forward
+    return copy_of.to(dtype)
 
 
 def _to_dtype(value: Any, like: Tensor) -> Any:

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from theodolite.errors import UsageError
-from theodolite.files import write_text, writing
+from theodolite.files import TEMPORARY, write_text, writing
 from theodolite.train.loop import check_numbers
-from theodolite.train.tiny import train_tiny
+from theodolite.train.tiny import partial_of, train_tiny
 from theodolite.train.tiny_model import ESCAPES, Escape, TinyConfig
 from theodolite.train.tiny_text import Source, python_sources, split_sources
 
@@ -73,7 +73,7 @@ def train_escapes(
         _hold_out(held_out_of(out, seed), texts, seed)
         for escape in ESCAPES:
             place = place_of(out, escape, seed)
-            if place.exists():
+            if place.exists() and not partial_of(place).exists():
                 continue
             console.print(f"{place.name}: training", highlight=False)
             settings = replace(config, escape=escape, seed=seed)
@@ -88,7 +88,8 @@ def _claim(out: Path, config: TinyConfig) -> None:
     claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "escape")}
     place = out / CLAIM
     if not place.is_file():
-        if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        cut_short = place.with_name(place.name + TEMPORARY)
+        if out.is_file() or (out.is_dir() and set(out.iterdir()) - {cut_short}):
             raise UsageError(f"{out} holds something else; choose another folder.")
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)

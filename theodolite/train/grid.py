@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.files import write_whole, writing
+from theodolite.files import write_text, writing
 from theodolite.interrupt import interruptible
 from theodolite.train.grid_text import TextFiles, kept_text, load_text
 from theodolite.train.localizing import Recipe, Setting, Training
@@ -104,8 +104,11 @@ def train_grid(
             raise UsageError(f"there is no {what} to train with: give at least one {what}.")
     for setting in settings:
         setting.check()
-    kept_text(job.folder, files)
-    _claim(job)
+    with writing(job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.folder / "lock"):
+        kept_text(job.folder, files)
+        _claim(job)
     console.print(f"{len(settings)} trainings of {job.steps} steps in {job.folder}, {side_by_side} at a time")
 
     def say(line: str) -> None:
@@ -132,7 +135,7 @@ def _claim(job: Job) -> None:
     if not place.exists():
         with writing(job.folder):
             text = json.dumps(claim, indent=2) + "\n"
-            write_whole(place, lambda path: path.write_text(text, encoding="utf-8"), f".{os.getpid()}")
+            write_text(place, text)
     if json.loads(place.read_text(encoding="utf-8")) != claim:
         raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
 

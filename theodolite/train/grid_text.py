@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -127,7 +126,7 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
             }
             metadata = {"text": json.dumps(facts)}  # one entry: safetensors keeps no order of several
             tensors = {"train": text.train, "held_out": text.held_out}
-            write_whole(place, lambda path: save_file(tensors, path, metadata=metadata), f".{os.getpid()}")
+            write_whole(place, lambda path: save_file(tensors, path, metadata=metadata))
     text = load_text(folder)
     if text.sha256 != files.sha256():
         raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")
@@ -159,6 +158,8 @@ def word_tokenizer(text: str) -> Tokenizer:
 
 
 def _read(path: Path) -> str:
+    if not path.is_file():  # a pipe or a device may have no end
+        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another file.")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -200,12 +200,13 @@ class Training:
         metadata = {"step": str(self.step)}
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._checkpoint, lambda path: save_file(tensors, path, metadata=metadata))
             losses, heads = self.tables()
             write_whole(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
             write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             kept = {name: self.history[name] for name in ("steps", "propagation")}
             write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
+            # Last: a training that was killed before it goes on from an older one, and writes all of them again.
+            write_whole(self._checkpoint, lambda path: save_file(tensors, path, metadata=metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""

@@ -7,8 +7,11 @@ that a training which was killed and begun again gives the same bytes as one tha
 
 from __future__ import annotations
 
+import filecmp
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,6 +29,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.files import TEMPORARY, write_text, write_whole, writing
 from theodolite.interrupt import interruptible
 
+CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
@@ -196,6 +200,45 @@ def _restore(
             moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     return step
+
+
+def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
+    """Refuse to train into what is there, unless this training wrote it and was killed before it forgot its checkpoint.
+
+    Raises:
+        UsageError: `out` exists, and the checkpoint is not of the last step, or not there.
+    """
+    if out.exists() and not (out.is_dir() and _steps(checkpoint) == steps):
+        raise UsageError(f"{out} exists; give another folder or remove it.")
+
+
+def publish(finished: Path, out: Path, checkpoint: Path) -> None:
+    """Give the finished folder its name, and forget the training: last of all its checkpoint.
+
+    Raises:
+        UsageError: `out` is there, with another model in it.
+    """
+    if out.exists():
+        new, old = (folder / "model.safetensors" for folder in (finished, out))
+        if not old.is_file() or not filecmp.cmp(new, old, shallow=False):
+            raise UsageError(f"{out} exists; give another folder or remove it.")
+    else:
+        os.replace(finished, out)
+    for path in checkpoint.parent.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != checkpoint:
+            path.unlink()
+    shutil.rmtree(checkpoint.parent)
+
+
+def _steps(checkpoint: Path) -> int:
+    """The steps that a checkpoint had done; 0 where there is none that can be read."""
+    try:
+        with safe_open(checkpoint, framework="pt") as file:
+            return int(file.metadata()["step"])
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        return 0
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from transformers import (
 
 from theodolite.errors import UsageError
 from theodolite.files import writing
-from theodolite.train.loop import Loop, check_numbers, fit, warmed_up
+from theodolite.train.loop import CHECKPOINT, Loop, check_numbers, fit, publish, refuse_existing, warmed_up
 from theodolite.train.loop import threads as using
 from theodolite.train.small_tasks import Task
 
@@ -88,8 +88,9 @@ def train_small(
     """
     out, console = Path(out), console or Console(stderr=True)
     check_numbers(config.seed, threads)
-    _check(out, config)
     partial = out.with_name(out.name + ".partial")
+    refuse_existing(out, partial / CHECKPOINT, config.steps)
+    _check(config)
     tokenizer = character_tokenizer(task.characters, task.length)
     with using(threads):
         torch.manual_seed(config.seed)
@@ -120,9 +121,7 @@ def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)
 
 
-def _check(out: Path, config: SmallConfig) -> None:
-    if out.exists():
-        raise UsageError(f"{out} exists; give another folder or remove it.")
+def _check(config: SmallConfig) -> None:
     for name in ("layers", "heads", "width", "batch", "steps", "learning_rate"):
         if getattr(config, name) <= 0:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be positive.")
@@ -206,7 +205,7 @@ def _loop(
         steps=config.steps,
         seed=config.seed,
         weight_decay=config.weight_decay,
-        checkpoint=partial / "checkpoint.safetensors",
+        checkpoint=partial / CHECKPOINT,
         checkpoint_every=config.checkpoint_every,
         identity={"config": json.dumps(asdict(config)), "task": task.name, "data": task.sha256},
         loss=loss,
@@ -241,8 +240,7 @@ def _save(
         (finished / "training.json").write_text(text + "\n", encoding="utf-8")
         if (partial / "series").exists():  # copied: a kill before the rename must not lose it
             shutil.copytree(partial / "series", finished / "series")
-        os.replace(finished, out)
-    shutil.rmtree(partial)
+        publish(finished, out, partial / CHECKPOINT)
 
 
 def changed(config: SmallConfig, options: Iterable[tuple[str, Any]]) -> SmallConfig:

@@ -83,6 +83,10 @@ class Characters:
         Raises:
             UsageError: it cannot be read, or is shorter than 20 contexts.
         """
+        if not Path(path).is_file():  # a pipe or a device may have no end
+            raise UsageError(
+                f"{path} cannot be read as UTF-8 text (there is no such file); give another --text."
+            )
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

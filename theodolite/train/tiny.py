@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from theodolite.errors import UsageError
 from theodolite.files import writing
 from theodolite.train.card import card
-from theodolite.train.loop import Loop, check_numbers, fit, warmed_up
+from theodolite.train.loop import CHECKPOINT, Loop, check_numbers, fit, publish, refuse_existing, warmed_up
 from theodolite.train.loop import threads as using
 from theodolite.train.tiny_model import TinyConfig, build
 from theodolite.train.tiny_text import (
@@ -87,11 +86,12 @@ def train_tiny(
     out, config, console = Path(out), config or TinyConfig(), console or Console(stderr=True)
     check_numbers(config.seed, threads)
     texts = python_sources() if sources is None else sources
-    _check(out, texts, config)
+    partial = partial_of(out)
+    refuse_existing(out, partial / CHECKPOINT, config.steps)
+    _check(texts, config)
     training, validation = split_sources(texts, config.seed)
     tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
     streams = token_streams(tokenizer, training, validation, config.length)
-    partial = out.with_name(out.name + ".partial")
     with using(threads):
         torch.manual_seed(config.seed)
         model = build(config)
@@ -101,9 +101,12 @@ def train_tiny(
     return result
 
 
-def _check(out: Path, sources: Sequence[Source], config: TinyConfig) -> None:
-    if out.exists():
-        raise UsageError(f"{out} exists; give another folder or remove it.")
+def partial_of(out: Path) -> Path:
+    """Where an unfinished training into `out` is kept."""
+    return out.with_name(out.name + ".partial")
+
+
+def _check(sources: Sequence[Source], config: TinyConfig) -> None:
     if not sources or any(source.share <= 0 for source in sources):
         raise UsageError("There must be at least one source of text, each with a positive share.")
     for name, value in asdict(config).items():
@@ -125,7 +128,7 @@ def _loop(
         steps=config.steps,
         seed=config.seed,
         weight_decay=config.weight_decay,
-        checkpoint=partial / "checkpoint.safetensors",
+        checkpoint=partial / CHECKPOINT,
         checkpoint_every=config.checkpoint_every,
         identity={"config": json.dumps(asdict(config)), "data": streams.sha256()},
         loss=lambda step: _losses(model, _batch(streams, config, step), config).mean(),
@@ -219,5 +222,4 @@ def _save(
         model.save_pretrained(finished)
         tokenizer.save_pretrained(finished)
         (finished / "README.md").write_text(readme, encoding="utf-8")
-        os.replace(finished, out)
-    shutil.rmtree(partial)
+        publish(finished, out, partial / CHECKPOINT)

@@ -1,0 +1,284 @@
+"""Checkpoints that mean harm or are broken, each written to a folder of its own from a small sound one.
+
+None may be opened, none may run what it brings, and none may cost more memory or time than its files are large.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+MARK = "remote-code-ran"
+"""The file that remote code and pickles write beside the checkpoint, if anything runs them."""
+
+WEIGHTS = "model.safetensors"
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self.mark), "w")
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    """A config.json with other values."""
+
+    def write(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | changes))
+
+    return write
+
+
+def text_of(name: str, data: bytes | Callable[[], bytes]) -> Callable[[Path], None]:
+    """A file of the checkpoint with other bytes."""
+    return lambda folder: (folder / name).write_bytes(data() if callable(data) else data) and None
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Other weights."""
+
+    def write(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+    return write
+
+
+def header(change: Callable[[dict[str, Any], int], object]) -> Callable[[Path], None]:
+    """A safetensors header that says something else; it is told the header and the bytes that follow."""
+
+    def write(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        told = json.loads(data[8 : 8 + size])
+        body = data[8 + size :]
+        change(told, len(body))
+        text = json.dumps(told).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+    return write
+
+
+def length(claim: int) -> Callable[[Path], None]:
+    """A safetensors file that claims a header of so many bytes (as two's complement where negative)."""
+
+    def write(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(struct.pack("<q", claim) + data[8:])
+
+    return write
+
+
+def _sparse_claim(folder: Path) -> None:
+    """The header is said to have 2 GB, and the file does have them: as a hole."""
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(struct.pack("<Q", 1 << 31))
+        file.truncate((1 << 31) + 16)
+
+
+def _pickle_only(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / MARK)))
+
+
+def _pickle_in_disguise(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder / MARK)))
+
+
+def _remote(values: dict[str, Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for name in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
+            (folder / name).write_text(
+                f"open({str(folder / MARK)!r}, 'w').close()\n"
+                "from transformers import GPT2Config as Config, GPT2LMHeadModel as Model\n"
+            )
+        config(**values)(folder)
+
+    return write
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_evil.Config",
+    "AutoModelForCausalLM": "modeling_evil.Model",
+    "AutoModel": "modeling_evil.Model",
+}
+
+
+def _remote_tokenizer(folder: Path) -> None:
+    _remote({})(folder)
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    told["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Config", "tokenization_evil.Config"]}
+    told["tokenizer_class"] = "EvilTokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+
+
+def _index(shard: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        names = list(load_file(folder / WEIGHTS))
+        (folder / WEIGHTS).rename(folder / "part-1.safetensors")
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, shard)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return write
+
+
+def _loop(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / name)
+
+    return write
+
+
+def _first(weights: dict[str, torch.Tensor], part: str) -> str:
+    return next(name for name in weights if part in name)
+
+
+def _put(part: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        name = _first(weights, part)
+        weights[name] = make(weights[name]).contiguous()
+
+    return tensors(change)
+
+
+def _overlap(told: dict[str, Any], size: int) -> None:
+    names = [name for name in told if name != "__metadata__"]
+    told[names[1]]["data_offsets"] = told[names[0]]["data_offsets"]
+
+
+def _beyond(told: dict[str, Any], size: int) -> None:
+    name = next(name for name in told if name != "__metadata__")
+    begin, end = told[name]["data_offsets"]
+    told[name]["data_offsets"] = [begin + size, end + size]
+
+
+def _dtype(told: dict[str, Any], size: int) -> None:
+    told[next(name for name in told if name != "__metadata__")]["dtype"] = "F7"
+
+
+def _shape(claim: list[int]) -> Callable[[dict[str, Any], int], None]:
+    def change(told: dict[str, Any], size: int) -> None:
+        told[next(name for name in told if name != "__metadata__")]["shape"] = claim
+
+    return change
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "a wrong shape": _put("c_attn.weight", lambda t: t[:-1]),
+    "a matrix as a vector": _put("c_attn.weight", torch.flatten),
+    "a missing tensor": tensors(lambda weights: weights.pop(_first(weights, "c_attn.weight"))),
+    "no tensors": tensors(dict.clear),
+    "NaN": _put("c_attn.weight", lambda t: t * torch.nan),
+    "infinity": _put("c_attn.weight", lambda t: t / 0),
+    "a tensor of size zero": _put("c_attn.weight", lambda t: t[:0]),
+    "a width of −1": config(n_embd=-1),
+    "a width of 0": config(n_embd=0),
+    "a width of 1e12": config(n_embd=10**12),
+    "a width of 1e30": config(n_embd=10**30),
+    "a width in words": config(n_embd="wide"),
+    "a width of 32.5": config(n_embd=32.5),
+    "no width": config(n_embd=None),
+    "a width of NaN": config(n_embd=float("nan")),
+    "a list of widths": config(n_embd=[32]),
+    "no layers": config(n_layer=0),
+    "−3 layers": config(n_layer=-3),
+    "a billion layers": config(n_layer=10**9),
+    "half a layer": config(n_layer=0.5),
+    "3 heads of 32": config(n_head=3),
+    "0 heads": config(n_head=0),
+    "−4 heads": config(n_head=-4),
+    "a billion positions": config(n_positions=10**12),
+    "no positions": config(n_positions=0),
+    "−1 positions": config(n_positions=-1),
+    "a vocabulary of 0": config(vocab_size=0),
+    "a vocabulary of −5": config(vocab_size=-5),
+    "a vocabulary of 1e12": config(vocab_size=10**12),
+    "an inner width of 1e12": config(n_inner=10**12),
+    "a norm's epsilon in words": config(layer_norm_epsilon="small"),
+    "an unknown activation": config(activation_function="evil"),
+    "an unknown architecture": config(architectures=["EvilModel"]),
+    "an architecture that is no model": config(architectures=["AutoTokenizer"]),
+    "an architecture that is a function": config(architectures=["set_seed"]),
+    "an architecture that is a module": config(architectures=["models"]),
+    "architectures in words": config(architectures="GPT2LMHeadModel"),
+    "architectures of numbers": config(architectures=[7]),
+    "an unknown family": config(model_type="evil"),
+    "a family that is a list": config(model_type=["gpt2"]),
+    "a dtype of none": config(dtype="float1"),
+    "a dtype that is a number": config(dtype=7),
+    "quantised by a list": config(quantization_config=[1]),
+    "a pickle only": _pickle_only,
+    "a pickle in disguise": _pickle_in_disguise,
+    "remote code": _remote({"auto_map": AUTO_MAP, "model_type": "evil", "architectures": ["Model"]}),
+    "2 GB of header claimed": length(1 << 31),
+    "2 GB of header in a hole": _sparse_claim,
+    "a header longer than the file": length(1 << 20),
+    "a header of 2⁶² bytes": length(1 << 62),
+    "a header of −1 bytes": length(-1),
+    "a header of no bytes": length(0),
+    "a header of rubbish": text_of(WEIGHTS, struct.pack("<Q", 16) + b"\xff" * 32),
+    "a header that is a list": text_of(WEIGHTS, struct.pack("<Q", 2) + b"[]"),
+    "a header of brackets": text_of(WEIGHTS, struct.pack("<Q", 100_000) + b"[" * 100_000),
+    "overlapping tensors": header(_overlap),
+    "a tensor beyond the end": header(_beyond),
+    "an unknown dtype": header(_dtype),
+    "a negative shape": header(_shape([-1, 32])),
+    "a shape of 2⁶⁰": header(_shape([1 << 60, 32])),
+    "an empty file of weights": text_of(WEIGHTS, b""),
+    "a config that is a list": text_of("config.json", b"[1, 2]"),
+    "a config that is a number": text_of("config.json", b"7"),
+    "a config of null": text_of("config.json", b"null"),
+    "an empty config": text_of("config.json", b""),
+    "a config without anything": text_of("config.json", b"{}"),
+    "a config nested deeply": text_of("config.json", b'{"a":' * 100_000),
+    "a config of 100 MB": text_of("config.json", lambda: b'{"a": "' + b"x" * 100_000_000 + b'"'),
+    "a config that is not UTF-8": text_of("config.json", b'{"model_type": "\xff\xfe"}'),
+    "an index that leads outside": _index("../../../../../../../etc/passwd"),
+    "an index to an absolute path": _index("/etc/passwd"),
+    "an index to nothing": _index("part-9.safetensors"),
+    "an index that is a list": lambda folder: (
+        _index("part-1.safetensors")(folder),
+        (folder / "model.safetensors.index.json").write_text("[]"),
+    ),
+    "a loop of links for the config": _loop("config.json"),
+    "a loop of links for the weights": _loop(WEIGHTS),
+}
+"""Name → what makes a sound checkpoint hostile. Opening each must fail."""
+
+HARMLESS: dict[str, Callable[[Path], object]] = {
+    "a pickle beside": lambda folder: (folder / "pytorch_model.bin").write_bytes(
+        pickle.dumps(Bomb(folder / MARK))
+    ),
+    "remote code for a known family": _remote({"auto_map": AUTO_MAP}),
+    "a remote tokenizer": _remote_tokenizer,
+    "quantised by who knows": config(quantization_config={"quant_method": "evil"}),
+    "integers as weights": _put("c_attn.weight", lambda t: t.round().to(torch.int64)),
+    "a tokenizer of rubbish": text_of("tokenizer.json", b"\x00rubbish"),
+    "a tokenizer that is a list": text_of("tokenizer.json", b"[]"),
+    "a tokenizer config that is a list": text_of("tokenizer_config.json", b"[]"),
+    "a tokenizer config of rubbish": text_of("tokenizer_config.json", b"\xff"),
+    "a generation config of rubbish": text_of("generation_config.json", b"{"),
+}
+"""The same, but what is wrong may not be needed: opening may succeed or fail, and nothing may run."""
+
+
+def write(name: str, sound: Path, folder: Path) -> Path:
+    """Copy the sound checkpoint and make it hostile."""
+    shutil.copytree(sound, folder)
+    (HOSTILE | HARMLESS)[name](folder)
+    return folder

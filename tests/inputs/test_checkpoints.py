@@ -1,0 +1,69 @@
+"""Checkpoints that are broken or mean harm: one line, status 1 or 2, little memory, and nothing of theirs runs.
+
+Oracle: the operating system, for memory; a file that the code in the checkpoints would make, for what runs.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.inputs import hostile
+from theodolite.cli import app
+
+MOST_MEGABYTES = 450
+"""By which a process may grow: a config.json of 100 MB is read whole, as bytes and as text."""
+
+MOST_SECONDS = 60
+
+READ_WITHOUT = {"a vocabulary of 1e12", "a billion positions", "an inner width of 1e12"}
+"""Spectra need the weights of attention only: they may be read where the rest is wrong."""
+
+
+def peak() -> float:
+    """Most memory that this process had so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def errors_of(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("name", [*hostile.HOSTILE, *hostile.HARMLESS])
+def test_hostile_checkpoints(name: str, checkpoint, tmp_path: Path) -> None:
+    folder = hostile.write(name, checkpoint("gpt2"), tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("so it is read " * 40)
+    survey = ["survey", folder, "--corpus", text, "--length", 16, "--contexts", 2, "--out", tmp_path / "run"]
+    for words in (["spectra", folder, "--json"], survey):
+        before, began = peak(), time.monotonic()
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert peak() - before < MOST_MEGABYTES
+        assert time.monotonic() - began < MOST_SECONDS
+        assert not list(tmp_path.rglob(hostile.MARK))
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        may = name in hostile.HARMLESS or (words[0] == "spectra" and name in READ_WITHOUT)
+        assert result.exit_code in ((0, 1, 2) if may else (1, 2)), result.stderr
+        if result.exit_code:
+            assert len(errors_of(result.stderr)) == 1, result.stderr
+            assert "Traceback" not in result.stderr
+            assert "--debug" not in result.stderr, "was not foreseen"
+    if name in hostile.HOSTILE:
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_code_in_them_would_leave_a_mark(checkpoint, tmp_path: Path) -> None:
+    """What the test above looks for does appear when a pickle is read, or a module is imported."""
+    import pickle
+    import runpy
+
+    folder = hostile.write("a pickle beside", checkpoint("gpt2"), tmp_path / "pickle")
+    pickle.loads((folder / "pytorch_model.bin").read_bytes()).close()
+    assert (folder / hostile.MARK).exists()
+    folder = hostile.write("remote code", checkpoint("gpt2"), tmp_path / "code")
+    runpy.run_path(str(folder / "modeling_evil.py"))
+    assert (folder / hostile.MARK).exists()

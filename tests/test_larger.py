@@ -1,0 +1,150 @@
+"""Models larger than a device: offloaded and in half precision, their tables are those of the model in one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from tests import checkpoints, dense
+from theodolite.corpus import Corpus
+from theodolite.models import OpenModel, open_model
+from theodolite.onepass import OnePass
+from theodolite.run import Run
+from theodolite.surveyor import survey
+from theodolite.tracer import trace_sinks
+
+TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
+
+
+def offloaded(family: str, folder: Path) -> OpenModel:
+    """Embeddings and the first block on the CPU, other blocks on the disk, read by accelerate as they are needed."""
+    model = open_model(folder).hf
+    blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
+    device_map = {
+        name: "cpu"
+        for name, module in model.named_modules()
+        if not any(module.children()) and not name.startswith(blocks + ".")
+    }
+    for number in range(len(model.get_submodule(blocks))):
+        device_map[f"{blocks}.{number}"] = "disk" if number else "cpu"
+    return open_model(folder, device_map=device_map)
+
+
+def assert_same(got: Run, expected: Run) -> None:
+    for table in TABLES:
+        pd.testing.assert_frame_equal(
+            getattr(got, table), getattr(expected, table), rtol=1e-12, atol=1e-15, obj=table
+        )
+    for name, tensor in expected.arrays.items():
+        torch.testing.assert_close(got.arrays[name], tensor, rtol=1e-12, atol=1e-15, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss", "bloom", "phi3", "qwen3"])
+def test_offloaded_models_give_the_same_tables(family, checkpoint):
+    """Oracle: the same checkpoint opened in memory; survey (with constituents and attribution) and trace."""
+    model, whole = offloaded(family, checkpoint(family)), open_model(checkpoint(family))
+    parameters = list(model.hf.parameters())
+    assert sum(p.is_meta for p in parameters) > len(parameters) / 2
+    corpus = Corpus.random_tokens(checkpoints.VOCABULARY, 12, 10)
+    for work in (survey, trace_sinks):
+        got, expected = work(model, corpus, batch=4), work(whole, corpus, batch=4)
+        assert got.provenance["device"] == "cpu"
+        assert_same(got, expected)
+    for layer in range(model.layers):
+        assert torch.equal(model.head_weights(layer).w_q, whole.head_weights(layer).w_q)
+        torch.testing.assert_close(
+            model.output_weights(layer), whole.output_weights(layer), rtol=0, atol=1e-14
+        )
+    assert [p.is_meta for p in model.hf.parameters()] == [p.is_meta for p in parameters]
+
+
+def test_experts_are_offloaded_in_the_form_that_the_model_needs(tmp_path):
+    """Mixtral's checkpoints hold each expert by itself, the model all in one: what is put together waits on disk."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=checkpoints.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    corpus = Corpus.random_tokens(checkpoints.VOCABULARY, 12, 10)
+    model = open_model(tmp_path, device_map={"": "disk"})
+    assert all(p.is_meta for p in model.hf.parameters())
+    assert_same(survey(model, corpus), survey(open_model(tmp_path), corpus))
+
+
+def _kept(model: OpenModel, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, dense.Dense]:
+    """A survey, and what the model itself computed on the way: hidden states, and attention from its queries and keys.
+
+    The softmax is taken in float64 numpy from the queries and keys that the half-precision model handed over.
+    """
+    hidden: list[list[np.ndarray]] = [[] for _ in range(model.layers + 1)]
+    inputs: list[list[np.ndarray]] = [[] for _ in range(model.layers)]
+    attention: list[list[np.ndarray]] = [[] for _ in range(model.layers)]
+    true = {name: getattr(OnePass, name) for name in ("stream", "attention_input", "attention")}
+
+    def stream(self: OnePass, layer: int, states: Tensor) -> None:
+        hidden[layer].append(states.double().numpy())
+        true["stream"](self, layer, states)
+
+    def attention_input(self: OnePass, layer: int, states: Tensor) -> None:
+        inputs[layer].append(states.double().numpy())
+        true["attention_input"](self, layer, states)
+
+    def attend(self: OnePass, layer: int, given) -> Tensor:
+        query, key = given.query.double().numpy(), given.key.double().numpy()
+        key = np.repeat(key, query.shape[1] // key.shape[1], axis=1)
+        logits = query @ key.swapaxes(-1, -2) * given.scaling
+        length = logits.shape[-1]
+        seen = np.tri(length, dtype=bool) if given.mask is None else given.mask.numpy()
+        logits = np.where(seen, logits, -np.inf)
+        if given.sink is not None:
+            extra = given.sink.double().numpy()[None, :, None, None]
+            logits = np.concatenate([logits, np.broadcast_to(extra, (*logits.shape[:3], 1))], -1)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        attention[layer].append((weights / weights.sum(-1, keepdims=True))[..., :length])
+        return true["attention"](self, layer, given)
+
+    for name, own in (("stream", stream), ("attention_input", attention_input), ("attention", attend)):
+        monkeypatch.setattr(OnePass, name, own)
+    run = survey(model, corpus, batch=4)
+    states = (np.stack([np.concatenate(layer) for layer in kept]) for kept in (hidden, attention, inputs))
+    return run, dense.Dense(*states)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss"])
+def test_half_precision_surveys_are_exact(family, dtype, checkpoint, monkeypatch):
+    """Oracle: dense float64 numpy of every measured column, from the hidden states that the model itself computed."""
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "of", "the", "to", "and"]
+    texts = [" ".join(generator.choice(words[i % 3 :], 40)) for i in range(12)]
+    corpus = Corpus.from_texts(
+        texts, checkpoints.byte_tokenizer(), 40, labels=["a", "b", "c"] * 4, contexts=12
+    )
+    model = open_model(checkpoint(family), dtype=dtype)
+    assert model.hf.dtype == getattr(torch, dtype)
+    run, kept = _kept(model, corpus, monkeypatch)
+    for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
+        np.testing.assert_allclose(run.layers[name], expected, rtol=1e-6, atol=1e-12, err_msg=name)
+    for layer, states in enumerate(kept.hidden):
+        x = states[:, 1:]
+        mean = x.mean((0, 1))
+        np.testing.assert_allclose(run.arrays["mean"][layer], mean, rtol=1e-6, atol=1e-12)
+        scale = np.abs(x.mean(0) - mean).max()
+        got = run.arrays["positional_basis"][layer][1:]
+        np.testing.assert_allclose(got, x.mean(0) - mean, rtol=1e-6, atol=1e-6 * scale)
+    for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
+        # Weights are float32, which shows in standard errors of entropies that hardly differ.
+        np.testing.assert_allclose(run.heads[name], expected, rtol=1e-6, atol=1e-8, err_msg=name)
