@@ -185,6 +185,11 @@ def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, t
         assert "model.layers.0.self_attn depend on weights outside it" in _whole(folder)
 
 
+def test_a_transformers_whose_loader_is_another_opens_the_whole_model(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "theodolite.models.shards", None)
+    assert "this version of transformers is not known" in _whole(checkpoint("llama3"))
+
+
 def test_checkpoints_that_do_not_fit_are_refused_as_when_opened_whole(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
     weights = load_file(folder / "model.safetensors")

@@ -3,4 +3,4 @@
 from theodolite.models.open import OpenModel as OpenModel
 from theodolite.models.open import open_model as open_model
 from theodolite.models.probe import HeadWeights as HeadWeights
-from theodolite.models.shards import open_weights as open_weights
+from theodolite.models.weights import open_weights as open_weights

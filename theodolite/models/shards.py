@@ -42,14 +42,12 @@ from theodolite.models.loading import (
     refuse_more_layers,
 )
 from theodolite.models.open import (
-    DTYPES,
     EMBEDDED,
     VERIFIED_LENGTH,
     OpenModel,
     attention_kind,
     check_recomputed,
     largest_logit,
-    open_model,
     positions_of,
     small_input,
 )
@@ -74,34 +72,22 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Of safetensors, those that are weights as they are; others wait for what a quantiser does to them."""
 
 
-class _Whole(WorkError):
+class Whole(WorkError):
     """Heads cannot be read without the rest of the model, and why."""
 
 
-def open_weights(
-    path_or_id: str | Path | None = None,
-    *,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    show_progress: Callable[[int, int], None] = lambda done, total: None,
+def open_shards(
+    path_or_id: str | Path | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    """Open a checkpoint for its weights only, for `OpenModel.head_weights` and `spectra`, on the CPU.
-
-    Memory is that of one attention module, whatever the size of the model. Every attention module is verified as it is
-    read: its output on random hidden states, recomputed from its queries, keys and values, is its own. A checkpoint
-    that cannot be read so is opened whole.
-
-    Args:
-        path_or_id, dtype, revision: as in `open_model`.
-        say: told in a line why the model was opened whole, if it was.
-        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
+    """As `open_weights`, where it can be done in parts.
 
     Raises:
-        UsageError, WorkError: as `open_model` does.
+        Whole: it cannot, and why.
+        UsageError: no such checkpoint.
     """
-    if str(dtype).removeprefix("torch.") not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
     source = EMBEDDED if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
@@ -111,10 +97,8 @@ def open_weights(
             for layer in (0, -1):
                 with reader.present(layer):
                     pass
-    except (_Whole, *LOADING_ERRORS) as error:
-        whole = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
-        say(f"opened whole, since {first_line(error)}")
-        return whole
+    except LOADING_ERRORS as error:
+        raise Whole(first_line(error)) from error
     model = shards.model
     backbone(model).register_forward_pre_hook(_refuse_to_run)
     return OpenModel(
@@ -160,11 +144,11 @@ class _Shards:
         """Give a module of the skeleton its tensors.
 
         Raises:
-            _Whole: the checkpoint does not hold just what the module needs.
+            Whole: the checkpoint does not hold just what the module needs.
         """
         sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
         if any(self.kinds[source][1] not in FLOATS for source in sources):
-            raise _Whole(f"{module} is quantised")
+            raise Whole(f"{module} is quantised")
         to = LoadStateDictConfig(
             device_map={"": "cpu"},
             dtype=self.dtype,
@@ -181,18 +165,18 @@ class _Shards:
             found, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
         missing = sorted(name for name in found.missing_keys if name.startswith(module + "."))
         if missing or found.mismatched_keys or found.conversion_errors:
-            raise _Whole(
+            raise Whole(
                 f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
             )
         if found.unexpected_keys and getattr(self.model.config, "quantization_config", None):
-            raise _Whole(f"{module} is quantised ({min(found.unexpected_keys)})")
+            raise Whole(f"{module} is quantised ({min(found.unexpected_keys)})")
 
 
 def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
     """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if is_factored(Path(source).expanduser()):
-        raise _Whole("its matrices are factored")
+        raise Whole("its matrices are factored")
     kinds: dict[str, tuple[str, str]] = {}
     for path in _files(source, config, revision):
         with safe_open(path, framework="pt") as file:
@@ -211,13 +195,13 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     """The files that `from_pretrained` would load."""
     if getattr(config, "transformers_weights", None):
-        raise _Whole("its config names other files than model.safetensors")
+        raise Whole("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if found is not None:
             whole = name == SAFE_WEIGHTS_NAME
             return [found] if whole else get_checkpoint_shard_files(source, found, revision=revision)[0]
-    raise _Whole(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+    raise Whole(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
 def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
@@ -319,11 +303,11 @@ class _Reader:
         try:
             check_recomputed(f"layer {layer} ({name})", expected, got, largest_logit(seen[0]))
         except WorkError as error:
-            raise _Whole(str(error)) from error
+            raise Whole(str(error)) from error
         if not all(
             torch.equal(getattr(seen[0], part), getattr(other, part)) for part in ("query", "key", "value")
         ):
-            raise _Whole(f"queries, keys or values of {name} depend on weights outside it")
+            raise Whole(f"queries, keys or values of {name} depend on weights outside it")
 
 
 def _output(module: nn.Module, call: Call) -> Tensor:
