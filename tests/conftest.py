@@ -10,6 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton kernels are run by its interpreter, on the CPU, where a test asks for them.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two processes side by side have a core each, and so have the commands that they start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 import transformers
@@ -19,9 +23,7 @@ from theodolite.models import OpenModel, open_model
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(
-    1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-)  # two processes side by side have a core each
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(scope="session")

@@ -63,8 +63,9 @@ def files_up_to(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("command", ["survey", "trace", "prune"])
-@pytest.mark.parametrize("size", [0, 3000])
+@pytest.mark.parametrize(
+    ("command", "size"), [("survey", 3000), ("trace", 3000), ("prune", 3000), ("trace", 0)]
+)
 def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object], tmp_path: Path) -> None:
     """Oracle: the run on a disk with space; the same command goes on once there is some."""
     more = ["--method", "wanda"] if command == "prune" else []

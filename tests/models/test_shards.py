@@ -260,9 +260,9 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
 
 
 def test_memory_does_not_grow_with_layers(tmp_path):
-    """The operating system's count of two processes: twelve layers of holes and of attention, against three."""
+    """The operating system's count of two processes: eight layers of holes and of attention, against three."""
     peaks, sizes = [], []
-    for layers in (3, 12):
+    for layers in (3, 8):
         folder = tmp_path / str(layers)
         folder.mkdir()
         config = transformers.LlamaConfig(
@@ -282,7 +282,7 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         memory, *_ = measured([sys.executable, "-c", code, str(folder)])
         peaks.append(memory)
     attention = 4 * 1024**2 * 2
-    assert sizes[1] - sizes[0] > 1.5 * 2**30
+    assert sizes[1] - sizes[0] > 0.9 * 2**30
     assert peaks[1] - peaks[0] < 4 * attention
     bare, *_ = measured([sys.executable, "-c", "import theodolite.models, theodolite.surveyor"])
     assert peaks[1] - bare < 40 * attention

@@ -101,8 +101,11 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
         return
     held = 0
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            held += len(file.keys())
+        try:
+            with safe_open(path, framework="pt") as file:
+                held += len(file.keys())
+        except SafetensorError:
+            return  # who loads it says which file is damaged
     if layers > held:
         raise UsageError(
             f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"

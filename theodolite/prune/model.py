@@ -81,8 +81,8 @@ def prune_model(
     if form not in FORMS:
         raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
     matrices = block_matrices(model)
-    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_pruned(model, matrices)
+    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
