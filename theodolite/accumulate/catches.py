@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import BLOCK, SINK_THRESHOLD, least_queries
+from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
@@ -83,7 +83,7 @@ def attend_and_catch(
     received = value.new_zeros(heads, length, dtype=torch.float64)
     log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
     catching = received.new_zeros(received.shape)
-    for block in inputs.blocks(BLOCK):
+    for block in inputs.blocks():
         largest = block.logits.amax(dim=-1)
         weights = block.logits.softmax(dim=-1)
         total = largest - weights.amax(dim=-1).log()  # the largest weight is exp(largest − total)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import each_part
-from theodolite.measure.constituents import BLOCK, COARSE, GROUPS, paired_groups, share_sums, softmax
+from theodolite.measure.constituents import COARSE, GROUPS, paired_groups, share_sums, softmax
 from theodolite.theory.attention import AttentionInputs
 from theodolite.theory.decomposition import PARTS
 
@@ -55,7 +55,7 @@ def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "pa
     """Attention along each pattern, summed over contexts and the pattern's queries."""
     device = inputs.query.device
     scores = torch.zeros(len(patterns), inputs.query.shape[1], dtype=torch.float64, device=device)
-    for block in inputs.blocks(BLOCK):
+    for block in inputs.blocks():
         weights = softmax(block.logits, inputs.sink)
         every = torch.arange(block.start, block.stop, device=device)
         for number, pattern in enumerate(patterns):

@@ -41,9 +41,6 @@ is on the other side. The last two are the paper's own constituents, without mea
 DISJOINT = ("position", "context", "cross", "constant")
 """Those of `GROUPS` that share nothing and leave out nothing."""
 
-BLOCK = 64
-"""Queries whose logits are in memory at a time."""
-
 
 @dataclass(frozen=True)
 class Constituents:
@@ -211,7 +208,7 @@ def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs) -> ShareSum
     products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
     additive = torch.zeros(contexts, heads, dtype=torch.float64, device=query.device)
     total = torch.zeros_like(additive)
-    for block in replace(inputs, softcap=None).blocks(BLOCK):
+    for block in replace(inputs, softcap=None).blocks():
         visible = block.logits > MASKED / 2
         if block.first == 0:
             visible[..., 0] = False
@@ -258,7 +255,7 @@ def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queri
     """The whole attention matrix; for a prompt."""
     batch, heads, queries, _ = inputs.query.shape
     weights = inputs.query.new_zeros(batch, heads, queries, inputs.key.shape[2])
-    for block in inputs.blocks(BLOCK):
+    for block in inputs.blocks():
         weights[:, :, block.start : block.stop, block.first : block.last] = softmax(block.logits, inputs.sink)
     return weights
 

@@ -39,11 +39,12 @@ def open_weights(
         # The parts of the loader of transformers that it needs are no promise of theirs, so that they may be gone.
         from theodolite.models.shards import Whole, open_shards
     except ImportError as error:
-        say(f"opened whole, since this version of transformers is not known ({error})")
-        return open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
-    try:
-        return open_shards(path_or_id, dtype, revision, show_progress)
-    except Whole as reason:
-        whole = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
-        say(f"opened whole, since {reason}")
-        return whole
+        why = f"this version of transformers is not known ({error})"
+    else:
+        try:
+            return open_shards(path_or_id, dtype, revision, show_progress)
+        except Whole as reason:
+            why = str(reason)
+    whole = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
+    say(f"opened whole, since {why}")
+    return whole
