@@ -339,8 +339,8 @@ def connected(address: str) -> Iterator[None]:
 
 def _knock(address: str) -> None:
     """Find in seconds that nobody is at HOST:PORT; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and "://" not in address:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and "://" not in host:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 

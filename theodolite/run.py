@@ -9,6 +9,7 @@ here is ever pickled. This module measures nothing and draws nothing.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -20,13 +21,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow
-import safetensors
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.files import write_whole, writing
+from theodolite.sealed import Damaged, read_sealed, write_sealed
 
 SCHEMA_VERSION = 3
 
@@ -93,6 +93,12 @@ class Run:
         text = f" on {corpus['contexts']} × {corpus['length']} tokens of {corpus['name']}" if corpus else ""
         return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: health, key numbers, the strongest heads."""
+        # By its name: the report stands above this module, which knows nothing of it.
+        view = importlib.import_module("theodolite.report.notebook")
+        return str(view.as_html(self))
+
     @classmethod
     def load(cls, folder: str | Path) -> Run:
         """Read a run folder.
@@ -120,8 +126,8 @@ class Run:
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
-            arrays = load_file(folder / "arrays.safetensors")
-        except (OSError, ValueError, pyarrow.ArrowException, safetensors.SafetensorError) as error:
+            arrays, _ = read_sealed(folder / "arrays.safetensors")
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
         return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
 
@@ -141,9 +147,9 @@ class Run:
             temporary.mkdir(parents=True)
             try:
                 for name in TABLES:
-                    getattr(self, name).to_parquet(temporary / f"{name}.parquet", index=False)
-                arrays = {name: tensor.contiguous() for name, tensor in self.arrays.items()}
-                save_file(arrays, temporary / "arrays.safetensors")
+                    table: pd.DataFrame = getattr(self, name)
+                    table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+                write_sealed(temporary / "arrays.safetensors", self.arrays)
                 text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
                 (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
                 # safetensors writes files that only their owner can read; a run is made to be shared.
@@ -157,7 +163,7 @@ class Run:
 
 def _read_table(path: Path) -> pd.DataFrame:
     with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
-        return pd.read_parquet(file)
+        return pd.read_parquet(file, page_checksum_verification=True)
 
 
 class Workspace:
@@ -235,12 +241,10 @@ class Workspace:
         if not self._file.is_file():
             return None
         try:
-            with safetensors.safe_open(self._file, "pt") as file:
-                notes = json.loads(file.metadata()["notes"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            tensors, notes = read_sealed(self._file)
+        except Damaged as error:
             raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
-        if notes.pop("fingerprint") != self.fingerprint:
+        if notes.pop("fingerprint", None) != self.fingerprint:
             raise UsageError(
                 f"{self.folder} holds an unfinished survey of another model, corpus or options: "
                 "choose another --out or remove it"
@@ -249,11 +253,10 @@ class Workspace:
 
     def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
         """Replace what was saved before, at once or not at all."""
-        metadata = {"notes": json.dumps({**notes, "fingerprint": self.fingerprint})}
-        whole = {name: t.contiguous() for name, t in tensors.items()}
+        all_notes = {**notes, "fingerprint": self.fingerprint}
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file, lambda path: save_file(whole, path, metadata))
+            write_whole(self._file, lambda path: write_sealed(path, tensors, all_notes))
 
     def finish(self, run: Run) -> Run:
         """Write the run and forget the progress."""

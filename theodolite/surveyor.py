@@ -90,4 +90,5 @@ def spectra(
     workspace = Workspace(Path(out), fingerprint)
     with workspace.locked():
         finished = workspace.finished()
+        workspace.load_progress()  # refuses what lies there unfinished: it is a survey's
         return finished or workspace.finish(spectra_result(model, fingerprint, show_progress))

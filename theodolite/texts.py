@@ -262,8 +262,12 @@ def _read_jsonl(path: Path, text_column: str) -> Iterator[Document]:
             place = f"{path} line {number}"
             try:
                 row = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
-                why = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            except RecursionError:
+                raise UsageError(
+                    f"{place} is not JSON (nested too deeply); give one object a line."
+                ) from None
+            except ValueError as error:  # of numbers with thousands of digits, too
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise UsageError(f"{place} is not JSON ({why}); give one object a line.") from None
             if not isinstance(row, dict):
                 raise UsageError(f"{place} is not a JSON object; give one object a line.")

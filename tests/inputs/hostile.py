@@ -6,6 +6,7 @@ None may be opened, none may run what it brings, and none may cost more memory o
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -136,6 +137,33 @@ def _index(shard: str) -> Callable[[Path], None]:
     return write
 
 
+def _index_to_pickle(folder: Path) -> None:
+    """Named by the index, and sound: `from_pretrained` would read it, with torch's own unpickler."""
+    weights = load_file(folder / WEIGHTS)
+    _index("weights.bin")(folder)
+    torch.save(weights, folder / "weights.bin")
+
+
+def _moved(to: str) -> Callable[[Path], None]:
+    """Sound weights, elsewhere: what lies there could change, and the hash of the checkpoint would be the same."""
+
+    def write(folder: Path) -> None:
+        _index(to)(folder)
+        (folder / to).parent.mkdir(exist_ok=True)
+        (folder / "part-1.safetensors").rename(folder / to)
+        save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
+
+    return write
+
+
+def _endless_pattern(folder: Path) -> None:
+    told = json.loads((folder / "tokenizer.json").read_text())
+    told["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+
+
 def _loop(name: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / name).unlink()
@@ -209,6 +237,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a vocabulary of −5": config(vocab_size=-5),
     "a vocabulary of 1e12": config(vocab_size=10**12),
     "an inner width of 1e12": config(n_inner=10**12),
+    "an inner width of 1e9": config(n_inner=10**9),
+    "a vocabulary of 1e8": config(vocab_size=10**8),
+    "a billion classes": config(architectures=["GPT2ForSequenceClassification"], num_labels=10**9),
     "a norm's epsilon in words": config(layer_norm_epsilon="small"),
     "an unknown activation": config(activation_function="evil"),
     "an unknown architecture": config(architectures=["EvilModel"]),
@@ -250,6 +281,11 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a config that is not UTF-8": text_of("config.json", b'{"model_type": "\xff\xfe"}'),
     "an index that leads outside": _index("../../../../../../../etc/passwd"),
     "an index to an absolute path": _index("/etc/passwd"),
+    "an index to a pickle": _index_to_pickle,
+    "an index to sound weights in a folder of it": _moved("parts/part-1.safetensors"),
+    "an index to sound weights beside the folder": _moved("../part-1.safetensors"),
+    "a pipe beside the weights": lambda folder: os.mkfifo(folder / "pipe.safetensors"),
+    "a device beside the weights": lambda folder: (folder / "more.safetensors").symlink_to("/dev/zero"),
     "an index to nothing": _index("part-9.safetensors"),
     "an index that is a list": lambda folder: (
         _index("part-1.safetensors")(folder),
@@ -268,6 +304,8 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
     "a remote tokenizer": _remote_tokenizer,
     "quantised by who knows": config(quantization_config={"quant_method": "evil"}),
     "integers as weights": _put("c_attn.weight", lambda t: t.round().to(torch.int64)),
+    "attention from a hub": config(_attn_implementation="evil/kernel", attn_implementation="evil/kernel"),
+    "a tokenizer whose pattern never ends": _endless_pattern,
     "a tokenizer of rubbish": text_of("tokenizer.json", b"\x00rubbish"),
     "a tokenizer that is a list": text_of("tokenizer.json", b"[]"),
     "a tokenizer config that is a list": text_of("tokenizer_config.json", b"[]"),

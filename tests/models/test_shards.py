@@ -267,11 +267,11 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         folder.mkdir()
         config = transformers.LlamaConfig(
             hidden_size=1024,
-            intermediate_size=32768,
+            intermediate_size=12288,
             num_hidden_layers=layers,
             num_attention_heads=8,
             num_key_value_heads=8,
-            vocab_size=200_000,
+            vocab_size=100_000,
         )
         parameters, _ = write_layout(config, folder)
         sizes.append(2 * parameters)
@@ -282,7 +282,7 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         memory, *_ = measured([sys.executable, "-c", code, str(folder)])
         peaks.append(memory)
     attention = 4 * 1024**2 * 2
-    assert sizes[1] - sizes[0] > 0.9 * 2**30
+    assert sizes[1] - sizes[0] > 0.35 * 2**30
     assert peaks[1] - peaks[0] < 4 * attention
     bare, *_ = measured([sys.executable, "-c", "import theodolite.models, theodolite.surveyor"])
     assert peaks[1] - bare < 40 * attention

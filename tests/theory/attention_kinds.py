@@ -31,8 +31,6 @@ def make(kind: str, dtype: torch.dtype = torch.float64, strength: float = 2.0) -
     }.get(kind)
     if mask is not None:
         mask = mask[None, None].clone()
-    if kind == "padded":
-        mask[..., :70, 0] = True  # a fully hidden row has no softmax
     bias = None
     if kind == "alibi":
         bias = (torch.arange(1, HEADS + 1).view(1, -1, 1, 1) * position * 0.05).double()
@@ -75,5 +73,5 @@ def dense(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         full = torch.cat([logits, column], dim=-1).softmax(-1)
         return full[..., :-1], (full[..., :-1] @ value).transpose(1, 2), full[..., -1]
-    weights = logits.softmax(-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)  # a fully hidden row has no softmax, and pays nothing
     return weights, (weights @ value).transpose(1, 2), torch.zeros_like(weights[..., 0])

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.theory.attention_kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
 from theodolite.errors import UsageError
@@ -128,8 +131,9 @@ def test_from_queries_and_keys_alone():
 @pytest.mark.parametrize(
     ("query", "key", "words"),
     [
-        ((2, 4, 8, 16), (2, 4, 8, 15), "do not go together"),
-        ((2, 4, 8, 16), (1, 4, 8, 16), "do not go together"),
+        ((2, 4, 8, 16), (2, 4, 8, 15), "key is \\(2, 4, 8, 15\\): give 2 × 4 × 8 × 16"),
+        ((2, 4, 8, 16), (1, 4, 8, 16), "key is \\(1, 4, 8, 16\\): give 2 × 4 × 8 × 16"),
+        ((2, 4, 0, 16), (2, 4, 0, 16), "do not go together"),
         ((2, 4, 8, 16), (2, 3, 8, 16), "4 query heads cannot share 3 key heads"),
         ((2, 4, 8, 16), (2, 4, 9, 16), "8 queries and 9 keys: say by a mask"),
         ((4, 8, 16), (4, 8, 16), "give \\(batch, heads"),
@@ -138,6 +142,82 @@ def test_from_queries_and_keys_alone():
 def test_bad_calls(query, key, words):
     with pytest.raises(UsageError, match=words):
         attention_summary(torch.zeros(query), torch.zeros(key))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask": torch.ones(1, 1, 1, 10, dtype=torch.bool)}, "give 1 or 3 × 1 or 2 × 10 × 10"),
+        ({"mask": torch.ones(1, 1, 10, 9, dtype=torch.bool)}, "give 1 or 3 × 1 or 2 × 10 × 10"),
+        ({"mask": torch.ones(10, 10, dtype=torch.bool)}, "mask is"),
+        ({"mask": torch.ones(1, 1, 10, 10)}, "give booleans"),
+        ({"bias": torch.ones(1, 3, 10, 10)}, "bias is"),
+        ({"sink": torch.ones(1)}, "sink is \\(1,\\): give 2"),
+        ({"value": torch.ones(3, 1, 10, 4)}, "value is"),
+        ({"value": torch.ones(3, 2, 10, 4).double()}, "one floating-point type"),
+        ({"softcap": 0.0}, "softcap 0.0 is not positive"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(UsageError, match=words):
+        attention_summary(torch.zeros(3, 2, 10, 4), torch.zeros(3, 2, 10, 4), **options)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_kinds_together(data):
+    """Oracle: numpy in float64, from a softmax over keys and column of each query by itself; some see no key at all."""
+    draw = data.draw
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    length = draw(st.sampled_from([1, 5, 64, 65, 130]))
+    heads, group = draw(st.sampled_from([(2, 1), (4, 2), (3, 3)]))
+    q = random.standard_normal((2, heads, length, 4)) * draw(st.sampled_from([1.0, 30.0]))
+    k, v = random.standard_normal((2, 2, heads // group, length, 4))
+    position = np.arange(length)
+    distance = position[:, None] - position
+    mask = np.broadcast_to(
+        (distance >= 0) & (distance < draw(st.sampled_from([3, 200]))), (2, 1, length, length)
+    )
+    left = random.integers(0, length + 1, 2) if draw(st.booleans()) else np.zeros(2, dtype=int)
+    mask = mask & (position >= left[:, None])[:, None, None, :]
+    cap = draw(st.sampled_from([None, 2.0]))
+    bias = -0.1 * np.abs(distance) * np.arange(1, heads + 1)[:, None, None] if draw(st.booleans()) else None
+    hides = draw(st.booleans())
+    sink = random.standard_normal(heads) * 30 if draw(st.booleans()) else None
+
+    logits = np.einsum("bhqd,bhkd->bhqk", q, np.repeat(k, group, axis=1)) / 2
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    logits = logits if bias is None else logits + bias
+    logits = np.where(mask, logits, -np.inf)
+    mass, entropy = np.zeros((2, heads, length)), np.zeros((2, heads, length))
+    normaliser, output = np.full((2, heads, length), -np.inf), np.zeros((2, length, heads, 4))
+    for b, h, t in np.ndindex(2, heads, length):
+        row = logits[b, h, t] if sink is None else np.append(logits[b, h, t], sink[h])
+        if np.isneginf(row).all():
+            continue
+        normaliser[b, h, t] = row.max() + np.log(np.exp(row - row.max()).sum())
+        p = np.exp(row - normaliser[b, h, t])
+        entropy[b, h, t] = -(p[p > 0] * (row - normaliser[b, h, t])[p > 0]).sum()
+        mass[b, h] += p[:length]
+        output[b, t, h] = p[:length] @ v[b, h // group]
+
+    def tensor(array):
+        return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+
+    if hides:  # the mask by a bias of −∞, as others write it
+        hidden = np.where(np.repeat(mask, heads, axis=1), 0.0 if bias is None else bias, -np.inf)
+        how = {"bias": tensor(hidden), "causal": False}
+    else:
+        how = {"bias": None if bias is None else tensor(bias[None]), "mask": tensor(mask)}
+    strided = tensor(q.transpose(0, 2, 1, 3)).transpose(1, 2)
+    got = attention_summary(strided, tensor(k), tensor(v), softcap=cap, sink=tensor(sink), **how)
+    for name, expected in (
+        ("output", output),
+        ("entropy", entropy),
+        ("mass", mass),
+        ("log_sum_exp", normaliser),
+    ):
+        np.testing.assert_allclose(getattr(got, name), expected, rtol=1e-10, atol=1e-10, err_msg=name)
 
 
 def test_threads_change_nothing(monkeypatch):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
+from theodolite.theory.attention_summary import softmax
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 
@@ -84,17 +85,12 @@ def attend_and_catch(
     log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
     catching = received.new_zeros(received.shape)
     for block in inputs.blocks():
-        largest = block.logits.amax(dim=-1)
-        weights = block.logits.softmax(dim=-1)
-        total = largest - weights.amax(dim=-1).log()  # the largest weight is exp(largest − total)
-        if inputs.sink is not None:
-            with_sink = torch.logaddexp(total, inputs.sink.to(total.dtype).view(1, -1, 1))
-            weights *= (total - with_sink).exp().unsqueeze(-1)
-            total = with_sink
+        weights, _, total, *_ = softmax(block.logits, inputs.sink)
         summed = weigh(weights, value[:, :, block.first : block.last])
         output[:, block.start : block.stop] = summed.transpose(1, 2)
         received[:, block.first : block.last] += weights[0].sum(dim=-2)
-        log_total[:, block.start : block.stop] = total[0]
+        # A query that sees nothing pays nothing: e^{logit − ∞}.
+        log_total[:, block.start : block.stop] = total[0].masked_fill(total[0] == -torch.inf, torch.inf)
         if stretches:
             paid, key = weights[0].max(dim=-1)
             key += block.first

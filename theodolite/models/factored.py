@@ -9,7 +9,6 @@ is not known here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
 from theodolite.models.packing import packed, unpacked
+from theodolite.sealed import read_sealed, write_sealed
 
 DENSE = "dense.safetensors"
 BLOCK = "block-{:03d}.safetensors"
@@ -83,8 +83,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> 
         }
         for piece in pieces
     ]
-    # One entry: safetensors writes several in any order.
-    save_file(tensors, path, {"block": json.dumps({"matrices": told, "notes": notes})})
+    write_sealed(path, tensors, {"matrices": told, "notes": notes})
 
 
 def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
@@ -94,11 +93,9 @@ def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
         WorkError: the file is damaged.
     """
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            block = json.loads(file.metadata()["block"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors, block = read_sealed(path)
         return [_piece(told, tensors) for told in block["matrices"]], block["notes"]
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
 
 

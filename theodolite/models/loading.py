@@ -5,8 +5,10 @@ What is opened is verified in `open.py`; nothing here knows of heads.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
+import json
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.factored import is_factored, load_factored
@@ -39,6 +42,9 @@ LOADING_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
+
+
+MOST_LABELS = 10**7
 
 
 @contextmanager
@@ -62,7 +68,8 @@ def local_folder(source: str | Path) -> Path | None:
         return None
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise UsageError(f"{source} is no checkpoint: theodolite needs a folder with config.json in it")
-    if not any(folder.glob("*.safetensors")):
+    _refuse_index(folder)
+    if not weight_files(folder):
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
         if pickled:
             raise UsageError(
@@ -71,6 +78,41 @@ def local_folder(source: str | Path) -> Path | None:
             )
         raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weights of a checkpoint, in order of their names.
+
+    Raises:
+        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end.
+    """
+    found = sorted(folder.glob("*.safetensors"))
+    odd = next((path for path in found if not path.is_file()), None)
+    if odd:
+        raise UsageError(f"{odd} is no file: a checkpoint's weights are files of its folder")
+    return found
+
+
+def _refuse_index(folder: Path) -> None:
+    """What decides where weights are read from names files of the folder: no pickles, nothing that lies elsewhere.
+
+    Raises:
+        UsageError: the index cannot be read, or names something else.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{index} cannot be read ({first_line(error)}): it names the file of each tensor"
+        ) from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"{index} names {str(name)!r}: weights are .safetensors files of the same folder"
+            )
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
@@ -100,7 +142,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
     if not folder.is_dir() or not isinstance(layers, int):
         return
     held = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 held += len(file.keys())
@@ -112,12 +154,57 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
         )
 
 
+def config_of(source: str | Path, revision: str | None) -> Any:
+    """The config of a checkpoint. Which code computes its attention is not its to say: it may name a download."""
+    _refuse_many_labels(Path(source).expanduser() / "config.json")
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    config._attn_implementation = None
+    return config
+
+
+def _refuse_many_labels(path: Path) -> None:
+    """The one number for which a config takes memory as soon as it is made: a name for each label."""
+    if not path.is_file():
+        return
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8")).get("num_labels")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # who reads the rest says what is wrong
+    if isinstance(labels, int) and labels > MOST_LABELS:
+        raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
+
+
+def on_meta(architecture: Any, config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model of a config without its numbers; `architecture` None: the config's own backbone."""
+    with quiet(), torch.device("meta"):
+        make = AutoModel.from_config if architecture is None else architecture._from_config
+        model: PreTrainedModel = make(config, dtype=dtype)
+    return model
+
+
+def refuse_larger(source: str | Path, model: nn.Module) -> None:
+    """Before memory is taken: a config that asks for more numbers than the files have bits.
+
+    Raises:
+        UsageError: it does.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        held = sum(path.stat().st_size for path in weight_files(folder))
+        wanted = sum(parameter.numel() for parameter in model.parameters())
+        if wanted > 8 * held:
+            raise UsageError(
+                f"cannot open {source}: its config.json asks for {wanted:,} weights, its files have {held:,} bytes"
+            )
+
+
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
     """The model of a checkpoint's own architecture, all of whose tensors are there."""
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
+    refuse_larger(source, on_meta(architecture, copy.deepcopy(config)))
     if is_factored(folder):
         if device_map is not None:
             raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
@@ -174,7 +261,11 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
     """The checkpoint's tokenizer, or None where it has none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except LOADING_ERRORS:
+    except BaseException as error:
+        if (
+            not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException"
+        ):  # of Rust, no Exception
+            raise
         return None  # random tokens and weights need none; a text without one is refused where it is read
     # Without any files, transformers makes up a tokenizer of special tokens only.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
@@ -203,7 +294,7 @@ def hash_checkpoint(
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
     digest, done = hashlib.sha256(), 0
-    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    paths = [folder / "config.json", *weight_files(folder)]
     total = sum(path.stat().st_size for path in paths)
     for path in paths:
         with path.open("rb") as file:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.loading import (
     LOADING_ERRORS,
+    config_of,
     device_of,
     first_line,
     hash_checkpoint,
@@ -204,7 +205,7 @@ def open_model(
     local = local_folder(source)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            config = config_of(source, revision)
             model = load(source, config, dtype, device_map, revision)
     except TheodoliteError:
         raise

@@ -8,6 +8,7 @@ the few that are wanted. What cannot be read so is opened whole, and the reason 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -34,11 +35,14 @@ from theodolite.models.factored import is_factored
 from theodolite.models.loading import (
     LOADING_ERRORS,
     architecture_of,
+    config_of,
     first_line,
     hash_checkpoint,
     local_folder,
+    on_meta,
     quiet,
     refuse_bad_numbers,
+    refuse_larger,
     refuse_more_layers,
 )
 from theodolite.models.open import (
@@ -174,7 +178,7 @@ class _Shards:
 
 def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
     """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
-    config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
         raise Whole("its matrices are factored")
     kinds: dict[str, tuple[str, str]] = {}
@@ -185,7 +189,9 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
     if wanted == "auto":
         wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
     wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
-    model = build_skeleton(architecture_of(source, config), config, wanted)
+    architecture = architecture_of(source, config)
+    refuse_larger(source, on_meta(architecture, copy.deepcopy(config)))
+    model = build_skeleton(architecture, config, wanted)
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
     refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))

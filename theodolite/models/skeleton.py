@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
-from theodolite.models.loading import quiet
+from theodolite.models.loading import on_meta
 
 
 def build_skeleton(architecture: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -31,9 +31,7 @@ def build_skeleton(architecture: Any, config: Any, dtype: torch.dtype) -> PreTra
     """
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"  # the others take no matrices with rows repeated
-    with quiet(), torch.device("meta"):
-        make = AutoModel.from_config if architecture is None else architecture._from_config
-        model: PreTrainedModel = make(config, dtype=dtype)
+    model = on_meta(architecture, config, dtype)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that buffers only are computed
     for module in model.modules():

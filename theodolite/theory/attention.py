@@ -32,7 +32,9 @@ class AttentionInputs:
 
     The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
     see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
-    `g·G … (g+1)·G − 1`, `G = heads / key_heads`.
+    `g·G … (g+1)·G − 1`, `G = heads / key_heads`. A mask or
+    bias with one batch entry is that of all contexts, a mask with one head that of all heads, a bias with one query
+    that of all queries.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -40,9 +42,9 @@ class AttentionInputs:
     value: Float[Tensor, "batch key_heads keys value_width"]
     scaling: float
     causal: bool
-    mask: Bool[Tensor, "batch_or_1 heads_or_1 queries keys"] | None = None
+    mask: Bool[Tensor, "mask_batch mask_heads queries keys"] | None = None
     softcap: float | None = None
-    bias: Float[Tensor, "batch_or_1 heads queries_or_1 keys"] | None = None
+    bias: Float[Tensor, "bias_batch heads bias_queries keys"] | None = None
     sink: Float[Tensor, " heads"] | None = None
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
@@ -194,7 +196,7 @@ def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_widt
 
 
 def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_width"]:
-    """The attention output itself, in the value's dtype, computed in float32 or better."""
+    """The attention output itself, in the value's dtype, computed in float32 or better; 0 where no key is seen."""
     query, value = inputs.query, inputs.value
     output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
@@ -211,6 +213,9 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
             output[:, block.start : block.stop, part] = summed.transpose(1, 2)
 
     side_by_side(work, list(inputs.head_parts()))
+    if inputs.mask is not None and inputs.sink is None:
+        blind = inputs.visible_keys() == 0
+        output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     return output
 
 

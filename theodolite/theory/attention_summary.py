@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
@@ -91,7 +90,8 @@ def attention_summary(
     """Entropy, log-sum-exp, largest logit, mass, sinks and ρ of every head, in O(T) memory a head.
 
     Computed in float32, or in float64 where that is what is given; masses are summed in float64. On a CUDA device a
-    Triton kernel does it, else blocks of torch operations.
+    Triton kernel does it, else blocks of torch operations. A query that sees no key, as padding does, pays nothing: its
+    output and entropy are 0, its log-sum-exp and largest logit −∞, or with a learned column that column's.
 
     Args:
         query: (batch, heads, queries, width), after rotary positions.
@@ -105,23 +105,62 @@ def attention_summary(
         sink: (heads,), a learned logit of each head that every query sees beside its keys.
 
     Raises:
-        UsageError: shapes that do not go together.
+        UsageError: shapes or types that do not go together, or a softcap that is not positive.
     """
-    if query.ndim != 4 or key.ndim != 4 or query.shape[-1] != key.shape[-1] or len(query) != len(key):
+    value = key[..., :0] if value is None else value
+    _check(query, key, value, causal and mask is None, mask, bias, sink)
+    if softcap is not None and not softcap > 0:
+        raise UsageError(f"softcap {softcap} is not positive: give None for none")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if bias is not None:  # −∞ is how others write a mask
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32)).clamp_min(MASKED)
+    return summarise(
+        AttentionInputs(query, key, value, scaling, causal and mask is None, mask, softcap, bias, sink)
+    )
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> None:
+    if query.ndim != 4 or key.ndim != 4 or not query.numel() or not key.numel():
         raise UsageError(
             f"query {tuple(query.shape)} and key {tuple(key.shape)} do not go together: give "
             "(batch, heads, positions, width)"
         )
-    if query.shape[1] % key.shape[1]:
-        raise UsageError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads")
-    if causal and mask is None and query.shape[2] != key.shape[2]:
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    if heads % key_heads:
+        raise UsageError(f"{heads} query heads cannot share {key_heads} key heads")
+    if causal and queries != keys:
+        raise UsageError(f"{queries} queries and {keys} keys: say by a mask which keys a query sees")
+    wanted: dict[str, tuple[Tensor | None, tuple[set[int], ...]]] = {
+        "key": (key, ({batch}, {key_heads}, {keys}, {width})),
+        "value": (value, ({batch}, {key_heads}, {keys}, set(value.shape[-1:]))),
+        "mask": (mask, ({1, batch}, {1, heads}, {queries}, {keys})),
+        "bias": (bias, ({1, batch}, {heads}, {1, queries}, {keys})),
+        "sink": (sink, ({heads},)),
+    }
+    for name, (tensor, sizes) in wanted.items():
+        if tensor is None:
+            continue
+        if len(tensor.shape) != len(sizes) or any(
+            n not in may for n, may in zip(tensor.shape, sizes, strict=True)
+        ):
+            one = " × ".join(" or ".join(map(str, sorted(may))) for may in sizes)
+            raise UsageError(f"{name} is {tuple(tensor.shape)}: give {one}")
+    kinds = {tensor.dtype for tensor in (query, key, value)}
+    if len(kinds) > 1 or not query.is_floating_point():
         raise UsageError(
-            f"{query.shape[2]} queries and {key.shape[2]} keys: say by a mask which keys a query sees"
+            f"query, key and value are {', '.join(sorted(map(str, kinds)))}: give one floating-point type"
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    value = key[..., :0] if value is None else value
-    inputs = AttentionInputs(query, key, value, scaling, causal and mask is None, mask, softcap, bias, sink)
-    return summarise(inputs)
+    if mask is not None and mask.dtype != torch.bool:
+        raise UsageError(f"mask is {mask.dtype}: give booleans, True where the query sees the key")
 
 
 def summarise(inputs: AttentionInputs) -> AttentionSummary:
@@ -132,8 +171,11 @@ def summarise(inputs: AttentionInputs) -> AttentionSummary:
 
 def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
     rows = attention_triton.summarise(inputs)
+    blind = _see_nothing(rows.entropy, rows.log_sum_exp, rows.largest)
+    rows.output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     entropy, log_sum_exp, learned, others = _with_sink(rows.entropy, rows.log_sum_exp, inputs.sink)
-    mass = attention_triton.mass(inputs, log_sum_exp)
+    # e^{logit − ∞} is 0, where the mass's kernel sees a key that a bias hides from the whole row.
+    mass = attention_triton.mass(inputs, log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf))
     if others is not None:
         rows.output.mul_(others.transpose(1, 2).unsqueeze(-1))
     return AttentionSummary(rows.output, entropy, log_sum_exp, rows.largest, mass, learned, inputs)
@@ -162,7 +204,7 @@ def summarise_in_blocks(
         own = inputs if part == slice(0, heads) else inputs.of_heads(part)
         for block in own.blocks():
             now, seen = slice(block.start, block.stop), slice(block.first, block.last)
-            weights, *found = _softmax(block.logits, own.sink)
+            weights, *found = softmax(block.logits, own.sink)
             summed = weigh(weights, own.value[:, :, seen])
             output[:, now, part] = summed.transpose(1, 2)
             mass[:, part, seen] += weights.sum(dim=-2)
@@ -204,10 +246,11 @@ def weights_at(
     inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"], query: Tensor, key: Tensor
 ) -> Float[Tensor, "batch heads pairs"]:
     """The attention that some queries (by position) pay to some keys: 0 where they do not see them."""
-    return (inputs.at_pairs(query, key) - log_sum_exp[..., query]).exp()
+    normaliser = log_sum_exp[..., query]
+    return (inputs.at_pairs(query, key) - normaliser).exp().masked_fill_(normaliser == -torch.inf, 0)
 
 
-def _softmax(
+def softmax(
     logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
 ) -> tuple[Tensor, ...]:
     """Weights; of each row the entropy in nats, the log-sum-exp, the largest logit, and a learned column's weight.
@@ -219,11 +262,25 @@ def _softmax(
     shifted = logits.sub_(largest.unsqueeze(-1))
     weights = shifted.softmax(dim=-1)
     log_total = -weights.amax(dim=-1).log()
-    entropy = log_total - torch.linalg.vecdot(weights, shifted)
-    entropy, log_sum_exp, learned, others = _with_sink(entropy, largest + log_total, sink)
+    entropy, log_sum_exp = log_total - torch.linalg.vecdot(weights, shifted), largest + log_total
+    blind = _see_nothing(entropy, log_sum_exp, largest)
+    if blind.any():
+        weights.masked_fill_(blind.unsqueeze(-1), 0)
+    entropy, log_sum_exp, learned, others = _with_sink(entropy, log_sum_exp, sink)
     if learned is None or others is None:
         return weights, entropy, log_sum_exp, largest
     return weights.mul_(others.unsqueeze(-1)), entropy, log_sum_exp, largest, learned
+
+
+def _see_nothing(
+    entropy: Float[Tensor, "batch heads rows"], log_sum_exp: Tensor, largest: Tensor
+) -> Bool[Tensor, "batch heads rows"]:
+    """Which queries see no key: they pay nothing. (A softmax of equal logits would pay every invisible key.)"""
+    blind = largest <= MASKED / 2
+    entropy.masked_fill_(blind, 0)
+    for tensor in (log_sum_exp, largest):
+        tensor.masked_fill_(blind, -torch.inf)
+    return blind
 
 
 def _with_sink(
@@ -235,7 +292,10 @@ def _with_sink(
     """
     if sink is None:
         return entropy, log_sum_exp, None, None
-    odds = sink.to(entropy.dtype).view(1, -1, 1) - log_sum_exp
+    column = sink.to(entropy.dtype).view(1, -1, 1)
+    odds, nothing = column - log_sum_exp, torch.zeros((), dtype=entropy.dtype, device=entropy.device)
     learned, others = odds.sigmoid(), (-odds).sigmoid()
-    either = F.softplus(-odds) * learned + F.softplus(odds) * others
-    return either + others * entropy, log_sum_exp + F.softplus(odds), learned, others
+    # ln(1 + e^x) by logaddexp: torch's softplus is x itself from 20 on, which is off by 2e-9.
+    either = learned * torch.logaddexp(-odds, nothing)
+    either += torch.where(others > 0, others * torch.logaddexp(odds, nothing), nothing)
+    return either + others * entropy, torch.logaddexp(log_sum_exp, column), learned, others

@@ -26,7 +26,6 @@ import torch
 from filelock import FileLock, Timeout
 from jaxtyping import Float
 from rich.console import Console
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging
@@ -34,6 +33,7 @@ from transformers.utils import logging
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.files import write_text, writing
 from theodolite.interrupt import interruptible
+from theodolite.sealed import Damaged, notes_of
 from theodolite.train.grid_text import TextFiles, kept_text, load_text
 from theodolite.train.localizing import Recipe, Setting, Training
 from theodolite.train.locater import Gradient
@@ -252,8 +252,10 @@ def steps_of(folder: Path) -> int:
     place = folder / "checkpoint.safetensors"
     if not place.exists():
         return 0
-    with safe_open(place, framework="pt") as file:
-        return int(file.metadata()["step"])
+    try:
+        return int(notes_of(place)["step"])
+    except Damaged as error:
+        raise UsageError(f"{place} is damaged ({error}): remove {folder} to begin it anew.") from error
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.files import write_text, write_whole, writing
+from theodolite.sealed import write_sealed
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.decoder import Decoder, DecoderShape, as_opt
 from theodolite.train.grid_text import GridText
 from theodolite.train.locater import Gradient, locater_penalty
-from theodolite.train.loop import SEEDS
+from theodolite.train.loop import SEEDS, read_checkpoint
 
 BETAS = (0.9, 0.999)
 EARLY = (1, 2, 5, 10, 20, 50, 100)
@@ -206,7 +206,7 @@ class Training:
             kept = {name: self.history[name] for name in ("steps", "propagation")}
             write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
             # Last: a training that was killed before it goes on from an older one, and writes all of them again.
-            write_whole(self._checkpoint, lambda path: save_file(tensors, path, metadata=metadata))
+            write_whole(self._checkpoint, lambda path: write_sealed(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -234,17 +234,15 @@ class Training:
             raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
         if not self._checkpoint.exists():
             return
-        with safe_open(self._checkpoint, framework="pt") as file:
-            self.step = int(file.metadata()["step"])
-            self.summed.copy_(file.get_tensor("summed"))
-            self.history = {name: file.get_tensor(f"history/{name}") for name in self.history}
-            for name, parameter in self.model.named_parameters():
-                parameter.data.copy_(file.get_tensor(name))
-                moments = {
-                    key: file.get_tensor(f"{name}/{key}").to(self.device) for key in ("exp_avg", "exp_avg_sq")
-                }
-                count = torch.tensor(float(self.step), device=self.device)
-                self.optimizer.state[parameter] = {"step": count, **moments}
+        kept, notes = read_checkpoint(self._checkpoint)
+        self.step = int(notes["step"])
+        self.summed.copy_(kept["summed"])
+        self.history = {name: kept[f"history/{name}"] for name in self.history}
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(kept[name])
+            moments = {key: kept[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
+            count = torch.tensor(float(self.step), device=self.device)
+            self.optimizer.state[parameter] = {"step": count, **moments}
 
     def _update(self) -> None:
         self.model.train()

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.files import TEMPORARY, write_text, write_whole, writing
 from theodolite.interrupt import interruptible
+from theodolite.sealed import Damaged, notes_of, read_sealed, write_sealed
 
 CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0  # Euclidean norm of the whole gradient
@@ -181,7 +181,7 @@ def _checkpoint(
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        write_whole(path, lambda temporary: write_sealed(temporary, tensors, metadata))
 
 
 def _restore(
@@ -190,16 +190,27 @@ def _restore(
     """Load a checkpoint into model and optimizer; the number of steps it had done (0: there is none)."""
     if not path.exists():
         return 0
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        if any(metadata.get(key) != value for key, value in identity.items()):
-            raise _another(path.parent)
-        step = int(metadata["step"])
-        for name, parameter in _trained(model):
-            parameter.data.copy_(file.get_tensor(name))
-            moments = {key: file.get_tensor(f"{name}/{key}") for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    tensors, metadata = read_checkpoint(path)
+    if any(metadata.get(key) != value for key, value in identity.items()):
+        raise _another(path.parent)
+    step = int(metadata["step"])
+    for name, parameter in _trained(model):
+        parameter.data.copy_(tensors[name])
+        moments = {key: tensors[f"{name}/{key}"] for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     return step
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and notes of a training's checkpoint.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    try:
+        return read_sealed(path)
+    except Damaged as error:
+        raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to begin anew.") from error
 
 
 def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
@@ -235,9 +246,8 @@ def publish(finished: Path, out: Path, checkpoint: Path) -> None:
 def _steps(checkpoint: Path) -> int:
     """The steps that a checkpoint had done; 0 where there is none that can be read."""
     try:
-        with safe_open(checkpoint, framework="pt") as file:
-            return int(file.metadata()["step"])
-    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        return int(notes_of(checkpoint)["step"])
+    except (Damaged, KeyError):
         return 0
 
 
