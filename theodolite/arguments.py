@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,6 +135,21 @@ def read_corpus(
     chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
     with screen.status("reading the text"):
         return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The options that say what is read, of a command that reads it for several models."""
+
+    corpus: str | None
+    length: int | None
+    contexts: int
+    seed: int
+    column: str
+
+    def read(self, model: OpenModel) -> Corpus:
+        """As `read_corpus`."""
+        return read_corpus(model, self.corpus, self.length, self.contexts, self.seed, self.column)
 
 
 def finish(run: Run, page: Path | None, as_json: bool) -> None:

@@ -22,9 +22,9 @@ from theodolite.arguments import (
     Dtype,
     Length,
     Seed,
+    Text,
     TextColumnName,
     opened_model,
-    read_corpus,
     refuse_unread,
     say_where,
     short_name,
@@ -112,7 +112,7 @@ def compare_command(
             compared = command.compare_folders(models)
         else:
             many = DEFAULT_CONTEXTS if contexts is None else contexts
-            text = _Text(corpus, length, many, seed, text_column)
+            text = Text(corpus, length, many, seed, text_column)
             work = _Work(
                 folder,
                 text,
@@ -131,22 +131,11 @@ def compare_command(
 
 
 @dataclass(frozen=True)
-class _Text:
-    """The options that say what is read."""
-
-    corpus: str | None
-    length: int | None
-    contexts: int
-    seed: int
-    column: str
-
-
-@dataclass(frozen=True)
 class _Work:
     """How a candidate is opened, reads, is surveyed and traced: with bars, into folders that can be gone on with."""
 
     folder: Path
-    text: _Text
+    text: Text
     batch: int | None
     open: Callable[[str], OpenModel]
     stopped: Callable[[], bool]
@@ -157,8 +146,7 @@ class _Work:
         return self.open(source)
 
     def read(self, model: OpenModel) -> Corpus:
-        text = self.text
-        return read_corpus(model, text.corpus, text.length, text.contexts, text.seed, text.column)
+        return self.text.read(model)
 
     def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.surveyor import survey

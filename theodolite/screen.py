@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from theodolite.errors import TheodoliteError
+from theodolite.explain import section_of
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -51,7 +52,11 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _say_error(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    more = section_of(line)
+    if more:
+        print(f"more:  theodolite explain {more.name}", file=sys.stderr)
 
 
 def say_stopping() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -98,12 +99,18 @@ def _sinks_sentence(part: Part) -> str:
         by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
         keeping = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
         said = [f"{part.counts()}; {keeping}"]
+    return "; ".join(said + _named(table, "after", _moved)) + "."
+
+
+def _named(table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], list[str]]) -> list[str]:
+    """What was lost, in the table's order, and what is new, the largest first by the column `after`."""
+    said = []
     for status in (LOST, NEW):
         rows = table[table["status"] == status]
         if len(rows):
-            rows = rows.sort_values("after", ascending=False, kind="stable") if status == NEW else rows
-            said.append(f"{status}: {listed(_moved(rows), NAMED)}")
-    return "; ".join(said) + "."
+            rows = rows.sort_values(after, ascending=False, kind="stable") if status == NEW else rows
+            said.append(f"{status}: {listed(describe(rows), NAMED)}")
+    return said
 
 
 def _moved(rows: pd.DataFrame) -> list[str]:
@@ -200,12 +207,7 @@ def _tags_sentence(part: Part) -> str:
         ]
         if len(both):
             said[-1] += f", median cosine of the directions {number(float(both.median()))}"
-    for status in (LOST, NEW):
-        rows = table[table["status"] == status]
-        if len(rows):
-            rows = rows.sort_values("tagged_after", ascending=False, kind="stable") if status == NEW else rows
-            said.append(f"{status}: {listed(_retagged(rows), NAMED)}")
-    return "; ".join(said) + "."
+    return "; ".join(said + _named(table, "tagged_after", _retagged)) + "."
 
 
 def _retagged(rows: pd.DataFrame) -> list[str]:
