@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/demo
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types docs bench clean
 .DEFAULT_GOAL := demo
 
 # The environment is made again when the project's own requirements change.
@@ -27,6 +27,10 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
+# Never with --quiet: it takes the warnings away that --strict counts.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.propagation
@@ -38,4 +42,4 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.pruned_latency
 
 clean:
-	rm -rf $(VENV) runs build dist theodolite.egg-info
+	rm -rf $(VENV) runs build dist site theodolite.egg-info

@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from theodolite import __version__
+from theodolite import __version__, models
+from theodolite.arguments import opened_model
 from theodolite.cli import app
 from theodolite.run import Run
 
@@ -97,6 +98,40 @@ def test_report_renders_a_run_again(checkpoint, text, tmp_path):
     page.unlink()
     assert call("report", out)[0] == 0
     assert page.read_bytes() == first
+    status, stdout, _ = call("report", out, "--json")
+    assert status == 0
+    assert len(json.loads(stdout)["heads"]) == len(Run.load(out).heads)
+    status, stdout, _ = call("mask", out, "--json", "--out", tmp_path / "mask.json")
+    assert status == 0
+    assert json.loads(stdout) == json.loads((tmp_path / "mask.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (("me/model@v2", None), ("me/model", "v2")),
+        (("me/model", "v2"), ("me/model", "v2")),
+        (("me/model", None), ("me/model", None)),
+        ((None, None), (None, None)),
+        (("embedded", None), (None, None)),
+    ],
+)
+def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        models, "open_model", lambda name, **options: asked.append((name, options["revision"]))
+    )
+    opened_model(given[0], "auto", None, None, given[1])
+    assert asked == [read]
+
+
+def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
+    status, _, stderr = call("survey", "me/model@v2", "--revision", "v3")
+    assert status == 2
+    assert "me/model@v2 has a revision, and so has --revision" in stderr
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a@b").mkdir()
+    assert "a@b is no checkpoint" in call("survey", "a@b")[2]
 
 
 def test_version_and_help():

@@ -1,56 +1,138 @@
-"""README and docs: what they show runs, what they name exists, and nothing of this machine is in them."""
+"""README and docs: what they show runs and prints what they say, what they name exists, nothing generated is stale."""
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
-from theodolite import open_model, survey
+from theodolite import __version__, open_model, survey
+from theodolite.cli import app
 from theodolite.corpus import Corpus
+from theodolite.experiments import EXPERIMENTS, reproduce, write_outcome
+from theodolite.experiments.page import RESULT
+from theodolite.experiments.study import theory_run
+from tools import families, gallery, outputs
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+SHOWN = {code: output for _, code, output in outputs.shown_blocks()}
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 PYTHON = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(block, id=f"{_name(page)}-{number}")
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
-
+COMMANDS = sorted(
+    {
+        (_name(page), found.strip())
+        for page in PAGES
+        for fence in re.findall(r"```(?:bash|sh|console|)\n(.*?)```", page.read_text(), re.DOTALL)
+        for found in re.findall(r"(?:^|do |\$ )(theodolite [^\n;>]*)", fence, re.MULTILINE)
+    }
+)
 
 # Each block has a process of its own, forked from one that has imported what takes long.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["theodolite.tracer", "theodolite.prune", "theodolite.train", "transformers"])
-ERRORS = ".stderr"
+ERRORS, PRINTED = ".stderr", ".stdout"
 
 
 def _run(block: str, folder: Path) -> None:
     os.chdir(folder)
-    with open(ERRORS, "w") as errors, open(os.devnull, "w") as nothing:
+    with open(ERRORS, "w") as errors, open(PRINTED, "w") as printed:
         os.dup2(errors.fileno(), 2)
-        os.dup2(nothing.fileno(), 1)
+        os.dup2(printed.fileno(), 1)
         exec(compile(block, "<block>", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("block", PYTHON)
-def test_python_blocks_run(block, tmp_path):
-    child = SERVER.Process(target=_run, args=(block, tmp_path))
+def _made(work, *args, folder: Path) -> str:
+    """Run something in a process of its own, and return what it printed."""
+    child = SERVER.Process(target=work, args=args)
     child.start()
     child.join()
-    assert child.exitcode == 0, (tmp_path / ERRORS).read_text()
+    errors = folder / ERRORS
+    assert child.exitcode == 0, errors.read_text() if errors.exists() else "see above"
+    return (folder / PRINTED).read_text() if (folder / PRINTED).exists() else ""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The run folders that the pages tell their readers to make."""
+    place = tmp_path_factory.mktemp("runs")
+    _made(outputs.make_runs, place, folder=place)
+    return place
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    """A folder to run a block in, with those run folders where it reads one."""
+    block = request.getfixturevalue("block")
+    if "runs/first" in block:
+        (tmp_path / "runs").mkdir()
+        for name in (outputs.FIRST, outputs.SINKS):
+            (tmp_path / name).symlink_to(request.getfixturevalue("runs") / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_blocks_run_and_print_what_is_shown(block, place):
+    printed = _made(_run, block, place, folder=place)
+    if block in SHOWN:
+        _same_output(printed, SHOWN[block])
+
+
+def _same_output(printed: str, shown: str) -> None:
+    """The same words; numbers up to what another release of Python's own documentation changes."""
+    number = r"-?\d+\.?\d*"
+    got, expected = ([float(n) for n in re.findall(number, text)] for text in (printed, shown))
+    assert re.sub(number, "#", printed).split() == re.sub(number, "#", shown).split()
+    assert got == pytest.approx(expected, rel=0.05, abs=0.02)
 
 
 def test_there_are_blocks_to_run():
-    assert PYTHON
+    assert len(PYTHON) > 30
+    assert len(SHOWN) > 15
+    assert len(COMMANDS) > 50
 
 
-def test_every_column_and_array_is_explained():
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_commands_are_parsed_by_the_command_line(page, line):
+    """Every command, argument and option that a page shows is there; nothing is run."""
+    command = typer.main.get_command(app)
+    args = shlex.split(line.replace("$seed", "0"), comments=True)[1:]
+    while True:
+        args = ["such"] * (not args and command.name in ("report", "mask")) + args
+        context = command.make_context(command.name, list(args))
+        if not hasattr(command, "resolve_command"):
+            return
+        rest = [*context._protected_args, *context.args]
+        if not rest:
+            return
+        _, command, args = command.resolve_command(context, rest)
+
+
+@pytest.fixture(scope="module")
+def small_run():
     model = open_model()
-    run = survey(model, Corpus.python_docs(model.tokenizer, 32, 4))
-    text = (ROOT / "docs" / "run-folder.md").read_text()
+    return survey(model, Corpus.python_docs(model.tokenizer, 32, 4))
+
+
+def test_every_column_and_array_is_explained(small_run):
+    run = small_run
+    text = (DOCS / "run-folder.md").read_text()
     named = set(re.findall(r"`([a-z_]+[a-zK0-9_]*)`", text))
     named |= {name[:-1] + str(k) for name in named if name.endswith("_K") for k in (1, 3, 5, 10)}
     tables = (run.layers, run.heads, run.constituents, run.attribution)
@@ -61,8 +143,93 @@ def test_every_column_and_array_is_explained():
         assert known or (f"_{parts[-1]}" in named and any(n.startswith(parts[0]) for n in named)), column
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_measure_has_a_page(small_run):
+    pages = "".join(page.read_text() for page in (DOCS / "measurements").glob("*.md"))
+    named = set(re.findall(r"`([a-z_]+[a-zK0-9_]*)`", pages))
+    columns = {
+        re.sub(r"_(?:1|3|5|10)$", "_K", column.removesuffix("_se").removesuffix("_data"))
+        for table in (small_run.layers, small_run.heads)
+        for column in table.columns
+    }
+    assert columns - named - {"layer", "head"} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_messages_that_the_docs_explain_are_those_of_the_package():
+    said = []
+    for path in (ROOT / "theodolite").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                said.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    everything = "\n".join(said)
+    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 30
+    assert [message for message in quoted if message not in everything] == []
+
+
+def test_the_table_of_families_is_what_the_tests_hold():
+    assert families.page() == families.PAGE.read_text(), "run python -m tools.families"
+
+
+def test_every_family_of_the_tests_has_a_name():
+    from tests import checkpoints
+    from tests.prune import families as pruned
+
+    assert set(families.NAMES) == {*checkpoints.FAMILIES, *pruned.MORE}
+
+
+def test_every_experiment_is_in_the_gallery():
+    text = gallery.PAGE.read_text()
+    entries = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    for name in gallery.names():
+        entry = entries[name]
+        shown = f"images/gallery/{name.replace('/', '-')}." in entry and 'class="verdict' in entry
+        assert shown or "not made here" in entry or "No claim is judged" in entry, name
+        assert f"theodolite reproduce {name}" in entry, name
+    assert {name for name in EXPERIMENTS if name.endswith("/claims")} | set(gallery.names()) == set(
+        EXPERIMENTS
+    )
+    pictures = sorted(gallery.PICTURES.iterdir())
+    assert {picture.name for picture in pictures} == set(re.findall(r"images/gallery/([\w.-]+)\)", text))
+    assert sum(path.stat().st_size for path in (DOCS / "images").rglob("*.*")) < 3_000_000
+
+
+def test_the_gallery_is_made_from_run_folders(tmp_path):
+    name = "localization/figure4"
+    outcome = reproduce(name)
+    page = write_outcome(EXPERIMENTS[name], outcome, theory_run(), tmp_path / "runs" / "reproduce")
+    found = gallery.results([tmp_path / "runs"])
+    assert found[name][1] == page.parent
+    assert (page.parent / RESULT).is_file()
+    made = gallery.page(found, {name: "picture.svg"})
+    entry = made.split(f"### {name}\n")[1].split("###")[0]
+    assert "images/gallery/picture.svg" in entry
+    for verdict in outcome.verdicts:
+        assert f">{verdict.verdict}</span> {gallery._plain(verdict.claim)}" in entry
+    for other in gallery.names():
+        assert f"### {other}\n" in made
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == __version__
+    assert {"message", "title", "authors", "license"} <= set(citation)
+    assert len(citation["references"]) == 3
+    for reference in citation["references"]:
+        assert {"type", "title", "authors", "year"} <= set(reference)
+        assert reference["title"].split(":")[0].lower()[:30] in (
+            DOCS / "citing.md"
+        ).read_text().lower().replace("\n  ", " ")
+    assert f"version = {{{__version__}}}" in (DOCS / "citing.md").read_text()

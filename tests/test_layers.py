@@ -13,8 +13,8 @@ PACKAGE = Path(theodolite.__file__).parent
 
 # From the ground up; a module may import from its own line and from those before it.
 LAYERS = [
-    {"allocator", "errors", "interrupt", "kernels", "threads"},
-    {"files"},
+    {"allocator", "errors", "explain", "interrupt", "kernels", "threads"},
+    {"files", "sealed"},
     {"texts", "arithmetic", "rules", "theory"},
     {"corpus", "models", "accumulate"},
     {"measure", "corpora", "interventions"},
@@ -34,9 +34,10 @@ LAYERS = [
     {"evaluate"},
     {"experiments"},
     {"comparison"},
+    {"explore"},
     {"screen"},
     {"arguments"},
-    {"training_cli", "pruning_cli", "comparing_cli", "evaluating_cli"},
+    {"training_cli", "pruning_cli", "comparing_cli", "evaluating_cli", "exploring_cli", "reproducing_cli"},
     {"cli"},
     {"__main__"},
 ]

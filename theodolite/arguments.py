@@ -33,7 +33,8 @@ EMBEDDED = "embedded"
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder or hub name of a checkpoint; the embedded model if left out.", show_default=False
+        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION); the embedded model if left out.",
+        show_default=False,
     ),
 ]
 CorpusSpec = Annotated[
@@ -86,15 +87,27 @@ class BareRay(TyperCommand):
 def opened_model(
     model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
 ) -> OpenModel:
-    """Open the model, saying so on the screen; None, or `EMBEDDED` where nothing has that name: the embedded one."""
+    """Open the model, saying so on the screen; None, or `EMBEDDED` where nothing has that name: the embedded one.
+
+    A hub name may bring its revision along, NAME@REVISION, so that several models can each have one.
+    """
     import transformers
 
     from theodolite.models import open_model
 
     transformers.utils.logging.disable_progress_bar()
-    model = None if model == EMBEDDED and not Path(model).exists() else model
+    model, revision = _without_revision(model, revision)
     with screen.status(f"opening {model or 'the embedded model'}"):
         return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
+
+
+def _without_revision(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
+    if model is None or Path(model).exists():
+        return model, revision
+    name, at, own = model.partition("@")
+    if at and revision is not None:
+        raise UsageError(f"{model} has a revision, and so has --revision: give one")
+    return None if name == EMBEDDED else name, own or revision
 
 
 def opened_weights(
@@ -106,6 +119,7 @@ def opened_weights(
     from theodolite.models import open_weights
 
     transformers.utils.logging.disable_progress_bar()
+    model, revision = _without_revision(model, revision)
     megabytes = 1 << 20
     with progress("hashing weights", "MB", stopped) as show:
         return open_weights(

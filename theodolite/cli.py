@@ -5,10 +5,9 @@ Heavy imports happen inside the commands, so that `theodolite --help` answers at
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -40,19 +39,16 @@ from theodolite.arguments import (
     opened_weights,
     read_corpus,
     refuse_unread,
-    short_name,
 )
 from theodolite.comparing_cli import compare_command
 from theodolite.errors import UsageError
 from theodolite.evaluating_cli import evaluate_command
+from theodolite.exploring_cli import explore_command
 from theodolite.interrupt import interruptible
 from theodolite.pruning_cli import prune_command
+from theodolite.reproducing_cli import reproduce_command
 from theodolite.screen import one_line_errors, progress, say_stopping, screen, show_tracebacks
 from theodolite.training_cli import training
-
-if TYPE_CHECKING:
-    from theodolite.models import OpenModel
-    from theodolite.run import Run
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -216,6 +212,9 @@ def mask_command(
             help="Share of contexts (sinks, massive activations) or tokens (outliers) below which there is no rule."
         ),
     ] = 0.01,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rules, as they are in the file, and nothing else.")
+    ] = False,
 ) -> None:
     """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
 
@@ -227,17 +226,24 @@ def mask_command(
 
         mask = Mask.of(Run.load(run), least_share)
         mask.save(out)
-        Console(soft_wrap=True).print(f"{len(mask.rules)} rules: {out}", highlight=False)
+        if as_json:
+            print(out.read_text(encoding="utf-8"), end="")
+        (screen if as_json else Console(soft_wrap=True)).print(
+            f"{len(mask.rules)} rules: {out}", highlight=False
+        )
 
 
 app.command("prune")(prune_command)
 app.command("compare")(compare_command)
 app.command("evaluate")(evaluate_command)
+app.command("explore")(explore_command)
+app.command("reproduce")(reproduce_command)
 
 
 @app.command("report")
 def report_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Write the report of a run folder again.
 
@@ -253,120 +259,35 @@ def report_command(
                 f"{run} holds outputs of heads: `theodolite compare` reads them, with the survey beside it"
             )
         if loaded.is_trace:
-            finish_trace(loaded, run, False)
+            finish_trace(loaded, run, as_json)
             return
-        finish(loaded, write_report(loaded, run / "report"), False)
+        finish(loaded, write_report(loaded, run / "report"), as_json)
 
 
-@app.command("reproduce")
-def reproduce_command(
-    name: Annotated[
+@app.command("explain")
+def explain_command(
+    what: Annotated[
         str | None,
-        typer.Argument(
-            help="geometry, localization, geometry/table1, …; several with commas. Without a name: the list."
-        ),
+        typer.Argument(help="A name from the list, or a message. Without it: the list.", show_default=False),
     ] = None,
-    model: Model = None,
-    corpus: CorpusSpec = None,
-    other: Annotated[
-        str | None, typer.Option(help="Second text, for geometry/table2 [default: random tokens].")
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            help="Text for geometry/figure6 and figure30 [default: random tokens, twice], and for sinks/figure2 and "
-            "figure7 to figure11 [default: one that comes with each]."
-        ),
-    ] = None,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            help="Block of the head shown there, or disturbed by sinks/causal, from 0 [default: the heads found; of "
-            "sinks/…, the one that tags most]."
-        ),
-    ] = None,
-    head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
-    length: Length = None,
-    contexts: Contexts = DEFAULT_CONTEXTS,
-    seed: Seed = 0,
-    out: RunFolder = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON and nothing else.")
-    ] = False,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
 ) -> None:
-    """Make published tables and figures again for a model, with a verdict on each claim.
+    """What an error means, and what to do.
 
-    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
-    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
-    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey, and make none. Those of
-    trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
-
-    Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
+    Example: theodolite explain run-folders
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.experiments import Study, find
-        from theodolite.experiments.command import list_as_json, list_experiments, run_experiments
-        from theodolite.experiments.folders import made_by, trainings_at
-        from theodolite.experiments.registry import check_options, on_prompts, stand_alone
-        from theodolite.experiments.study import Focus, model_run, theory_run
-        from theodolite.report.page import write_report
-        from theodolite.surveyor import survey
+    with one_line_errors():
+        from rich.markdown import Markdown
 
-        if name is None:
-            print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
+        from theodolite.explain import section_of, sections
+
+        known = sections()
+        if what is None:
+            print("\n".join(known))
             return
-        experiments, focus = find(name), Focus(prompt, layer, head)
-        options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
-        check_options(experiments, [option for option, value in options.items() if value is not None])
-
-        def say(line: str) -> None:
-            if stopped():
-                raise KeyboardInterrupt
-            screen.print(line, style="dim", markup=False, highlight=False)
-
-        unread: dict[str, object] = {"--corpus": corpus, "--length": length, "--device": device}
-        unread |= {"--device-map": device_map, "--revision": revision}
-        trainings, command = model and trainings_at(model), made_by(experiments)
-        if model is not None and trainings:
-            refuse_unread(f"{name} of a folder of trainings reads no other text or model", unread)
-            study, pages = Study(trainings.run(Path(model)), say=say), out or Path(model) / "reproduce"
-        elif command is not None:
-            raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
-        elif stand_alone(experiments):
-            refuse_unread(f"{name} reads no model and no text", {"MODEL": model} | unread)
-            pages = out or Path("runs") / experiments[0].name.partition("/")[0]
-            study = Study(theory_run(seed), say=say)
-        elif on_prompts(experiments):
-            refuse_unread(f"{name} reads its prompt and no text", {"--corpus": corpus, "--length": length})
-            opened = opened_model(model, dtype, device, device_map, revision)
-            pages = (out or Path("runs") / f"{short_name(opened.id)}-prompts") / "reproduce"
-            study = Study(model_run(opened, seed), opened, focus=focus, say=say)
-        else:
-            opened = opened_model(model, dtype, device, device_map, revision)
-            read = read_corpus(opened, corpus, length, contexts, seed, text_column)
-            second = other and read_corpus(opened, other, read.contexts.shape[1], contexts, seed, text_column)
-            folder = out or default_folder(opened, read)
-            pages = folder / "reproduce"
-
-            def surveyed(a_model: OpenModel, text: Any, place: Path | None) -> Run:
-                with progress(f"surveying {short_name(text.name)}", "contexts", stopped) as show:
-                    return survey(a_model, text, place, seed=seed, show_progress=show)
-
-            run = surveyed(opened, read, folder)
-            if not (folder / "report" / "index.html").is_file():
-                write_report(run, folder / "report")
-            study = Study(
-                run, opened, read, second or None, folder=pages, survey=surveyed, focus=focus, say=say
-            )
-        page = run_experiments(
-            experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
-        )
-        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+        section = known.get(what) or section_of(what)
+        if section is None:
+            raise UsageError(f"nothing explains {what!r}: give one of {', '.join(known)}")
+        Console().print(Markdown(f"## {section.title}\n{section.text}"))
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def trace_prompt(
     watcher = _Watcher(layer, head)
     with watched(model, watcher), torch.inference_mode():
         backbone(model.hf)(input_ids=ids[None].to(model.device), use_cache=False)
-    sinks, group = _groups(watcher.catches, head, len(ids))
+    sinks, group = groups_of(watcher.catches, head, len(ids))
     return PromptTrace(
         ids=ids,
         layer=layer,
@@ -144,7 +144,8 @@ def _weights(inputs: AttentionInputs) -> Float[Tensor, "heads queries keys"]:
     return logits.softmax(dim=-1).cpu()
 
 
-def _groups(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
+def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
+    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch."""
     own = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT

@@ -79,7 +79,7 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     }
     return Run(
         layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
-        heads=_heads_table(model, localization, projections, measured),
+        heads=heads_table(model, localization, projections, measured),
         sinks=sinks_table(attention, text),
         outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
         examples=examples_table(attention, examples, SINK_THRESHOLD, text),
@@ -101,7 +101,7 @@ def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress:
     localization, projections = localize(model, None, None, show_progress)
     if set(projections) == {"none"}:
         raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
-    heads = _heads_table(model, localization, projections, {})
+    heads = heads_table(model, localization, projections, {})
     empty = pd.DataFrame()
     provenance = describe_model(model) | {"fingerprint": fingerprint}
     return Run(empty, heads, empty, empty, empty, localization.stacked(), provenance)
@@ -153,12 +153,13 @@ def _refuse_overflow(moments: State) -> None:
         raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
 
 
-def _heads_table(
+def heads_table(
     model: OpenModel,
     localization: Localization,
     projections: list[str],
     measured: dict[str, list[float]],
 ) -> pd.DataFrame:
+    """One row a head: what `localize` gave, and columns of L · H values each."""
     layers, heads = range(model.layers), range(model.heads)
     index = {
         "layer": [layer for layer in layers for _ in heads],

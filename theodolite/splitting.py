@@ -18,7 +18,7 @@ from theodolite.measure.constituents import Constituents, ShareSums, head_shares
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
-from theodolite.models.constituents import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.models.constituents import LayerPass, listening, split_queries_and_keys, watch_layers
 from theodolite.run import Run
 from theodolite.theory.decomposition import PARTS, Decomposition
 
@@ -74,14 +74,29 @@ def constituents(
     done: list[Constituents] = []
 
     def tell(seen: LayerPass) -> None:
-        parts = _parts(seen.stream, given, decomposition)
-        split = split_queries_and_keys(seen, parts, torch.float64)
-        repeat = split.query.shape[2] // split.key.shape[2]
-        key = split.key.repeat_interleave(repeat, dim=2)
-        done.append(Constituents(PARTS, split.query, key, split.inputs, split.rounding))
+        done.append(_of_pass(seen, _parts(seen.stream, given, decomposition)))
 
     watch_layers(model, contexts, [layer], tell)
     return done[0]
+
+
+def constituents_of_pass(model: OpenModel, seen: LayerPass, run: Run) -> Constituents:
+    """As `constituents` with a run, of what `watch_layers` told of a layer; no forward pass is made.
+
+    Raises:
+        UsageError: the run is not of this model, or its contexts are shorter.
+        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
+    """
+    given = _given(model, run, seen.stream[..., 0], seen.layer)
+    with listening(model):
+        return _of_pass(seen, decompose_around(seen.stream, *given))
+
+
+def _of_pass(seen: LayerPass, parts: Decomposition) -> Constituents:
+    split = split_queries_and_keys(seen, parts, torch.float64)
+    repeat = split.query.shape[2] // split.key.shape[2]
+    key = split.key.repeat_interleave(repeat, dim=2)
+    return Constituents(PARTS, split.query, key, split.inputs, split.rounding)
 
 
 @dataclass(frozen=True)
@@ -247,7 +262,7 @@ def _given(
 ) -> tuple[Tensor, Tensor]:
     """μ and pos of the stream that enters a block."""
     if isinstance(decomposition, Run):
-        _check_run(model, decomposition)
+        check_run(model, decomposition)
         mean, pos = (decomposition.arrays[name][layer] for name in ("mean", "positional_basis"))
     elif not isinstance(decomposition, Decomposition):
         raise UsageError(
@@ -265,7 +280,12 @@ def _given(
     return mean, pos
 
 
-def _check_run(model: OpenModel, run: Run) -> None:
+def check_run(model: OpenModel, run: Run) -> None:
+    """Refuse a run that says nothing of where this model's hidden states are.
+
+    Raises:
+        UsageError: it is of another model, or has spectra only.
+    """
     theirs = run.provenance["model"]
     same = theirs["width"] == model.width and theirs["layers"] == model.layers
     if not same or (theirs["sha256"] and model.sha256 and theirs["sha256"] != model.sha256):

@@ -44,6 +44,10 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     reader = Reader(page.read_text())
     assert not reader.open
     texts = " ".join(text for kind in reader.texts.values() for text in kind)
+    if len(outcome.verdicts) > 1:
+        assert f"{len(outcome.verdicts)} claims: " in texts
+        for answer in {verdict.verdict for verdict in outcome.verdicts}:
+            assert f"{sum(verdict.verdict == answer for verdict in outcome.verdicts)} {answer}" in texts
     for verdict in outcome.verdicts:
         assert verdict.claim in texts
         assert verdict.evidence.replace("\u00a0", " ") in texts

@@ -14,11 +14,13 @@ from theodolite.errors import UsageError
 from theodolite.report import figures, published, style
 from theodolite.report.data import evenly
 from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.figures_constituents import PATTERNS
 from theodolite.report.figures_heads import head_measures
 from theodolite.report.measures import HEAD_MEASURES, OTHER_TITLES
+from theodolite.report.payload import figure_json
 from theodolite.run import Run
 
-SIMPLE = sorted(set(figures.__all__) - {"head_map", "attribution"})
+SIMPLE = sorted(set(figures.FIGURES) - {"head_map", "attribution"})
 
 
 def drawn_values(figure: go.Figure) -> int:
@@ -189,3 +191,68 @@ def test_colours_between_two_stops_are_mixed() -> None:
     middle = style.order_colour(0.5 / (len(style.ORDER) - 1))
     first, second = (int(style.ORDER[i][1][1:3], 16) for i in (0, 1))
     assert int(middle[1:3], 16) == round((first + second) / 2)
+
+
+def drawn_data(figure: go.Figure) -> str:
+    return figure_json(figure, {}).partition('"layout"')[0]
+
+
+def every_figure(run: Run) -> dict[str, go.Figure]:
+    """Every figure that a user can ask for, in the arguments that the page shows."""
+    asked: dict[str, list[dict[str, str]]] = {
+        "head_map": [{"measure": head_measures(run)[0].column}],
+        "attribution": [{"pattern": pattern} for pattern in PATTERNS],
+        "regime_plane": [{}, {"suffix": "_data"}],
+        "spectrum": [{}, {"name": "spectrum_data"}],
+    }
+    return {
+        f"{name} {arguments}": figures.FIGURES[name](run, **arguments)
+        for name in figures.FIGURES
+        for arguments in asked.get(name, [{}])
+    }
+
+
+def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp_path) -> None:
+    run.save(tmp_path / "run")
+    loaded = Run.load(tmp_path / "run")
+    known = {drawn_data(figure) for figure in every_figure(loaded).values()}
+    shown = [exhibit for exhibit in EXHIBITS if exhibit.available(loaded)]
+    assert len(shown) == len(EXHIBITS) == len(known)
+    assert {drawn_data(exhibit.draw(loaded)) for exhibit in shown} == known
+
+
+def test_the_figures_are_named_once_and_found(run: Run) -> None:
+    assert set(figures.__all__) == {"FIGURES", "available", *figures.FIGURES}
+    assert all(getattr(figures, name) is draw for name, draw in figures.FIGURES.items())
+    assert figures.available(run) == list(figures.FIGURES)
+    assert figures.available(weights_only(run)) == ["head_map", "regime_plane", "spectrum"]
+    for draw in figures.FIGURES.values():
+        assert draw.__doc__
+
+
+def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> None:
+    for figure in every_figure(run).values():
+        layout = figure.layout
+        assert layout.title.text
+        assert layout.title.subtitle.text.startswith("Look for ")
+        assert layout.paper_bgcolor == style.NEUTRAL
+        assert layout.height > layout.margin.t + 100 > 160
+    assert figures.spiral(run, layer=2).layout.title.text.endswith("every layer · layer 2")
+    assert figures.spectrum(run, 2, 1, "spectrum_data").layout.title.text == "Eigenvalues of W_QK Σ̂ · L2H1"
+    assert figures.head_map(run, "induction").layout.title.text.endswith("induction")
+
+
+def test_the_page_draws_them_without_what_its_captions_say(run: Run) -> None:
+    for exhibit in EXHIBITS:
+        assert not exhibit.draw(run).layout.title.text
+
+
+def test_without_massive_activations_their_figure_is_left_out(run: Run) -> None:
+    none = dict.fromkeys(("massive_activations", "massive_activations_first"), 0)
+    keys = {
+        exhibit.key
+        for exhibit in EXHIBITS
+        if exhibit.available(replace(run, layers=run.layers.assign(**none)))
+    }
+    assert "massive-activations" not in keys
+    assert "outlier-dimensions" in keys

@@ -27,7 +27,7 @@ from theodolite.experiments.base import (
 from theodolite.experiments.layers import by_name, exhibit
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
-from theodolite.report import figures
+from theodolite.report import figures_constituents
 from theodolite.report import figures_qk as drawing
 from theodolite.report import figures_theory as maps
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
@@ -209,7 +209,7 @@ def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
     return exhibit(
         pattern.name,
         f"Attention to {pattern.title}: with one constituent only, and without it",
-        figures.attribution(run, pattern.name),
+        figures_constituents.attribution(run, pattern.name),
         f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
         "line), recomputed from the logits of one group of constituents only and without them, and even attention "
         "(dotted line).",
@@ -282,7 +282,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
-            "heads that one group makes: bright in one map, dark in the others.",
+            "heads that one group makes: strong in one map, pale in the others.",
             f"{SONG}, eq. 10; the shares are ours",
             choice=by_name(
                 "group",

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from theodolite.run import Run
 
 LINES = (
-    Line("measured", style.VERMILLION, width=2.6),
-    Line("from W_QK", style.GREY, "dash"),
-    Line("with Σ̂", style.BLUE),
+    Line("measured", style.MEASURED, width=2.6),
+    Line("from W_QK", style.PREDICTED, "dash"),
+    Line("with Σ̂", style.PREDICTED),
     Line("with Σ̂ of increments", style.GREEN),
 )
 CURVE_POINTS = 128  # drawn a curve

@@ -99,7 +99,7 @@ def _make(study: Study) -> Outcome:
                 drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
                 "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
                 "the head's sinks caught in the untouched model. Control: as large a disturbance that is not aimed.",
-                "orange bars beyond the grey ones, on caught tokens more than on others.",
+                "red bars beyond the grey ones, on caught tokens more than on others.",
                 f"{ZHANG}, sections 2 and 3",
                 wide=True,
             ),
@@ -108,7 +108,7 @@ def _make(study: Study) -> Outcome:
                 f"{name} disturbed: sinks",
                 drawing.changes(table, [OWN_SINKS, LATER_SINKS]),
                 "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
-                "orange bars beyond the grey ones.",
+                "red bars beyond the grey ones.",
                 f"{ZHANG}, section 3.2",
                 wide=True,
             ),

@@ -121,7 +121,7 @@ def _maps(study: Study, looks: Mapping[str, Look], prompt: Prompt, source: str) 
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
         figures_compare.side_by_side(figures, square=True),
         "Queries down, keys across; only sinks are written at the axes, ▼ marks them.",
-        "bright columns of the dense model that are missing in another.",
+        "strong columns of the dense model that are missing in another.",
         source,
         wide=True,
     )

@@ -276,7 +276,7 @@ def _map(found: Outliers) -> Exhibit:
         drawing.ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
         f"RMS over positions 1 on, over that of the layer's median dimension, of the {len(chosen)} dimensions that are "
         "largest in any layer.",
-        "columns that are bright from top to bottom: outlier dimensions keep their place through the layers, since the "
+        "columns that are strong from top to bottom: outlier dimensions keep their place through the layers, since the "
         "residual stream does.",
         f"{DETTMERS}; {ZHANG}, section 1.2",
         wide=True,
@@ -373,7 +373,7 @@ def _heads(found: Outliers) -> Exhibit:
         drawing.ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),
         "RMS over positions 1 on of the head's output before the output projection, its largest dimension over its "
         f"median one. {said}{': ' + listed(names, 8) if names else ''}.",
-        "bright heads: those that may tag the tokens that a sink caught with an outlier dimension.",
+        "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
         f"{ZHANG}, Fig. 1(b)",
     )
 

@@ -6,12 +6,10 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shutil
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,7 @@ from theodolite.experiments.base import (
 )
 from theodolite.files import write_text, writing
 from theodolite.report import content
-from theodolite.report.page import PLOTLY, block_of, environment, themes
-from theodolite.report.payload import script_json
+from theodolite.report.page import PLOTLY, block_of, rendered
 from theodolite.report.text import visible
 from theodolite.run import Run
 
@@ -108,7 +105,7 @@ def write_outcome(experiment: Experiment, outcome: Outcome, run: Run, place: str
 def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
     """The page of one outcome as one string of HTML."""
     tables = {name: content.frame_table(table) for name, table in outcome.tables.items()}
-    return _rendered(
+    return rendered(
         "experiment.html.j2",
         {
             "name": experiment.name,
@@ -118,6 +115,7 @@ def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
             "source": SOURCES[experiment.name.partition("/")[0]],
             "subtitle": content.subtitle(run),
             "text_line": content.text_line(run),
+            "tally": _tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
             "comparisons": [
                 {key: harmless(value) for key, value in vars(comparison).items()}
@@ -126,7 +124,7 @@ def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
             "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
             "tables": {name: table for name, table in tables.items() if table is not None},
             "provenance": content.provenance_rows(run),
-            "themes": script_json(themes()),
+            "cards": "{}",
             "plotly": f"../{PLOTLY}",
         },
     )
@@ -149,7 +147,7 @@ def write_index(place: str | Path) -> Path | None:
         "model": found[0]["model"],
         "report": report if (place / report).is_file() else "",
     }
-    page = _rendered("experiments.html.j2", values)
+    page = rendered("experiments.html.j2", values)
     with writing(place):
         write_text(place / "index.html", page)
     return place / "index.html"
@@ -170,6 +168,13 @@ def _entry(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def _tally(verdicts: list[Verdict]) -> str:
+    """`3 claims: 2 holds, 1 in part`; empty where there is one or none."""
+    counts = {answer: sum(verdict.verdict == answer for verdict in verdicts) for answer in MARKS}
+    told = ", ".join(f"{count} {answer}" for answer, count in counts.items() if count)
+    return f"{len(verdicts)} claims: {told}" if len(verdicts) > 1 else ""
+
+
 def _shown(verdict: Verdict) -> dict[str, str]:
     return {
         "claim": harmless(verdict.claim),
@@ -178,19 +183,6 @@ def _shown(verdict: Verdict) -> dict[str, str]:
         "mark": MARKS[verdict.verdict],
         "kind": KINDS[verdict.verdict],
     }
-
-
-def _rendered(template: str, values: dict[str, Any]) -> str:
-    """A template with the page's style and script; its nonce is the digest of the page without it."""
-    templates = resources.files("theodolite.report") / "templates"
-    static = {
-        name.replace(".", "_"): (templates / name).read_text(encoding="utf-8")
-        for name in ("page.css", "experiment.css", "page.js")
-    }
-    loaded = environment().get_template(template)
-    bare = loaded.render(values | static, nonce="")
-    nonce = hashlib.sha256(bare.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return loaded.render(values | static, nonce=nonce)
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:

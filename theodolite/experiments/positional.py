@@ -25,9 +25,9 @@ from theodolite.experiments.base import (
 )
 from theodolite.experiments.layers import by_layer, closest_model, exhibit, smooth_verdict, value_of
 from theodolite.experiments.low_rank import energy_within_rank, low_rank_verdict
-from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
+from theodolite.report import published
 from theodolite.report.data import Floats, error_of, mean_over_layers, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import number, percent, with_error
@@ -195,7 +195,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
     picture = exhibit(
         "principal-components",
         "Positions and context vectors on two principal components",
-        figures.spiral(run, layers // 2),
+        geometry.spiral(run, layers // 2),
         "Each layer's positional basis (violet: early, green: late) on its two leading directions, with context "
         "vectors (red) on the same plane. Each axis of each picture has its own scale.",
         "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
@@ -207,7 +207,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
     waves = exhibit(
         "waves",
         "The first three components against position",
-        figures.waves(run, layers // 2),
+        geometry.waves(run, layers // 2),
         "What the curve is made of, one line a component.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
@@ -263,7 +263,7 @@ def _figure_3(study: Study) -> Outcome:
     spectrum = exhibit(
         "singular-values",
         "The 60 largest singular values of P",
-        figures.singular_values(run),
+        geometry.singular_values(run),
         "Over the largest, with a large dot at the rank that ScreeNOT keeps; violet layers are early, green ones late.",
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
@@ -271,7 +271,7 @@ def _figure_3(study: Study) -> Outcome:
     frequencies = exhibit(
         "frequencies",
         "The 10 × 10 lowest frequencies of the Gram matrix",
-        figures.dct(run, len(ranks) // 2),
+        geometry.dct(run, len(ranks) // 2),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "weight in the upper left corner.",
         f"{SONG}, Fig. 3, right",

@@ -203,7 +203,7 @@ def _exhibits(
             drawing.attention(trace.attention.numpy(), tokens, sinks),
             "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
             "of those who see them on average, or the most of what a stretch of them pays.",
-            "bright columns: everything that comes after is caught by that token.",
+            "strong columns: everything that comes after is caught by that token.",
             source,
             wide=True,
         ),
@@ -262,7 +262,7 @@ def _exhibits(
             "Where any head has a sink",
             drawing.received(trace.received.numpy(), tokens, sinks),
             "By layer and token, the attention that the keenest head of the layer pays it on average.",
-            "bright cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
+            "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
             "layers.",
             f"{ZHANG}, Figs. 8f and 10f",
             wide=True,

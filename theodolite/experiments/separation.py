@@ -84,7 +84,7 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
         "Cosines between contexts, by label",
         drawing.context_gram(grams[len(grams) // 2], of),
         f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one label together.",
-        "one bright block a label on the diagonal, little beside it.",
+        "one strong block a label on the diagonal, little beside it.",
         f"{SONG}, Fig. 2, bottom right",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
@@ -102,7 +102,7 @@ def _by_cluster(run: Run, names: list[str]) -> Exhibit:
         drawing.cluster_table(shares[middle], [names[label] for label in listed]),
         "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
         "without knowing the labels; columns are ordered to match the rows as far as they do.",
-        "a bright diagonal: the clusters are the labels.",
+        "a strong diagonal: the clusters are the labels.",
         f"{SONG}, claim 2 of section 2; k-means is ours",
         choice=by_layer(len(shares), lambda layer: drawing.cluster_patch(shares[layer])),
         wide=True,

@@ -22,9 +22,9 @@ from theodolite.experiments.base import (
     judge,
 )
 from theodolite.experiments.layers import by_layer, by_name, exhibit, smooth_verdict, value_of
-from theodolite.report import figures, published
 from theodolite.report import figures_experiments as drawing
 from theodolite.report import figures_geometry as geometry
+from theodolite.report import figures_layers, published
 from theodolite.report.data import error_of, evenly, mean_over_layers, need
 from theodolite.report.measures import SONG
 from theodolite.report.text import number, percent, with_error
@@ -97,10 +97,10 @@ def _figure_7(study: Study) -> Outcome:
         exhibit(
             "gram",
             "Gram matrices: the fixed encoding, and the learned basis of every layer",
-            figures.gram(pictured, 0),
+            geometry.gram(pictured, 0),
             "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
             "same positions and width, centred as the learned bases are.",
-            "a bright ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
+            "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
             f"{SONG}, Fig. 7 beside Fig. 2",
             choice=by_name(
                 "basis", figure_names, lambda place: geometry.gram_traces(pictured, place), grid=True
@@ -118,7 +118,7 @@ def _figure_7(study: Study) -> Outcome:
         exhibit(
             "frequencies",
             "The 10 × 10 lowest frequencies",
-            figures.dct(pictured, 0),
+            geometry.dct(pictured, 0),
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "more weight away from the corner in the fixed encoding.",
             f"{SONG}, Fig. 7 beside Fig. 3, right",
@@ -202,7 +202,7 @@ def _figure_5(study: Study) -> Outcome:
         exhibit(
             "gram",
             "Gram matrix of positions",
-            figures.gram(pictured, layers // 2),
+            geometry.gram(pictured, layers // 2),
             "Cosines between positions, at every layer.",
             "smooth shading in models of language; breaks and fractured regions in models of additions.",
             f"{SONG}, Fig. 5, left; Figs. 18 and 21",
@@ -212,7 +212,7 @@ def _figure_5(study: Study) -> Outcome:
         exhibit(
             "frequencies",
             "The 10 × 10 lowest frequencies",
-            figures.dct(pictured, layers // 2),
+            geometry.dct(pictured, layers // 2),
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "weight beyond the corner where position is not smooth.",
             f"{SONG}, Figs. 20 and 23",
@@ -221,7 +221,7 @@ def _figure_5(study: Study) -> Outcome:
         exhibit(
             "smoothness",
             "Share of low frequencies, layer by layer",
-            figures.low_frequency(run),
+            figures_layers.low_frequency(run),
             "Share of the energy in the K × K lowest frequencies at every layer.",
             "values near 1 at K = 10 in models of language, about one half in models of additions.",
             f"{SONG}, Table 3 and appendix D.3",

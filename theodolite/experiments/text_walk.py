@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {
-    TEXT: Line(TEXT, style.VERMILLION, width=2.6),
+    TEXT: Line(TEXT, style.MEASURED, width=2.6),
     RANDOM: Line(RANDOM, style.BLUE),
     WALK: Line(WALK, style.GREEN),
 }
@@ -142,8 +142,8 @@ def _maps(walks: Walks) -> Exhibit:
         "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
         "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
         "covariance of the text's increments, and what Assumption 1 says.",
-        "whether the text looks like the two pictures on the right: bright in the lower right corner only, with "
-        "level sets that run along two sides of squares. A flat picture with a bright diagonal is no walk.",
+        "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
+        "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
         choice=by_layer(count, lambda layer: drawing.maps_patch(list(pictures(layer).values()))),
         wide=True,

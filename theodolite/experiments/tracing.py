@@ -98,7 +98,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "A row a sink, those that tag most first; η², the share of the variance within contexts that is between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
-            "rows that are bright at “head”, and brighter after the head's layer than before: a tag that is released.",
+            "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
             f"{ZHANG}, section 2; MATH: tag, release",
             wide=True,
         ),

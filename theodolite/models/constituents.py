@@ -8,7 +8,8 @@ calls it. Nothing is known here of layouts, rotations or families, and no logit 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,13 @@ def watch_layers(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def listening(model: OpenModel) -> Iterator[None]:
+    """While open, what `watch_layers` told can be split, as it can while it tells."""
+    with tapped(model.hf, raise_captured), torch.inference_mode():
+        yield
 
 
 class _Watch:
@@ -166,7 +174,7 @@ def split_queries_and_keys(
     parts always sum to the model's own.
 
     Args:
-        seen: what `watch_layers` tells, while it tells.
+        seen: what `watch_layers` tells, while it tells or while `listening`.
         parts: of the contexts seen (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
         check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.

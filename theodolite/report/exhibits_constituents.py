@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from theodolite.report import figures
 from theodolite.report import figures_constituents as drawing
 from theodolite.report import figures_geometry as geometry
 from theodolite.report.data import blocks, evenly
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.measures import SONG
-
-if TYPE_CHECKING:
-    pass
 
 GRID = 12  # blocks whose bars are also drawn small: all of the models that the paper shows
 
@@ -50,7 +44,7 @@ def _attribution(pattern: str) -> Exhibit:
         "constituents",
         f"What makes {drawing.PATTERNS[pattern]} heads",
         ("attribution.score",),
-        lambda run: figures.attribution(run, pattern),
+        lambda run: drawing.attribution(run, pattern),
         f"Mean attention {_PAID[pattern]}, on random tokens twice, by the heads that pay most: recomputed "
         f"{_RECOMPUTED}." + (f" {_GROUPS}" if pattern == "previous" else ""),
         _LOOKS[pattern],
@@ -65,7 +59,7 @@ CONSTITUENT_EXHIBITS = [
         "constituents",
         "What carries the logits of every head",
         ("heads.share_position",),
-        figures.head_shares,
+        drawing.head_shares,
         "Each bar is a head: the share of its logits' variance along the keys that each pair of parts of query and "
         "key carries. Position: position on one side or both, the other side mean or bias; context: what is neither "
         "mean nor position in the same way; position and context: one on each side; constant: mean and bias on both "
@@ -83,7 +77,7 @@ CONSTITUENT_EXHIBITS = [
         "constituents",
         "Smoothness handed on to the logits",
         ("heads.pwp_low_frequency_10",),
-        figures.inherited_smoothness,
+        geometry.inherited_smoothness,
         "Share of energy in the K × K lowest frequencies: of the positional basis with itself (PPᵀ, not "
         "normalised), of what the heads' weights make of it (PWPᵀ), and of the logits on this text (QK); medians "
         "over the heads of a layer, their range in the hover.",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from theodolite.report import figures
 from theodolite.report import figures_constituents as drawing
 from theodolite.report import figures_heads as maps
+from theodolite.report import figures_sinks as sinks
 from theodolite.report import figures_spectra as spectra
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.exhibit import Choice, Exhibit, Option
@@ -51,7 +51,7 @@ _HEADS = [
         "heads",
         "Every head, by any measure",
         ("heads.trace",),
-        lambda run: figures.head_map(run, maps.head_measures(run)[0].column),
+        lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
         "One cell a head. Hover for what the measure means and for the head's other numbers; click to open "
         "the head "
         "below.",
@@ -65,7 +65,7 @@ _HEADS = [
         "heads",
         "Entropy by position",
         ("arrays.entropy_by_position",),
-        figures.entropy_by_position,
+        spectra.entropy_by_position,
         "Median over each layer's heads of the attention entropy of the query at each position, below the "
         "most "
         "that it could be.",
@@ -78,7 +78,7 @@ _HEADS = [
         "heads",
         "What the spectra predict",
         ("heads.xi_symmetric", "heads.eta_symmetric"),
-        figures.regime_plane,
+        maps.regime_plane,
         "Every head by its ξ (mean against scale of the spectrum of W_QK) and η (scale over temperature); "
         "dotted: "
         "|ξη| = 2.",
@@ -91,7 +91,7 @@ _HEADS = [
         "heads",
         "What the spectra predict on this text",
         ("heads.xi_symmetric_data", "heads.eta_symmetric_data"),
-        lambda run: figures.regime_plane(run, "_data"),
+        lambda run: maps.regime_plane(run, "_data"),
         "The same for W_QK Σ̂, with the covariance of the tokens in this text.",
         "how far the text moves heads from where the weights alone put them.",
         f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
@@ -105,7 +105,7 @@ _ONE_HEAD = [
         "head",
         "What carries its logits",
         ("constituents.share",),
-        figures.constituents,
+        drawing.constituents,
         "Share of the logits' variance along the keys, in per cent, by part of the query (rows) and of the key "
         "(columns): overall mean, position, context, what is left, and bias; shares under 0.5 % are left blank. "
         "Hover for the standard error over contexts. All shares add up to 100 %; negative ones cancel others.",
@@ -119,7 +119,7 @@ _ONE_HEAD = [
         "head",
         "Eigenvalues of W_QK",
         ("arrays.spectrum",),
-        figures.spectrum,
+        spectra.spectrum,
         "The eigenvalues that are not zero by rank, in the complex plane, at relative distance 0.",
         "a cloud to the right of 0: tokens look for keys like themselves; to the left: for unlike ones.",
         f"{BAO}, section 4",
@@ -130,7 +130,7 @@ _ONE_HEAD = [
         "head",
         "Eigenvalues of W_QK Σ̂",
         ("arrays.spectrum_data",),
-        lambda run: figures.spectrum(run, name="spectrum_data"),
+        lambda run: spectra.spectrum(run, name="spectrum_data"),
         "The same with the covariance of the tokens in this text.",
         "a few large eigenvalues: the directions of the text that this head reads.",
         f"{BAO}, section 4",
@@ -141,7 +141,7 @@ _ONE_HEAD = [
         "head",
         "Whose signal gets through",
         ("arrays.propagation_predicted",),
-        figures.propagation,
+        spectra.propagation,
         "ρ(θ), the probability that the token at relative position θ reaches the gradient: measured on the "
         "last query, and predicted for a random walk from the exact first two moments at this length.",
         "where the measured curve is high, and whether the prediction with Σ̂ follows it.",
@@ -154,7 +154,7 @@ _ONE_HEAD = [
         "head",
         "Its entropy by position",
         ("arrays.entropy_by_position",),
-        figures.head_entropy,
+        spectra.head_entropy,
         "Mean entropy of this head's attention by position of the query, below the most that it could be.",
         "near the dashed line the head averages; near 0 it looks at one key.",
         ZHAI,
@@ -168,11 +168,11 @@ _SINKS = [
         "sinks",
         "Where sinks stand",
         ("arrays.sink_by_position",),
-        figures.sinks_by_position,
+        sinks.sinks_by_position,
         "Share of contexts in which a position is a sink of at least the keenest head of the layer "
         "(neighbouring "
         "positions are binned by their largest value).",
-        "a bright first column, and later columns that hold across layers.",
+        "a strong first column, and later columns that hold across layers.",
         f"{XIAO}; {ZHANG}, Fig. 2(a)",
     ),
 ]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from theodolite.report import figures
+import numpy as np
+
 from theodolite.report import figures_geometry as geometry
-from theodolite.report.data import evenly, residual_layers
+from theodolite.report import figures_layers as curves
+from theodolite.report import figures_sinks as maps
+from theodolite.report.data import column, evenly, residual_layers
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.style import Patch
@@ -33,7 +36,7 @@ _POSITION = [
         "position",
         "The positional basis and the context vectors of every layer",
         ("arrays.positional_pca",),
-        figures.spiral,
+        geometry.spiral,
         "Each layer's mean vector per position (violet: early, green: late) on the two directions in which "
         "these "
         "means vary most, with context vectors (red) projected onto the same plane. Each axis of each "
@@ -50,7 +53,7 @@ _POSITION = [
         "position",
         "What the spiral is made of",
         ("arrays.positional_pca",),
-        figures.waves,
+        geometry.waves,
         "The first three principal components of the positional basis against position.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
@@ -62,7 +65,7 @@ _POSITION = [
         "position",
         "How many directions position takes",
         ("arrays.singular_values",),
-        figures.singular_values,
+        geometry.singular_values,
         "Singular values of the positional basis, over the first, with a large dot at the rank that "
         "ScreeNOT keeps; "
         "violet layers are early, green ones late.",
@@ -75,7 +78,7 @@ _POSITION = [
         "position",
         "Normalised Gram matrix of positions and contexts",
         ("arrays.gram", "arrays.gram_position"),
-        figures.gram,
+        geometry.gram,
         "Cosines between all pairs: positions first, then contexts ordered by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one "
         "block a "
@@ -89,13 +92,13 @@ _POSITION = [
         "position",
         "Frequencies of the positional Gram matrix",
         ("arrays.dct",),
-        figures.dct,
+        geometry.dct,
         "The lowest 10 × 10 coefficients of its two-dimensional cosine transform; each step of the scale is "
         "a "
         "factor of ten.",
-        "all the brightness in the top left corner.",
+        "all the strong cells in the top left corner.",
         f"{SONG}, Fig. 3, right",
-        "bright cells far from the corner: a rough positional basis, as in models trained on additions.",
+        "strong cells far from the corner: a rough positional basis, as in models trained on additions.",
         _by_layer(geometry.dct_traces),
     ),
     Exhibit(
@@ -103,7 +106,7 @@ _POSITION = [
         "position",
         "Rank of the positional basis",
         ("layers.rank",),
-        figures.rank,
+        curves.rank,
         "How many singular values stand out of the noise. Whiskers, here and below, are one standard error from "
         "resampling contexts; a rank moves in whole steps, so its own is coarse.",
         "about ten, falling slowly with depth.",
@@ -114,7 +117,7 @@ _POSITION = [
         "position",
         "Stable rank",
         ("layers.stable_rank",),
-        figures.stable_rank,
+        curves.stable_rank,
         "‖P‖_F²/‖P‖₂²: the number of directions weighed by their energy.",
         "about 2 with learned positions, near 1 with ALiBi or RoPE after layer 0.",
         f"{SONG}, Table 5",
@@ -124,7 +127,7 @@ _POSITION = [
         "position",
         "How much of the hidden states is position",
         ("layers.relative_norm",),
-        figures.relative_norm,
+        curves.relative_norm,
         "The largest singular value of the positional basis over that of all centred hidden states.",
         "a large share that fades in the last layers, where position is no longer needed.",
         f"{SONG}, Table 6",
@@ -134,7 +137,7 @@ _POSITION = [
         "position",
         "Smoothness",
         ("layers.low_frequency_10",),
-        figures.low_frequency,
+        curves.low_frequency,
         "Share of the Gram matrix's energy in its K × K lowest frequencies.",
         "K = 10 close to 1.",
         f"{SONG}, Tables 2 and 3",
@@ -148,7 +151,7 @@ _CONTEXT = [
         "context",
         "Contexts of one label and of different labels",
         ("layers.similarity_within",),
-        figures.similarity,
+        curves.similarity,
         "Mean |cosine| of context vectors, solid within a label and dashed between labels.",
         "a wide gap between the two lines.",
         f"{SONG}, Table 1",
@@ -159,7 +162,7 @@ _CONTEXT = [
         "context",
         "Position against context",
         ("layers.incoherence_mean",),
-        figures.incoherence,
+        curves.incoherence,
         "|cosine| between positional and context vectors, beside random directions of the same sizes.",
         "a mean close to the random baseline: position and context live apart.",
         f"{SONG}, section 5 and Table 1",
@@ -170,7 +173,7 @@ _CONTEXT = [
         "context",
         "Do contexts form the labels' clusters",
         ("layers.silhouette",),
-        figures.clusters,
+        curves.clusters,
         "Of the directions of the context vectors whose label at least one other has: the mean silhouette of the "
         "labels (1: compact and apart, 0: none, below 0: nearer to other labels), and how well k-means, which does "
         "not know the labels, finds them again (adjusted Rand index; 1: exactly, 0: as by chance).",
@@ -185,7 +188,7 @@ _DEPTH = [
         "depth",
         "Size of the hidden states",
         ("layers.norm",),
-        figures.norm,
+        curves.norm,
         "Mean length of a token's hidden state, the first token apart.",
         "steady growth; a first token far above the rest carries massive activations.",
         f"{SONG}, Fig. 8",
@@ -195,7 +198,7 @@ _DEPTH = [
         "depth",
         "Turn from layer to layer",
         ("layers.cosine_previous",),
-        figures.cosine_previous,
+        curves.cosine_previous,
         "Mean cosine between a token's hidden states before and after a block.",
         "a sharp turn in the first block, small ones after it.",
         f"{SONG}, Fig. 8",
@@ -206,7 +209,7 @@ _DEPTH = [
         "depth",
         "Distance from rank collapse",
         ("layers.rank_collapse",),
-        figures.rank_collapse,
+        curves.rank_collapse,
         "How far the tokens of a context are from all being the same vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F.",
         "a curve well above the dashed line.",
         f"{BAO}, section 5",
@@ -220,18 +223,23 @@ _OUTLIERS = [
         "outliers",
         "Massive activations",
         ("layers.massive_activations",),
-        figures.massive_activations,
+        curves.massive_activations,
         "How many numbers exceed 100 and 1000 times the layer's median magnitude.",
         "where they appear and where they are taken back, usually at the first token only.",
         f"{ZHANG}, section 2",
         "many at later tokens.",
+        when=lambda run: any(
+            np.nansum(values) > 0
+            for name in ("massive_activations", "massive_activations_first")
+            if (values := column(run.layers, name)) is not None
+        ),
     ),
     Exhibit(
         "outlier-dimensions",
         "outliers",
         "Outlier dimensions",
         ("layers.outlier_dimensions",),
-        figures.outlier_dimensions,
+        curves.outlier_dimensions,
         "Feature dimensions in which |x| ≥ 6 for a share of the tokens.",
         "a handful of dimensions. Growth with depth often only follows the growth of the norm.",
         f"{ZHANG}, section 1",
@@ -241,9 +249,9 @@ _OUTLIERS = [
         "outliers",
         "Which dimensions are outliers",
         ("arrays.outlier_share",),
-        figures.outlier_shares,
+        maps.outlier_shares,
         "Share of tokens with |x| ≥ 6, for the dimensions where it is highest.",
-        "columns that stay bright over many layers: the same dimension for all tokens, as a tag would be.",
+        "columns that stay strong over many layers: the same dimension for all tokens, as a tag would be.",
         f"{ZHANG}, Fig. 2(b)",
         wide=True,
     ),

@@ -1,33 +1,159 @@
 """Every figure of the report: functions that take a `Run` and return a Plotly figure, to use anywhere.
 
-Those of one layer or head take it as further arguments. Each raises `UsageError` where the run has no numbers
-for it. This module only gathers: the drawing is in its siblings.
+    from theodolite.report import figures
+    figures.available(run)           # the names of those that this run has the numbers for
+    figures.spiral(run, layer=2)     # in a notebook it shows itself; .write_html("spiral.html") keeps it
+
+Those of one layer or head take it as further arguments. Each raises `UsageError` where the run has no numbers for it.
+A figure carries its title and what to look for, on paper of its own, so that it can stand alone; the page of the
+report draws the same ones without, among its captions. This module only gathers: the drawing is in its siblings.
 """
 
 from __future__ import annotations
 
-from theodolite.report.figures_constituents import attribution, constituents, head_shares
-from theodolite.report.figures_geometry import dct, gram, inherited_smoothness, singular_values, spiral, waves
-from theodolite.report.figures_heads import head_map, regime_plane
-from theodolite.report.figures_layers import (
-    clusters,
-    cosine_previous,
-    incoherence,
-    low_frequency,
-    massive_activations,
-    norm,
-    outlier_dimensions,
-    rank,
-    rank_collapse,
-    relative_norm,
-    similarity,
-    stable_rank,
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import plotly.graph_objects as go
+
+from theodolite.report import (
+    figures_constituents,
+    figures_geometry,
+    figures_heads,
+    figures_layers,
+    figures_sinks,
+    figures_spectra,
+    style,
 )
-from theodolite.report.figures_sinks import outlier_shares, sinks_by_position
-from theodolite.report.figures_spectra import entropy_by_position, head_entropy, propagation, spectrum
+from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.measures import HEAD_MEASURES
+from theodolite.report.text import head_name
+
+if TYPE_CHECKING:
+    from theodolite.run import Run
+
+_P = ParamSpec("_P")
+_EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
+_KEYS = {"cosine_previous": "cosine"}  # figures that the page knows by another name than the function's
+
+
+def available(run: Run) -> list[str]:
+    """The names of the figures that this run has the numbers for, in the order of the page."""
+    keys = {exhibit.key.removesuffix("-data") for exhibit in EXHIBITS if exhibit.available(run)}
+    keys |= {"attribution"} if any(key.startswith("attribution-") for key in keys) else set()
+    return [name for name in FIGURES if _key(name) in keys]
+
+
+def _key(name: str) -> str:
+    return _KEYS.get(name, name.replace("_", "-"))
+
+
+def _described(name: str, given: dict[str, Any]) -> tuple[str, str]:
+    """Title of a figure drawn with these arguments, and what to look for."""
+    key, of = _key(name), ""
+    if "pattern" in given:
+        key += f"-{given['pattern']}"
+    if given.get("suffix") or given.get("name") == "spectrum_data":
+        key += "-data"
+    if "head" in given:
+        of = head_name(given["layer"], given["head"])
+    elif "layer" in given:
+        of = f"layer {given['layer']}"
+    elif "measure" in given:
+        of = HEAD_MEASURES[given["measure"]].title
+    elif "cutoff" in given:
+        of = f"K = {given['cutoff']}"
+    exhibit = _EXHIBITS[key]
+    return exhibit.title + (f" · {of}" if of else ""), f"Look for {exhibit.look}"
+
+
+def _alone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
+        figure = draw(*args, **kwargs)
+        bound = inspect.signature(draw).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return style.alone(figure, *_described(draw.__name__, bound.arguments))
+
+    return drawn
+
+
+spiral = _alone(figures_geometry.spiral)
+waves = _alone(figures_geometry.waves)
+singular_values = _alone(figures_geometry.singular_values)
+gram = _alone(figures_geometry.gram)
+dct = _alone(figures_geometry.dct)
+rank = _alone(figures_layers.rank)
+stable_rank = _alone(figures_layers.stable_rank)
+relative_norm = _alone(figures_layers.relative_norm)
+low_frequency = _alone(figures_layers.low_frequency)
+similarity = _alone(figures_layers.similarity)
+incoherence = _alone(figures_layers.incoherence)
+clusters = _alone(figures_layers.clusters)
+norm = _alone(figures_layers.norm)
+cosine_previous = _alone(figures_layers.cosine_previous)
+rank_collapse = _alone(figures_layers.rank_collapse)
+head_map = _alone(figures_heads.head_map)
+entropy_by_position = _alone(figures_spectra.entropy_by_position)
+regime_plane = _alone(figures_heads.regime_plane)
+head_shares = _alone(figures_constituents.head_shares)
+attribution = _alone(figures_constituents.attribution)
+inherited_smoothness = _alone(figures_geometry.inherited_smoothness)
+constituents = _alone(figures_constituents.constituents)
+spectrum = _alone(figures_spectra.spectrum)
+propagation = _alone(figures_spectra.propagation)
+head_entropy = _alone(figures_spectra.head_entropy)
+sinks_by_position = _alone(figures_sinks.sinks_by_position)
+massive_activations = _alone(figures_layers.massive_activations)
+outlier_dimensions = _alone(figures_layers.outlier_dimensions)
+outlier_shares = _alone(figures_sinks.outlier_shares)
+
+FIGURES: dict[str, Callable[..., go.Figure]] = {
+    # Position
+    "spiral": spiral,
+    "waves": waves,
+    "singular_values": singular_values,
+    "gram": gram,
+    "dct": dct,
+    "rank": rank,
+    "stable_rank": stable_rank,
+    "relative_norm": relative_norm,
+    "low_frequency": low_frequency,
+    # Context
+    "similarity": similarity,
+    "incoherence": incoherence,
+    "clusters": clusters,
+    # Through the layers
+    "norm": norm,
+    "cosine_previous": cosine_previous,
+    "rank_collapse": rank_collapse,
+    # All heads
+    "head_map": head_map,
+    "entropy_by_position": entropy_by_position,
+    "regime_plane": regime_plane,
+    # What logits are made of
+    "head_shares": head_shares,
+    "attribution": attribution,
+    "inherited_smoothness": inherited_smoothness,
+    # One head
+    "constituents": constituents,
+    "spectrum": spectrum,
+    "propagation": propagation,
+    "head_entropy": head_entropy,
+    # Sinks and outliers
+    "sinks_by_position": sinks_by_position,
+    "massive_activations": massive_activations,
+    "outlier_dimensions": outlier_dimensions,
+    "outlier_shares": outlier_shares,
+}
+"""All of them by name, in the order of the page."""
 
 __all__ = [
+    "FIGURES",
     "attribution",
+    "available",
     "clusters",
     "constituents",
     "cosine_previous",

@@ -228,9 +228,9 @@ def positions(table: pd.DataFrame) -> go.Figure:
     for place, title in enumerate(titles):
         own = str(place + 1) if place else ""
         curves = (
-            {"overlap": style.PURPLE, "curve": style.GREEN}
+            {"overlap": style.MEASURED, "curve": style.POSITION}
             if place == 2
-            else {"before": style.BLUE, "after": style.VERMILLION}
+            else {"before": style.REFERENCE, "after": style.MEASURED}
         )
         for name, colour in curves.items():
             traces.append(

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from theodolite.run import Run
 
 SHARES = {
-    "share_position": ("position", style.BLUE),
-    "share_context": ("context", style.VERMILLION),
-    "share_cross": ("position and context", style.PURPLE),
-    "share_constant": ("constant", style.GREY),
-    "share_additive": ("additive", style.ORANGE),
+    "share_position": ("position", style.POSITION),
+    "share_context": ("context", style.CONTEXT),
+    "share_cross": ("position and context", style.BOTH),
+    "share_constant": ("constant", style.REFERENCE),
+    "share_additive": ("additive", style.GREEN),
 }
 """Columns of the heads table that sum to 1 → their name and colour."""
 
@@ -208,7 +208,7 @@ def attribution(run: Run, pattern: str) -> go.Figure:
 
 def _attribution_bars(rows: pd.DataFrame, suffix: str, *, legend: bool) -> list[go.Bar]:
     said = {"only": "with it alone", "without": "without it"}
-    colours = {"only": style.GREEN, "without": style.SKY}
+    colours = {"only": style.MEASURED, "without": style.SKY}
     return [
         go.Bar(
             x=rows[name].to_numpy(dtype=np.float32),

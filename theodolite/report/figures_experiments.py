@@ -20,7 +20,7 @@ from theodolite.report.text import for_plotly, number
 if TYPE_CHECKING:
     from theodolite.run import Run
 
-OWN = style.VERMILLION
+OWN = style.MEASURED
 PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
 DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
 LINE = 1.3
@@ -106,7 +106,7 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
                 error_x=dict(_error_bars(cells[:, 1]) or {}, color=style.GREY),
                 xaxis=f"x{suffix}",
                 mode="markers",
-                marker={"size": 9, "color": [OWN] + [style.BLUE] * (len(names) - 1)},
+                marker={"size": 9, "color": [OWN] + [style.REFERENCE] * (len(names) - 1)},
                 hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
             )
         )
@@ -280,7 +280,7 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
         y=[float(norms[0]) * ratio for ratio in ratios.values()],
         name="layer 0 times the ratio of GPT-2",
         mode="markers",
-        marker={"size": 9, "color": style.BLUE, "symbol": "diamond-open"},
+        marker={"size": 9, "color": style.REFERENCE, "symbol": "diamond-open"},
         customdata=[number(ratio, 4) for ratio in ratios.values()],
         hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
     )

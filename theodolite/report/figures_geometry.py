@@ -28,9 +28,9 @@ CURVES = 13
 DCT_DECADES = 4.0
 CUTOFFS = (10, 5, 3, 1)
 INHERITED = {
-    "PPᵀ": ("layers", "pp_low_frequency_", style.BLUE, published.LOW_FREQUENCY),
-    "PWPᵀ": ("heads", "pwp_low_frequency_", style.VERMILLION, published.LOW_FREQUENCY_PWP),
-    "QK matrix": ("heads", "qk_low_frequency_", style.GREEN, published.LOW_FREQUENCY_QK),
+    "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
+    "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
+    "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
 }
 """Rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2."""
 
@@ -77,7 +77,7 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
             **cvecs,
             mode="markers",
             name="context vectors",
-            marker={"size": 3.5, "color": style.VERMILLION, "opacity": 0.4},
+            marker={"size": 3.5, "color": style.CONTEXT, "opacity": 0.4},
             hovertemplate="a context vector<extra></extra>",
         ),
         go.Scatter(
@@ -108,7 +108,7 @@ def waves_traces(run: Run, layer: int) -> list[Patch]:
 
 def waves(run: Run, layer: int = 0) -> go.Figure:
     """The positional basis' first three principal components against position: waves of rising frequency."""
-    colours = (style.BLUE, style.VERMILLION, style.GREEN)
+    colours = [order_colour(component / 2) for component in range(3)]
     traces = [
         go.Scatter(
             **patch,

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 REGIMES = ("early", "middle", "late", "uniform", "vanishing")
-REGIME_COLOURS = (style.BLUE, style.GREEN, style.VERMILLION, style.GREY, style.PURPLE)
+REGIME_COLOURS = (
+    *(style.order_colour(place) for place in (0.0, 0.5, 1.0)),
+    style.REFERENCE,
+    style.VERMILLION,
+)
 NOTE_COLUMNS = (
     "entropy",
     "propagation",
@@ -217,7 +221,7 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
                 mode="lines",
                 name="|ξη| = 2",
                 showlegend=sign > 0,
-                line={"color": style.GREY, "width": 1, "dash": "dot"},
+                line={"color": style.REFERENCE, "width": 1, "dash": "dot"},
                 hoverinfo="skip",
             )
         )

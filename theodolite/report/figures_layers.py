@@ -21,9 +21,7 @@ from theodolite.report.text import with_error
 if TYPE_CHECKING:
     from theodolite.run import Run
 
-_BAND_COLOURS = dict(
-    zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True)
-)
+_DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
 
 
@@ -76,8 +74,12 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
             name=model,
             mode="lines",
             fill="toself",
-            fillcolor=style.translucent(_BAND_COLOURS[model], style.BAND),
-            line={"width": 0.5, "color": style.translucent(_BAND_COLOURS[model], style.BAND_EDGE)},
+            fillcolor=style.translucent(style.REFERENCE, style.BAND),
+            line={
+                "width": 0.8,
+                "color": style.translucent(style.REFERENCE, style.BAND_EDGE),
+                "dash": _DASHES[model],
+            },
             hoveron="fills",
             text=f"{model}: {what}",
             hoverinfo="text",
@@ -115,14 +117,14 @@ def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figu
 def rank(run: Run) -> go.Figure:
     """ScreeNOT rank of the positional basis at every layer, beside Table 4."""
     traces = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
-    traces += _curve(run, "rank", "this model", style.VERMILLION)
+    traces += _curve(run, "rank", "this model", style.MEASURED)
     return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})
 
 
 def stable_rank(run: Run) -> go.Figure:
     """Stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
     traces = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
-    traces += _curve(run, "stable_rank", "this model", style.VERMILLION)
+    traces += _curve(run, "stable_rank", "this model", style.MEASURED)
     highest = np.nanmax(need_column(run.layers, "stable_rank"))
     wide = {"type": "log", "dtick": "D2", "tickformat": "~g"}
     return _chart(run, traces, "stable rank", yaxis=wide if highest > WIDE_RANGE else {"rangemode": "tozero"})
@@ -131,7 +133,7 @@ def stable_rank(run: Run) -> go.Figure:
 def relative_norm(run: Run) -> go.Figure:
     """Relative norm ‖P‖₂/‖M‖₂ of the positional basis at every layer, beside Table 6."""
     traces = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
-    traces += _curve(run, "relative_norm", "this model", style.VERMILLION)
+    traces += _curve(run, "relative_norm", "this model", style.MEASURED)
     return _chart(run, traces, "share of the largest direction", yaxis={"range": [0, 1.05]})
 
 
@@ -155,14 +157,14 @@ def _level(
 def low_frequency(run: Run) -> go.Figure:
     """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
     traces: list[go.Scatter] = []
-    colours = {1: style.PURPLE, 3: style.GREEN, 5: style.BLUE, 10: style.VERMILLION}
+    colours = {size: style.order_colour(place / 3) for place, size in enumerate((1, 3, 5, 10))}
     last = float(layer_numbers(run).max())
     for size, colour in colours.items():
         traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
         share = published.LOW_FREQUENCY[size]
         traces.append(_level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10))
     for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
-        traces.append(_level(last, share, model, "K = 10, Table 2", _BAND_COLOURS[model]))
+        traces.append(_level(last, share, model, "K = 10, Table 2", style.REFERENCE))
         traces[-1].visible = "legendonly"
     return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
 
@@ -175,28 +177,28 @@ def similarity(run: Run) -> go.Figure:
         low.legendgroup = high.legendgroup = high.name
         low.showlegend = False
     traces += between
-    traces += _curve(run, "similarity_within", "same label", style.VERMILLION)
-    traces += _curve_if_any(run, "similarity_between", "other label", style.VERMILLION, line={"dash": "dash"})
+    traces += _curve(run, "similarity_within", "same label", style.MEASURED)
+    traces += _curve_if_any(run, "similarity_between", "other label", style.MEASURED, line={"dash": "dash"})
     return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
 
 
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
-    traces += _curve_if_any(run, "incoherence_max", "largest", style.VERMILLION, line={"dash": "dot"})
-    traces += _curve(run, "incoherence_mean", "mean", style.VERMILLION)
+    traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, line={"dash": "dot"})
+    traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
     random = "mean, random"
-    traces += _curve_if_any(run, "incoherence_random", random, style.GREY, line={"dash": "dash"})
+    traces += _curve_if_any(run, "incoherence_random", random, style.REFERENCE, line={"dash": "dash"})
     largest = "largest, random"
-    traces += _curve_if_any(run, "incoherence_max_random", largest, style.GREY, line={"dash": "dot"})
+    traces += _curve_if_any(run, "incoherence_max_random", largest, style.REFERENCE, line={"dash": "dot"})
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
 
 
 def clusters(run: Run) -> go.Figure:
     """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
-    traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.BLUE)
+    traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.MEASURED)
     agreement = "labels found by k-means (ARI)"
-    traces += _curve_if_any(run, "cluster_ari", agreement, style.VERMILLION)
+    traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, line={"dash": "dash"})
     if not traces:
         raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
     return _chart(run, traces, "agreement", yaxis={"zeroline": True})
@@ -204,15 +206,15 @@ def clusters(run: Run) -> go.Figure:
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
-    traces = _curve(run, "norm", "positions 1 and on", style.VERMILLION)
+    traces = _curve(run, "norm", "positions 1 and on", style.MEASURED)
     if column(run.layers, "norm_first") is not None:
-        traces += _curve(run, "norm_first", "first token", style.BLUE, line={"dash": "dash"})
+        traces += _curve(run, "norm_first", "first token", style.MEASURED, line={"dash": "dash"})
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
 def cosine_previous(run: Run) -> go.Figure:
     """Mean cosine between a token's hidden state at a layer and at the layer before."""
-    traces = _curve(run, "cosine_previous", "to the layer before", style.VERMILLION)
+    traces = _curve(run, "cosine_previous", "to the layer before", style.MEASURED)
     return _chart(run, traces, "mean cosine", yaxis={"range": [-0.1, 1.05]})
 
 
@@ -224,22 +226,22 @@ def rank_collapse(run: Run) -> go.Figure:
         y=[RANK_COLLAPSE] * 2,
         name="collapsed below",
         mode="lines",
-        line={"color": style.GREY, "width": 1, "dash": "dash"},
+        line={"color": style.REFERENCE, "width": 1, "dash": "dash"},
         hoverinfo="skip",
     )
-    traces = [*_curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.VERMILLION), limit]
+    traces = [*_curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED), limit]
     return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
 
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    counted = [("massive_activations", "positions 1 and on", style.VERMILLION)]
+    counted = [("massive_activations", "positions 1 and on", style.MEASURED)]
     if column(run.layers, "massive_activations_first") is not None:
-        counted.append(("massive_activations_first", "first token", style.BLUE))
+        counted.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
     traces = [
         go.Bar(
             **_measured(run, name, label),
-            marker={"color": colour, "line": {"width": 0}},
+            marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
         )
         for name, label, colour in counted
     ]
@@ -248,5 +250,5 @@ def massive_activations(run: Run) -> go.Figure:
 
 def outlier_dimensions(run: Run) -> go.Figure:
     """How many feature dimensions are outliers (|x| ≥ 6 for a share of tokens) at every layer."""
-    traces = _curve(run, "outlier_dimensions", "outlier dimensions", style.VERMILLION)
+    traces = _curve(run, "outlier_dimensions", "outlier dimensions", style.MEASURED)
     return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})

@@ -52,10 +52,10 @@ WITH_CONSTANTS = {
 """Panels that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
 GROUP_COLOURS = {
-    "position": style.BLUE,
-    "context": style.VERMILLION,
-    "cross": style.PURPLE,
-    "constant": style.GREY,
+    "position": style.POSITION,
+    "context": style.CONTEXT,
+    "cross": style.BOTH,
+    "constant": style.REFERENCE,
     "pos-pos": style.SKY,
     "cvec-cvec": style.ORANGE,
     "additive": style.GREEN,

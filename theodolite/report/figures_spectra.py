@@ -41,7 +41,7 @@ def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") ->
     points = go.Scatter(
         **spectrum_traces(run, layer, head, name)[0],
         mode="markers",
-        marker={"size": 7, "color": style.BLUE, "opacity": 0.75, "line": {"width": 0}},
+        marker={"size": 7, "color": style.PREDICTED, "opacity": 0.8, "line": {"width": 0}},
         hovertemplate="%{x:.4g} + %{y:.4g} i<extra></extra>",
     )
     return style.figure(
@@ -59,9 +59,13 @@ def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.intp]]:
 
 
 _PROPAGATION = (
-    ("propagation_by_position", "measured", {"color": style.VERMILLION, "width": 2.2}),
-    ("propagation_predicted_data", "predicted from W_QK Σ̂", {"color": style.BLUE, "width": 1.8}),
-    ("propagation_predicted", "predicted from W_QK", {"color": style.GREY, "width": 1.8, "dash": "dash"}),
+    ("propagation_by_position", "measured", {"color": style.MEASURED, "width": 2.2}),
+    ("propagation_predicted_data", "predicted from W_QK Σ̂", {"color": style.PREDICTED, "width": 1.8}),
+    (
+        "propagation_predicted",
+        "predicted from W_QK",
+        {"color": style.PREDICTED, "width": 1.8, "dash": "dash"},
+    ),
 )
 
 
@@ -126,7 +130,7 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
             **measured,
             mode="lines",
             name="this head",
-            line={"color": style.VERMILLION, "width": 2.2},
+            line={"color": style.MEASURED, "width": 2.2},
             hovertemplate=hover,
         ),
         go.Scatter(

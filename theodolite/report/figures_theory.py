@@ -17,7 +17,7 @@ from theodolite.report.data import Floats
 from theodolite.report.style import Patch
 from theodolite.report.text import for_plotly, head_name, number
 
-OWN = style.VERMILLION
+OWN = style.MEASURED
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
 TILES_ACROSS = 6
 TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map

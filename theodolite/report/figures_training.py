@@ -176,7 +176,7 @@ def accuracies(names: Sequence[str], here: tuple[Floats, Floats], paper: Mapping
         names: of the groups of examples. here: (accuracies, standard errors). paper: row name → accuracies, NaN
             where it prints none.
     """
-    rows = [("this model", here[0], here[1], style.VERMILLION, "circle")]
+    rows = [("this model", here[0], here[1], style.MEASURED, "circle")]
     rows += [
         (name, values, np.full(len(values), np.nan), colour, "diamond-open")
         for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True)

@@ -21,11 +21,25 @@ from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.payload import figure_json, script_json
-from theodolite.report.summary import Finding, summarise
+from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.report.text import visible
 from theodolite.run import Run
 
-SECTIONS = ("position", "context", "depth", "heads", "constituents", "head", "sinks", "outliers")
+SECTIONS = {
+    "position": "Position",
+    "context": "Context",
+    "depth": "Through the layers",
+    "heads": "All heads",
+    "constituents": "Constituents",
+    "head": "One head",
+    "sinks": "Sinks",
+    "outliers": "Outliers",
+}
+"""Identifier of a section → its name in the contents."""
+
+SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
+HEALTH = "Health"
+STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
 
 
@@ -66,39 +80,61 @@ def write_report(run: Run, folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page as one string of HTML."""
-    jinja = environment()
     blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
+    tiles, findings = content.tiles(run), summarise(run)
+    checks = [finding for finding in findings if finding.topic == HEALTH]
+    concerns = [finding for finding in checks if finding.status == "look"]
+    sinks = content.sink_texts(run), content.sink_tokens(run)
+    shown = {section for section, found in blocks.items() if found} | ({"sinks"} if any(sinks) else set())
+    return rendered(
+        "page.html.j2",
+        {
+            "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
+            "subtitle": content.subtitle(run),
+            "text_line": content.text_line(run),
+            "links": [
+                ("#summary", "At a glance"),
+                *((f"#{section}", name) for section, name in SECTIONS.items() if section in shown),
+                ("#tables", "Tables"),
+                ("#provenance", "Provenance"),
+            ],
+            "health": health_line(len(concerns), len(checks)),
+            "concerns": concerns,
+            "passed": [finding for finding in checks if finding.status == "well"],
+            "topics": _topics([finding for finding in findings if finding.topic != HEALTH], shown),
+            "tiles": tiles,
+            "blocks": blocks,
+            "glossary": measure_glossary(run),
+            "sink_texts": sinks[0],
+            "sink_tokens": sinks[1],
+            "outliers": content.outlier_table(run),
+            "layers": content.layers_table(run),
+            "heads": content.heads_table(run),
+            "attribution": content.attribution_table(run),
+            "errors": any(tile.error for tile in tiles),
+            "first_head": content.first_head(run),
+            "cards": script_json(content.head_cards(run)),
+            "provenance": content.provenance_rows(run),
+            "plotly": PLOTLY,
+        },
+    )
+
+
+def rendered(template: str, values: dict[str, Any]) -> str:
+    """A template with the style, the script and the themes that all pages share; without a `plotly`, no script.
+
+    The nonce is the digest of the page without it: fixed for a page, and nothing that a text could know.
+    """
     templates = resources.files("theodolite.report") / "templates"
-    static = {name: (templates / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
-    tiles = content.tiles(run)
-    values: dict[str, Any] = {
-        "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
-        "subtitle": content.subtitle(run),
-        "text_line": content.text_line(run),
-        "topics": _topics(summarise(run)),
-        "tiles": tiles,
-        "blocks": blocks,
-        "glossary": measure_glossary(run),
-        "sink_texts": content.sink_texts(run),
-        "sink_tokens": content.sink_tokens(run),
-        "outliers": content.outlier_table(run),
-        "layers": content.layers_table(run),
-        "heads": content.heads_table(run),
-        "attribution": content.attribution_table(run),
-        "errors": any(tile.error for tile in tiles),
-        "first_head": content.first_head(run),
-        "cards": script_json(content.head_cards(run)),
-        "themes": script_json(themes()),
-        "provenance": content.provenance_rows(run),
-        "plotly": PLOTLY,
-        **{name.replace(".", "_"): text for name, text in static.items()},
-    }
-    template = jinja.get_template("page.html.j2")
-    # The nonce is the digest of the page without it: fixed for a run, and nothing that a text could know.
-    nonce = hashlib.sha256(template.render(values, nonce="").encode("utf-8", "surrogatepass")).hexdigest()[
-        :32
-    ]
-    return template.render(values, nonce=nonce)
+    css, *js = ((templates / name).read_text(encoding="utf-8") for name in STATIC)
+    shared = {"css": css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
+    loaded = environment().get_template(template)
+    whole = shared | values
+    bare = loaded.render(whole, nonce="")
+    if not whole["plotly"]:
+        return bare
+    digest = hashlib.sha256(bare.encode("utf-8", "surrogatepass")).hexdigest()
+    return loaded.render(whole, nonce=digest[:32])
 
 
 def environment() -> jinja2.Environment:
@@ -131,11 +167,15 @@ def block_of(run: Run, exhibit: Exhibit) -> Block:
     )
 
 
-def _topics(findings: list[Finding]) -> list[tuple[str, list[Finding]]]:
+def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, list[Finding]]]:
+    """Findings by topic, each with the section that shows it, if it is shown."""
     topics: dict[str, list[Finding]] = {}
     for finding in findings:
         topics.setdefault(finding.topic, []).append(finding)
-    return list(topics.items())
+    places = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
+    return [
+        (topic, places[topic] if places[topic] in shown else "", found) for topic, found in topics.items()
+    ]
 
 
 def themes() -> dict[str, Any]:

@@ -1,44 +1,51 @@
-"""How every figure looks: three colour scales with one meaning each, categories, the light and dark
-templates.
+"""How every figure looks: three colour scales with one meaning each, roles, the light and dark templates.
 
-- MAGNITUDE (cividis): how much. The cell of every heat map of amounts.
-- SIGNED (blue – neutral – vermillion): which sign and how much. Its neutral is the page's own background.
-- ORDER (like viridis, without the ends that vanish on dark or light paper): which position or which layer,
-never an amount.
-- CATEGORIES (Okabe–Ito): kinds.
-All are told apart by colour-blind readers. Figures name no text or grid colour of their own: those come from
-the template, which the page swaps with the reader's light or dark setting. This module must not read a run.
+- MAGNITUDE (paper to plum): how much, from nothing, which is the page's own background, up.
+- SIGNED (blue – paper – vermillion): which sign and how much; zero is the page's own background too.
+- ORDER (violet to green): which comes first: positions, layers, components; never an amount.
+- Roles: a colour that stands for one thing in every figure of a survey's report (MEASURED, POSITION, …).
+- CATEGORIES: kinds that only one figure has.
+Colour-blind readers tell them apart (`tests/report/test_style.py` has the distances). Figures name no text or grid
+colour of their own: those come from the template, which the page swaps with the reader's light or dark setting.
+This module must not read a run.
 """
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import plotly.graph_objects as go
 
+from theodolite.report.text import for_plotly
+
 Scale = list[list[Any]]
 Patch = dict[str, Any]  # what changes in one trace when a figure shows another layer, head or measure
 
-BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#8A8F98"
+# Searched from the hues of Okabe & Ito for the largest least distance in three kinds of colour blindness, with a
+# contrast of 3 to the page; INK is that of the page's text.
+INK, GREY = "#22272e", "#8b8d94"
+BLUE, VERMILLION, GREEN, PURPLE = "#0d38a5", "#992600", "#007a48", "#923480"
+ORANGE, SKY = "#bb8300", "#558eff"
 CATEGORIES = [BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY]
 
-_CIVIDIS = [
-    "#00224e",
-    "#123570",
-    "#3b496c",
-    "#575d6d",
-    "#707173",
-    "#8a8678",
-    "#a59c74",
-    "#c3b369",
-    "#e1cc55",
-    "#fee838",
-]
+MEASURED = INK  # of the model that the report is of
+POSITION, CONTEXT, BOTH = BLUE, VERMILLION, PURPLE  # parts of hidden states and of logits
+PREDICTED = ORANGE  # what theory says from the weights
+REFERENCE = GREY  # what is published, random, even, constant, or a limit
+
+# The page's backgrounds: no amount, no sign.
+NEUTRAL, DARK_NEUTRAL = "#fdfcf9", "#15191f"
+HAIRLINE, DARK_HAIRLINE = "#e7e5df", "#2b313a"
+_PLUM = [NEUTRAL, "#f1dcea", "#deb2d0", "#c585b3", "#a45a93", "#7b336f", "#4a1545"]
+_DARK_PLUM = [DARK_NEUTRAL, "#3a2039", "#643361", "#904e8a", "#ba74b0", "#dfa3d4", "#fbdff4"]
+_SIGNED = ["#004c78", "#0072b2", NEUTRAL, "#d55e00", "#8c3d00"]
+_DARK_SIGNED = ["#79c0ee", "#4a9fd8", DARK_NEUTRAL, "#ef8140", "#ffb383"]
 _DEPTH = ["#5a4a9f", "#456aa0", "#2f8390", "#21948b", "#2ea57c", "#4fb56b", "#86bf3f"]
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 300
+NOTE_WIDTH = 104  # letters in a line of the note under a title
 TICKS = 8  # of a colour bar of whole numbers, about
 
 
@@ -46,11 +53,9 @@ def _spread(colours: list[str]) -> Scale:
     return [[round(step / (len(colours) - 1), 4), colour] for step, colour in enumerate(colours)]
 
 
-MAGNITUDE: Scale = _spread(_CIVIDIS)
+MAGNITUDE: Scale = _spread(_PLUM)
+SIGNED: Scale = _spread(_SIGNED)
 ORDER: Scale = _spread(_DEPTH)
-# The middle of SIGNED is the page's own background.
-NEUTRAL, DARK_NEUTRAL = "#fdfcf9", "#15191f"
-SIGNED: Scale = _spread(["#004c78", BLUE, NEUTRAL, VERMILLION, "#8c3d00"])
 
 
 def translucent(colour: str, opacity: float) -> str:
@@ -61,19 +66,25 @@ def translucent(colour: str, opacity: float) -> str:
 
 BAND, BAND_EDGE, DARK_BAND, DARK_BAND_EDGE = 0.16, 0.5, 0.26, 0.7  # opacities of published ranges
 _BRIGHTER = {
-    BLUE: "#4a9fd8",
-    VERMILLION: "#ef8140",
-    GREEN: "#2db58c",
-    PURPLE: "#d891b7",
-    ORANGE: "#edb02f",
-    "#004c78": "#79c0ee",
-    "#8c3d00": "#ffb383",
+    INK: "#eef0f4",
+    BLUE: "#2e73ed",
+    VERMILLION: "#df7331",
+    GREEN: "#26c191",
+    PURPLE: "#bd5abd",
+    ORANGE: "#f1d055",
+    SKY: "#a9cbff",
+    GREY: "#7d7680",
 }
+DARK_CATEGORIES = [_BRIGHTER[colour] for colour in CATEGORIES]
 
 
 def dark_swaps() -> dict[str, str]:
     """Colour in a figure → the colour that takes its place on a dark page."""
-    swaps = {NEUTRAL: DARK_NEUTRAL, **_BRIGHTER}
+    swaps = {
+        HAIRLINE: DARK_HAIRLINE,
+        **_BRIGHTER,
+        **dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True)),
+    }
     for colour, brighter in _BRIGHTER.items():
         swaps[translucent(colour, BAND)] = translucent(brighter, DARK_BAND)
         swaps[translucent(colour, BAND_EDGE)] = translucent(brighter, DARK_BAND_EDGE)
@@ -91,7 +102,7 @@ def order_colour(share: float) -> str:
 
 def template(dark: bool = False) -> go.layout.Template:
     """The Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
-    ink, grid, line = ("#d9dce1", "#2b313a", "#59616d") if dark else ("#2a2f36", "#e7e5df", "#a9a79f")
+    ink, grid, line = ("#d9dce1", DARK_HAIRLINE, "#59616d") if dark else ("#2a2f36", HAIRLINE, "#a9a79f")
     panel = "#242a33" if dark else "#ffffff"
     axis = {
         "gridcolor": grid,
@@ -140,8 +151,40 @@ def figure(
     """A figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     drawn = go.Figure(traces)
     drawn.update_layout(template=template(), height=height, xaxis_title_text=x, yaxis_title_text=y)
+    maps = list(drawn.select_traces({"type": "heatmap"}))
+    if maps:  # nothing looks like the page, so that a map needs an edge
+        drawn.update_xaxes(showline=True, mirror=True)
+        drawn.update_yaxes(showline=True, mirror=True)
+    if len(maps) == len(traces) == 1 and maps[0].xgap:
+        drawn.update_layout(plot_bgcolor=HAIRLINE)  # between cells, and where there is no number
     if layout:
         drawn.update_layout(layout)
+    return drawn
+
+
+def alone(drawn: go.Figure, title: str, note: str) -> go.Figure:
+    """`drawn` as it can stand by itself, in a notebook or a file: under its title and a note, on the light paper."""
+    lines = textwrap.wrap(note, NOTE_WIDTH)
+    room = 34 + 17 * len(lines)
+    top = (
+        drawn.layout.margin.t if drawn.layout.margin.t is not None else drawn.layout.template.layout.margin.t
+    )
+    subtitle = {"text": "<br>".join(map(for_plotly, lines)), "font": {"size": 12}}
+    drawn.update_layout(
+        title={
+            "text": for_plotly(title),
+            "subtitle": subtitle,
+            "font": {"size": 16},
+            "x": 0,
+            "pad": {"l": 12, "t": 12},
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+        },
+        margin_t=top + room,
+        height=(drawn.layout.height or HEIGHT) + room,
+        paper_bgcolor=NEUTRAL,
+    )
     return drawn
 
 

@@ -83,6 +83,14 @@ def summarise(run: Run) -> list[Finding]:
     ]
 
 
+def health_line(concerns: int, checks: int) -> str:
+    """The outcome of the checks of health in one sentence."""
+    if not concerns:
+        return f"Nothing looks unhealthy: {counted(checks, 'check')} passed."
+    deserve = "deserves" if concerns == 1 else "deserve"
+    return f"{concerns} of {counted(checks, 'check')} of health {deserve} a look."
+
+
 def _range(values: Floats, show: Callable[[float], str]) -> str:
     low, high = show(float(np.nanmin(values))), show(float(np.nanmax(values)))
     return low if low == high else f"{low} to {high}"

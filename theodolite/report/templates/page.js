@@ -50,6 +50,15 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }
 
+  // What is drawn: the figure's own traces with what its picker puts in place.
+  function chosen(div, isDark) {
+    const { data, layout, variants } = payload(div.dataset.figure, isDark);
+    const patches = variants[div.dataset.variant] ?? [];
+    const traces = data.map((trace, i) => structuredClone({ ...trace, ...patches[i] }));
+    for (const trace of traces) if (trace.z && trace.z.steps) trace.z = unpacked(trace.z);
+    return { data: traces, layout: structuredClone(layout) };
+  }
+
   function draw(div) {
     drawn.add(div);
     if (!window.Plotly) {
@@ -57,11 +66,9 @@ document.addEventListener("DOMContentLoaded", () => {
       return;
     }
     const isDark = dark.matches && !printing;
-    const source = structuredClone(payload(div.dataset.figure, isDark));
-    const patches = source.variants[div.dataset.variant] ?? [];
-    const data = source.data.map((trace, i) => ({ ...trace, ...patches[i] }));
-    for (const trace of data) if (trace.z && trace.z.steps) trace.z = unpacked(trace.z);
-    const layout = { ...source.layout, template: isDark ? themes.dark : themes.light, autosize: true };
+    const { data, layout } = chosen(div, isDark);
+    layout.template = isDark ? themes.dark : themes.light;
+    layout.autosize = true;
     delete layout.height;
     if (touch) layout.dragmode = false;
     if (div.classList.contains("compact")) compacted(data, layout);
@@ -78,12 +85,32 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }
 
-  // Figures are drawn when they come near the window.
+  // The contents show which section is being read.
+  const links = new Map(all("nav a[href^='#']").map((link) => [link.hash.slice(1), link]));
+  const reading = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      links.forEach((link, id) => id === target.id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
+    }
+  }, { rootMargin: "0px 0px -70% 0px" });
+  all("section[id]").forEach((section) => reading.observe(section));
+
+  // Figures are drawn when they come near the window, one at a time, so that the page can be read and used meanwhile:
+  // Plotly's script, which is long, is waited for by nothing else.
+  const waiting = [];
+  let loaded = Boolean(window.Plotly) || document.readyState === "complete";
+  function drawNext() {
+    const div = loaded && waiting.shift();
+    if (!div) return;
+    if (!drawn.has(div)) draw(div);
+    setTimeout(drawNext);
+  }
+  if (!loaded) addEventListener("load", () => { loaded = true; drawNext(); });
   const near = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
       near.unobserve(target);
-      draw(target);
+      if (waiting.push(target) === 1) setTimeout(drawNext);
     }
   }, { rootMargin: "500px 0px" });
   all(".plot").forEach((div) => near.observe(div));
@@ -103,6 +130,17 @@ document.addEventListener("DOMContentLoaded", () => {
   function show(div, variant) {
     div.dataset.variant = variant;
     if (drawn.has(div)) draw(div);
+    const numbers = document.querySelector(`[data-numbers-of="${div.dataset.figure}"]`);
+    if (numbers?.open) listNumbers(numbers);
+  }
+  function listNumbers(details) {
+    const div = large(details.dataset.numbersOf);
+    const { data, layout } = chosen(div, false);
+    const title = div.closest("figure").querySelector("h3").textContent;
+    details.replaceChildren(details.firstElementChild, ...numbersOf(data, layout, title));
+  }
+  for (const details of all("[data-numbers-of]")) {
+    details.addEventListener("toggle", () => { if (details.open) listNumbers(details); });
   }
   const large = (key) => document.querySelector(`.plot[data-figure="${key}"]:not(.compact)`);
   function pick(key, value) {
@@ -144,7 +182,7 @@ document.addEventListener("DOMContentLoaded", () => {
       row.append(text("dt", name), text("dd", value));
     }
     const box = document.createElement("div");
-    box.append(text("h4", title), list);
+    box.append(text("h3", title), list);
     return box;
   }
   function selectHead(layer, head, quiet = false) {
@@ -185,12 +223,18 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   for (const type of ["mouseover", "focusin", "click"]) document.addEventListener(type, tell);
   addEventListener("scroll", () => { hint.hidden = true; }, { passive: true });
+  addEventListener("keydown", ({ key }) => { if (key === "Escape") hint.hidden = true; });
 
-  // Tables sort by the clicked heading: descending first, then ascending.
+  // Tables sort by their headings' buttons: descending first, then ascending.
   for (const table of all("table[data-sortable]")) {
+    for (const heading of all("th", table.tHead)) {
+      const button = Object.assign(text("button", heading.textContent), { type: "button", title: heading.title });
+      heading.removeAttribute("title");
+      heading.replaceChildren(button);
+    }
     table.tHead.addEventListener("click", ({ target }) => {
       const heading = target.closest("th");
-      if (!heading) return;
+      if (!heading || !target.closest("button")) return;
       const column = heading.cellIndex;
       const sign = heading.getAttribute("aria-sort") === "descending" ? 1 : -1;
       all("th", table.tHead).forEach((other) => other.removeAttribute("aria-sort"));

@@ -1,0 +1,58 @@
+"""What the page's tests share: a model with sinks, and surveys of tiny models of several families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests import checkpoints
+from theodolite.corpus import Corpus
+from theodolite.explore.brief import brief_survey
+from theodolite.explore.subject import Subject
+from theodolite.models import OpenModel, open_model
+
+SURVEYED = 32  # tokens a context
+PROMPT = "the cat sat on the mat"
+
+
+def subject_of(name: str, model: OpenModel, length: int = SURVEYED) -> Subject:
+    """A model surveyed on random tokens."""
+    return Subject(name, model, brief_survey(model, Corpus.random_tokens(model.tokenizer, length, 6, 0)))
+
+
+@pytest.fixture(scope="session")
+def subject(opened):
+    """subject(family) → that tiny model, surveyed."""
+    made: dict[str, Subject] = {}
+
+    def of(family: str) -> Subject:
+        if family not in made:
+            made[family] = subject_of(family, opened(family))
+        return made[family]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def sharp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 whose queries look far more sharply than random ones, so that it has sinks."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=300, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.mul_(40)
+    folder = tmp_path_factory.mktemp("sharp") / "sharp"
+    model.save_pretrained(folder)
+    checkpoints.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sharp(sharp_folder: Path) -> Subject:
+    return subject_of("sharp", open_model(sharp_folder), 64)

@@ -1,0 +1,255 @@
+"""What the page is given: figures with their switches, words with their numbers, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64decode
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.explore.conftest import PROMPT, subject_of
+from theodolite.errors import UsageError
+from theodolite.experiments.prompt_sinks import shipped_prompt
+from theodolite.explore import figures, panels, words
+from theodolite.explore.evidence import evidence, kind_of, opening_head, shares_line, spectrum_line
+from theodolite.explore.panels import PROMPT as ON_PROMPT
+from theodolite.explore.panels import TEXT, Place, Switches
+from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
+from theodolite.models import open_model
+
+
+def place(layer: int = 0, head: int = 0) -> Place:
+    return Place(layer, head, (ON_PROMPT, "entropy"))
+
+
+def cells(figure: str) -> tuple[dict[str, Any], np.ndarray]:
+    """The first trace of a heat map, and its numbers."""
+    trace = json.loads(figure)["data"][0]
+    z = np.frombuffer(b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
+    return trace, z.reshape([int(size) for size in trace["z"]["shape"].split(",")])
+
+
+def test_the_attention_map_and_its_switches(sharp):
+    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    layer, head = next(
+        (layer, head) for layer in range(2) for head in range(2) if sharp.view(ids, layer, head).sinks
+    )
+    view = sharp.view(ids, layer, head)
+    at = place(layer, head)
+    trace, plain = cells(panels.attention(sharp, ids, at, Switches()))
+    np.testing.assert_allclose(plain, view.attention, atol=1e-7)
+    assert (trace["zmin"], trace["zmax"]) == (0, pytest.approx(np.nanmax(view.attention), rel=1e-5))
+
+    axis = json.loads(panels.attention(sharp, ids, at, Switches()))["layout"]["xaxis"]
+    marked = [at for at, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if "▼" in text]
+    assert marked == [sink.position for sink in view.sinks]
+
+    trace, logs = cells(panels.attention(sharp, ids, at, Switches(log=True)))
+    np.testing.assert_allclose(logs, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
+    assert trace["zmin"] == -5
+    assert trace["colorbar"]["ticktext"][0] == "≤ 1e-05"
+
+    trace, rest = cells(panels.attention(sharp, ids, at, Switches(hide_sinks=True)))
+    hidden = [sink.position for sink in view.sinks]
+    assert np.isnan(rest[:, hidden]).all()
+    others = [key for key in range(len(ids)) if key not in hidden]
+    np.testing.assert_allclose(rest[:, others], view.attention[:, others], atol=1e-7)
+    assert trace["zmax"] == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
+
+
+def test_without_a_sink_the_first_token_is_hidden(sharp):
+    view = sharp.view(prompt_ids([sharp], PROMPT), 0, 0)
+    assert figures.hidden_keys(replace(view, sinks=())) == [0]
+    # Nothing is left of a prompt whose every token is hidden: the map is empty, and there is one.
+    drawn = figures.attention_map(replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd")))
+    assert np.isnan(drawn.data[0].z).all()
+
+
+def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
+    ids = prompt_ids([sharp], PROMPT)
+    drawn = json.loads(panels.head_map(sharp, ids, place(1, 0)))
+    frame = drawn["layout"]["shapes"][0]
+    assert (frame["x0"], frame["x1"], frame["y0"], frame["y1"]) == (-0.5, 0.5, 0.5, 1.5)
+    offered = dict(panels.measures_of([sharp]))
+    assert offered["this prompt · entropy"] == "prompt:entropy"
+    assert offered["the text · induction"] == "text:induction"
+    assert "this prompt · learned sink" not in offered
+    for value in offered.values():
+        where, _, column = value.partition(":")
+        assert panels.head_map(sharp, ids, Place(0, 0, (where, column))), value
+    assert "this prompt · learned sink" in dict(panels.measures_of([subject("gpt_oss")]))
+    # No token comes twice: there is nothing to draw.
+    once = prompt_ids([sharp], "abcdefgh")
+    assert panels.head_map(sharp, once, Place(0, 0, (ON_PROMPT, "same_token"))) == ""
+
+
+def test_evidence_has_the_numbers_and_the_thresholds(sharp):
+    ids = prompt_ids([sharp], PROMPT)
+    run, measured = sharp.run, sharp.read(ids).measured
+    heads = run.heads.copy()
+    heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
+    planted = replace(run, heads=heads)
+    found = evidence(planted, measured, 1, 1)
+    by_name = {one.kind.name: one for one in found}
+    assert by_name["previous-token head"].on_text == 0.49
+    assert by_name["previous-token head"].holds
+    assert not by_name["induction head"].holds
+    assert math.isnan(by_name["induction head"].on_prompt)
+    row = measured.heads[(measured.heads["layer"] == 1) & (measured.heads["head"] == 1)].iloc[0]
+    assert by_name["previous-token head"].on_prompt == row["previous_token"]
+    assert kind_of(found).startswith("previous-token head")
+    assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
+    assert opening_head(
+        replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
+    ) == (1, 1)
+    assert kind_of([one for one in found if not one.holds]) == "no kind that has a name"
+    said = words.head_words(sharp.view(ids, 1, 1), planted, measured)
+    assert "L1H1" in said
+    assert "✓ previous-token head" in said
+    assert "<td>0.49</td>" in said
+    assert "<td>0.4</td>" in said
+
+
+def test_lines_on_spectrum_and_shares(subject):
+    plain = subject("gpt2").run
+    row = plain.heads.iloc[0]
+    assert str(row["regime_data"]) in spectrum_line(plain, 0, 0)
+    assert shares_line(plain, 0, 0) == ""  # a brief survey has none
+    shares = {"share_position": 0.5, "share_context": 0.25, "share_cross": 0.2, "share_constant": 0.05}
+    told = shares_line(replace(plain, heads=plain.heads.assign(**shares)), 0, 0)
+    shown = "position 50 %, context 25 %, both 20 %, neither 5 %"
+    assert told.replace("\u00a0", " ") == f"Variance of its logits on the text: {shown}."
+    assert "before the norm" in spectrum_line(subject("qwen3").run, 0, 0)
+    assert "no query-key matrix" in spectrum_line(
+        replace(plain, heads=plain.heads.assign(spectrum_of="none")), 0, 0
+    )
+
+
+def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
+    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
+    view = next(view for view in views if any(sink.caught for sink in view.sinks))
+    tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
+    said = words.sink_words(replace(view, tokens=tokens))
+    assert "<script>" not in said
+    assert "&lt;script&gt;" in said
+    assert f'<b class="m">▼1</b>{view.tokens[view.sinks[0].position]}' in said
+    assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
+    assert f"catches {view.sinks[0].caught} token" in said
+    tagged = words.tag_words(replace(view, tokens=tokens), sharp.slow(ids, view.layer, view.head).tags, "")
+    assert "<script>" not in tagged
+    assert tagged.count("background:rgb(") == len(ids)
+    assert "Cannot be shown: why &lt;not&gt;" in words.tag_words(view, None, "why <not>")
+    assert words.message("a <b>") == '<p class="refused">a &lt;b&gt;</p>'
+    assert words.message("") == ""
+    no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
+    assert "No sink" in words.sink_words(no_sink)
+
+
+def test_a_learned_sink_is_told(subject):
+    own = subject("gpt_oss")
+    ids = prompt_ids([own], PROMPT)
+    view = own.view(ids, 0, 0)
+    assert f"{view.learned.mean():.2f} of the attention goes to a learned column" in words.sink_words(view)
+
+
+def test_constituents_are_drawn_or_refused_with_the_reason(subject):
+    own = subject("gpt2")
+    ids = prompt_ids([own], PROMPT)
+    figure, refused = panels.constituents(own, ids, place(), 1)
+    assert refused == ""
+    assert len(json.loads(figure)["data"]) == 7  # position, context, two of both, constant, QK, attention
+    long = prompt_ids([own], "a" * 60)  # longer than the contexts of the survey
+    figure, refused = panels.constituents(own, long, place(), 1)
+    assert figure == ""
+    assert "the decomposition has 32 positions and the prompt 60" in refused
+    assert panels.windows(tuple(range(300))) == [
+        ("positions 1 to 128", 1),
+        ("positions 129 to 256", 129),
+        ("positions 257 to 299", 257),
+    ]
+
+
+def test_names_of_heads(sharp):
+    assert panels.heads_of([sharp]) == ["L0H0", "L0H1", "L1H0", "L1H1"]
+    assert panels.parse_head(" l3h12 ") == (3, 12)
+    for wrong in ("", "3,5", "L3", "LxHy", "L-1H0", "L1H²"):
+        with pytest.raises(UsageError, match="write L3H5"):
+            panels.parse_head(wrong)
+    with pytest.raises(UsageError, match="layer 9 does not exist"):
+        sharp.view(prompt_ids([sharp], PROMPT), 9, 0)
+
+
+def test_prompts_that_cannot_be_shown(subject, sharp):
+    gpt2, bloom = subject("gpt2"), subject("bloom")
+    for prompt, said in (
+        ("", "the prompt is empty"),
+        (" \n ", "the prompt is empty"),
+        ("abc", "the prompt is 3 tokens long: type at least 4"),
+        ("a" * 129, "129 tokens long: 128 can be shown, as many as the model has positions for"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            prompt_ids([gpt2], prompt)
+    with pytest.raises(UsageError, match=r"513 tokens long: 512 can be shown$"):
+        prompt_ids([bloom], "a" * 513)
+    assert len(prompt_ids([bloom], "a" * 512)) == 512
+    assert prompt_ids([gpt2], "half \ud83d a pair") == prompt_ids([gpt2], "half ? a pair")
+    untold = replace(gpt2, model=replace(gpt2.model, tokenizer=None))
+    with pytest.raises(UsageError, match="no tokenizer beside its weights"):
+        prompt_ids([untold], PROMPT)
+    for name, prompt in offered_prompts([sharp]).items():  # of 64 bytes at most
+        assert shipped_prompt(name).endswith(prompt)
+        assert 48 < len(prompt_ids([sharp], prompt)) <= 64
+    for prompt in offered_prompts([gpt2]).values():  # 32 were surveyed
+        assert len(prompt_ids([gpt2], prompt)) <= 32
+
+
+def test_models_that_cannot_stand_side_by_side(opened, tmp_path):
+    gpt2 = opened("gpt2")
+    check_pair([("a", gpt2), ("b", opened("llama3"))])
+    with pytest.raises(UsageError, match="small has 2 layers, a 3"):
+        check_pair([("a", gpt2), ("small", replace(gpt2, structure=_fewer(gpt2.structure)))])
+    folder = checkpoints.write("gpt2", tmp_path / "other")
+    tokenizer = checkpoints.byte_tokenizer()
+    tokenizer.add_tokens(["the"])
+    tokenizer.save_pretrained(folder)
+    other = open_model(folder)
+    with pytest.raises(UsageError, match="a and b read text as different tokens"):
+        check_pair([("a", gpt2), ("b", other)])
+    both = [subject_of("a", gpt2), subject_of("b", other)]
+    assert prompt_ids(both, "abcdef")
+    with pytest.raises(UsageError, match="a and b read text as different tokens"):
+        prompt_ids(both, PROMPT)
+
+
+def _fewer(structure: Any) -> Any:
+    return replace(structure, attention=structure.attention[:2], blocks=structure.blocks[:2])
+
+
+def test_what_was_computed_is_kept(sharp, monkeypatch):
+    ids = prompt_ids([sharp], "keep what was computed")
+    first = sharp.read(ids)
+    assert sharp.read(ids) is first
+    split = sharp.slow(ids, 0, 0).split
+    assert sharp.slow(ids, 0, 1).split is split
+    assert sharp.slow(ids, 1, 0).split is not split
+    torch.testing.assert_close(sharp.slow(ids, 0, 1).split.total, split.total, rtol=0, atol=0)
+    for text in ("two other", "prompts pass"):
+        sharp.read(prompt_ids([sharp], text))
+    assert sharp.read(ids) is not first  # only the last prompts are
+
+
+def test_measures_of_the_text_come_from_the_text(sharp):
+    ids = prompt_ids([sharp], PROMPT)
+    drawn = {}
+    for where in (ON_PROMPT, TEXT):
+        drawn[where] = cells(panels.head_map(sharp, ids, Place(0, 0, (where, "entropy"))))[1]
+    expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
+    np.testing.assert_allclose(drawn[TEXT], expected, atol=1e-6)
+    assert np.abs(drawn[ON_PROMPT] - expected).max() > 1e-3

@@ -1,0 +1,217 @@
+"""The numbers of a view; oracles: transformers' own eager attention, numpy on parameters taken by name."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests import checkpoints, dense
+from tests.explore.conftest import PROMPT, SURVEYED
+from theodolite.corpus import Corpus
+from theodolite.errors import WorkError
+from theodolite.explore import panels
+from theodolite.explore.brief import brief_survey
+from theodolite.explore.panels import Place
+from theodolite.explore.subject import prompt_ids
+from theodolite.explore.view import head_tags, read_prompt
+from theodolite.models import open_model
+from theodolite.prompt_trace import LEFT_OUT, UNCAUGHT
+from theodolite.surveyor import survey
+
+FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "qwen3", "mistral", "bert"]
+
+
+def eager_attention(folder, ids) -> list[np.ndarray]:
+    """Of every layer (H, T, T), by transformers' own eager implementation."""
+    loaded = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        out = loaded(input_ids=torch.tensor([ids]), output_attentions=True)
+    return [layer[0].double().numpy() for layer in out.attentions]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_the_models_own(family, subject, checkpoint):
+    own = subject(family)
+    ids = prompt_ids([own], PROMPT)
+    for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
+        for head, weights in enumerate(expected):
+            view = own.view(ids, layer, head)
+            np.testing.assert_allclose(np.nan_to_num(view.attention), weights, atol=2e-5)
+            assert not (weights[np.isnan(view.attention)] > 0).any()
+            if own.model.causal:
+                assert np.isnan(view.attention[np.triu_indices(len(ids), 1)]).all()
+            np.testing.assert_allclose(view.learned, np.clip(1 - weights.sum(1), 0, None), atol=2e-5)
+            assert (view.learned > 1e-3).any() == (family == "gpt_oss")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_constituents_sum_to_the_logits_behind_that_attention(family, subject, checkpoint):
+    own = subject(family)
+    ids = prompt_ids([own], PROMPT)
+    for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
+        found = own.slow(ids, layer, 0).split
+        assert found is not None
+        logits = (found.logits.sum(dim=(1, 2)) + found.additive).numpy()
+        cap = found.inputs.softcap
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        for head, weights in enumerate(expected):
+            # A row's log-weights are its logits but for a constant.
+            seen = weights > 1e-5
+            for row in range(len(ids)):
+                told, there = logits[head, row, seen[row]], np.log(weights[row, seen[row]])
+                np.testing.assert_allclose(told - told.mean(), there - there.mean(), atol=3e-3)
+
+
+def test_what_a_prompt_measures(subject, checkpoint):
+    own = subject("llama3")
+    ids = prompt_ids([own], PROMPT)
+    heads = own.read(ids).measured.heads
+    for layer, expected in enumerate(eager_attention(checkpoint("llama3"), ids)):
+        rows = heads[heads["layer"] == layer]
+        for head, weights in enumerate(expected):
+            entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(1).mean()
+            copies = [[j for j in range(i) if ids[j] == ids[i]] for i in range(len(ids))]
+            same = np.mean([weights[i, earlier].sum() for i, earlier in enumerate(copies) if earlier])
+            row = rows.iloc[head]
+            assert row["entropy"] == pytest.approx(entropy, abs=1e-4)
+            assert row["previous_token"] == pytest.approx(np.diagonal(weights, -1).mean(), abs=1e-5)
+            assert row["same_token"] == pytest.approx(same, abs=1e-5)
+
+
+def test_sinks_and_whom_they_catch(sharp, sharp_folder):
+    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    length, least, found = len(ids), min(16, len(ids) / 4), 0
+    for layer, expected in enumerate(eager_attention(sharp_folder, ids)):
+        for head, weights in enumerate(expected):
+            view = sharp.view(ids, layer, head)
+            received = weights.sum(0) / (length - np.arange(length))
+            enough = length - 1 - np.arange(length) >= least
+            np.testing.assert_allclose(view.received[enough], received[enough], atol=1e-5)
+            assert np.isnan(view.received[~enough]).all()
+            whole = set(np.flatnonzero((received > 0.3) & enough))
+            best = weights.argmax(1)
+            catching = [q for q in range(length) if weights[q].max() > 0.3 and best[q] != q]
+            stretch = {k for k in range(length) if sum(best[q] == k for q in catching) >= least}
+            sinks = sorted(whole | stretch)
+            assert [sink.position for sink in view.sinks] == sinks
+            found += len(sinks)
+            caught = {k: 0 for k in sinks}
+            for query in range(length):
+                if query == 0 or query in sinks:
+                    assert view.group[query] == LEFT_OUT
+                    continue
+                most = max(sinks, key=lambda k: weights[query, k], default=None)
+                if most is not None and weights[query, most] > 0.3:
+                    caught[most] += 1
+                    assert view.group[query] == sinks.index(most)
+                else:
+                    assert view.group[query] == UNCAUGHT
+            for sink in view.sinks:
+                assert sink.caught == caught[sink.position]
+                assert sink.received == pytest.approx(received[sink.position], abs=1e-5)
+                assert sink.stretch == (sink.position not in whole)
+    assert found
+
+
+def test_tags_by_hand(sharp, sharp_folder):
+    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    reference = transformers.GPT2Model.from_pretrained(sharp_folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        out = reference(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
+        tested = 0
+        for layer, block in enumerate(reference.h):
+            value = block.attn.c_attn(block.ln_1(out.hidden_states[layer]))[0, :, 32:].double()
+            for head in range(2):
+                part = slice(8 * head, 8 * head + 8)
+                written = out.attentions[layer][0, head].double() @ value[:, part]
+                written = (written @ block.attn.c_proj.weight[part].double()).numpy()
+                view, tags = sharp.view(ids, layer, head), sharp.slow(ids, layer, head).tags
+                assert tags is not None
+                kept = view.group != LEFT_OUT
+                x, names = written[kept], view.group[kept]
+                groups = [x[names == name] for name in np.unique(names)]
+                if len(groups) < 2:
+                    assert np.isnan(tags.explained)
+                    continue
+                between = sum(len(g) * np.square(g.mean(0) - x.mean(0)).sum() for g in groups)
+                assert tags.explained == pytest.approx(between / np.square(x - x.mean(0)).sum(), abs=1e-4)
+                assert tags.chance == pytest.approx((len(groups) - 1) / (len(x) - 1))
+                # A channel is a component, stretched to 0 … 255.
+                scores = np.linalg.svd(x - x.mean(0), full_matrices=False)[0]
+                colours = tags.colours[kept].astype(float)
+                for channel in range(3):
+                    assert abs(np.corrcoef(colours[:, channel], scores[:, channel])[0, 1]) > 0.999
+                    assert colours[:, channel].min() == 0
+                    assert colours[:, channel].max() == 255
+                tested += 1
+    assert tested
+
+
+def _drawn(figure: str) -> list[np.ndarray]:
+    """x and y of the first trace of a figure's JSON."""
+    trace = json.loads(figure)["data"][0]
+    return [np.frombuffer(b64decode(trace[axis]["bdata"]), trace[axis]["dtype"]) for axis in "xy"]
+
+
+def _sorted(values: np.ndarray) -> np.ndarray:
+    return values[np.lexsort((values.imag.round(4), values.real.round(4)))]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
+    own = subject(family)
+    model = checkpoints.build(family)
+    corpus = Corpus.random_tokens(own.model.tokenizer, SURVEYED, 6, 0)
+    base = model.transformer if family == "gpt2" else model.model
+    blocks = base.h if family == "gpt2" else base.layers
+    attention = [block.attn if family == "gpt2" else block.self_attn for block in blocks]
+    if family == "gpt2":
+        kept = [module.c_attn.weight.double().detach().numpy() for module in attention]
+        weights = [(w[:, :32], w[:, 32:64]) for w in kept]
+    else:
+        weights = [
+            (m.q_proj.weight.double().detach().numpy().T, m.k_proj.weight.double().detach().numpy().T)
+            for m in attention
+        ]
+    inputs = dense.run(model, corpus.contexts, attention, list(blocks)).inputs
+    for layer, (w_q, w_k) in enumerate(weights):
+        covariance = np.cov(inputs[layer][:, 1:].reshape(-1, 32).T, bias=True)
+        for head in range(4):
+            group = head * (w_k.shape[1] // 8) // 4
+            q, k = w_q[:, 8 * head : 8 * head + 8], w_k[:, 8 * group : 8 * group + 8]
+            whole = np.linalg.eigvals(q @ k.T @ covariance)
+            expected = whole[np.argsort(-np.abs(whole))[:8]]  # the others are zero
+            x, y = _drawn(panels.spectrum(own, Place(layer, head, ("text", "entropy"))))
+            got = x + 1j * y.astype(np.float64)
+            np.testing.assert_allclose(_sorted(got), _sorted(expected), atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "qwen3"])
+def test_the_brief_survey_is_part_of_the_whole_one(family, opened):
+    model = opened(family)
+    corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
+    brief, whole = brief_survey(model, corpus), survey(model, corpus)
+    for column in brief.heads.columns:
+        assert brief.heads[column].equals(whole.heads[column]), column
+    for name, array in brief.arrays.items():
+        torch.testing.assert_close(array, whole.arrays[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_prompt_that_breaks_the_model_is_said_to(subject, checkpoint):
+    broken = open_model(checkpoint("gpt2"))
+    with torch.no_grad():
+        broken.hf.transformer.wpe.weight[3] = torch.inf
+    with pytest.raises(WorkError, match="NaN or infinite"):
+        read_prompt(broken, torch.tensor(prompt_ids([subject("gpt2")], PROMPT)))
+
+
+def test_tags_need_tokens_that_are_no_sinks(sharp):
+    ids = prompt_ids([sharp], "abcd")
+    read, view = sharp.read(ids), sharp.view(ids, 0, 0)
+    view.group[:] = LEFT_OUT
+    assert head_tags(sharp.model, read, sharp._caught(ids, 0), view) is None

@@ -1,0 +1,208 @@
+"""The pages in a real browser, by eye, by keyboard, by screen reader and on paper.
+
+Oracles: Chromium; axe-core for what its rules can see; the run's own numbers for what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inputs.test_pages import BROWSER
+from tests.report.synthetic import make_survey
+from theodolite import compare
+from theodolite.comparison.page import COMPARED
+from theodolite.comparison.page import outcome as compared
+from theodolite.experiments import EXPERIMENTS, Study, write_index, write_outcome
+from theodolite.run import Run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (the dev extra)")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+PHONE, TABLET, DESKTOP = (390, 844), (1024, 768), (1600, 900)
+KINDS = ("survey", "comparison", "experiment", "index")
+
+
+@pytest.fixture(scope="module")
+def pages(run: Run, page: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("pages")
+    name = "geometry/figure2"
+    audit = compare(run, make_survey(seed=1), names=("before", "after"))
+    return {
+        "survey": page,
+        "comparison": write_outcome(COMPARED, compared([audit]), run, place),
+        "experiment": write_outcome(EXPERIMENTS[name], Study(run).outcome(EXPERIMENTS[name]), run, place),
+        "index": write_index(place) or place,
+    }
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=BROWSER)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def show(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
+    """`show("survey", size, scheme)`: the page in a window of its own."""
+    contexts = []
+
+    def shown(kind: str, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.faults = []
+        tab.on(
+            "console", lambda message: tab.faults.append(message.text) if message.type == "error" else None
+        )
+        tab.on("pageerror", lambda error: tab.faults.append(str(error)))
+        tab.goto(pages[kind].as_uri())
+        return tab
+
+    yield shown
+    for context in contexts:
+        context.close()
+
+
+def draw_the_first(tab: Any) -> None:
+    tab.locator(".plot").first.scroll_into_view_if_needed()
+    tab.wait_for_selector(".plot .main-svg", state="attached")
+
+
+def violations(tab: Any, **options: Any) -> list[str]:
+    found = axe.Axe().run(tab, options={"resultTypes": ["violations"], **options}).response["violations"]
+    return [
+        f"{rule['id']}: {node['target']} {node['failureSummary']}" for rule in found for node in rule["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("size", "scheme", "other"),
+    [(PHONE, "light", "dark"), (DESKTOP, "dark", "light")],
+    ids=["phone", "desktop"],
+)
+def test_axe_finds_nothing_and_nothing_scrolls_sideways(
+    show, kind: str, size, scheme: str, other: str
+) -> None:
+    tab = show(kind, size, scheme)
+    if kind != "index":
+        draw_the_first(tab)
+        folded = ".health details, .reading, #tables details:first-of-type"
+        tab.evaluate(f"document.querySelectorAll('{folded}').forEach(one => {{ one.open = true; }})")
+        tab.locator("details.numbers summary").first.click()
+    assert violations(tab) == []
+    tab.emulate_media(color_scheme=other)
+    assert violations(tab, runOnly=["color-contrast"]) == []
+    assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert tab.faults == []
+
+
+def test_axe_would_find_something(show) -> None:
+    tab = show("index")
+    tab.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=\"data:,\">')")
+    assert any(found.startswith("image-alt") for found in violations(tab))
+
+
+def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
+    tab = show("survey")
+    draw_the_first(tab)
+    controls = "a[href], button, select, summary, [tabindex='0']"
+    expected = tab.evaluate(
+        f'[...document.querySelectorAll("{controls}")].filter(one => one.checkVisibility()).length'
+    )
+    for _ in range(expected + 40):
+        tab.keyboard.press("Tab")
+        ended = tab.evaluate(
+            """() => {
+                const one = document.activeElement;
+                if (one === document.body || one.dataset.reached) return true;
+                one.dataset.reached = getComputedStyle(one).outlineStyle === 'none' ? 'unseen' : 'seen';
+                return false;
+            }"""
+        )
+        if ended:
+            break
+    unseen = ".filter(one => one.checkVisibility() && !one.dataset.reached)"
+    missed = f'[...document.querySelectorAll("{controls}")]{unseen}'
+    assert tab.evaluate(f"{missed}.map(one => one.outerHTML.slice(0, 120))") == []
+    assert tab.locator("[data-reached=unseen]").count() == 0
+
+
+def test_a_head_is_chosen_by_the_keyboard(show, run: Run) -> None:
+    tab = show("survey")
+    tab.locator("#pick-layer").focus()
+    tab.keyboard.press("Home")
+    tab.locator("#pick-head").focus()
+    tab.keyboard.press("End")
+    last = int(run.heads["head"].max())
+    assert tab.locator("#head-title").text_content() == f"One head: L0H{last}"
+    tab.locator("[data-step='1']").focus()
+    tab.keyboard.press("Enter")
+    assert tab.locator("#head-title").text_content() == "One head: L1H0"
+
+
+def test_a_figure_s_numbers_are_the_run_s(show, run: Run) -> None:
+    tab = show("survey")
+    tab.locator("#figure-rank details.numbers summary").click()
+    caption = tab.locator("#figure-rank caption", has_text="this model")
+    cells = caption.locator("xpath=..").locator("tbody td").all_text_contents()
+    assert [float(cell) for cell in cells[0::2]] == run.layers["layer"].tolist()
+    assert [float(cell) for cell in cells[1::2]] == run.layers["rank"].tolist()
+    tab.locator("#figure-gram details.numbers summary").click()
+    first = tab.locator("#figure-gram .numbers tbody tr").first.locator("td").all_text_contents()
+    middle = run.arrays["gram"][len(run.layers) // 2]
+    assert first[0] == "position 0"
+    assert [float(cell) for cell in first[1:9]] == pytest.approx(middle[0, :8].tolist(), abs=0.006)
+
+
+def test_its_numbers_follow_the_picker(show, run: Run) -> None:
+    tab = show("survey")
+    tab.locator("#figure-waves details.numbers summary").click()
+    read = "[...document.querySelectorAll('#figure-waves .numbers tbody td')].slice(0, 20).map(one => one.textContent)"
+    before = tab.evaluate(read)
+    tab.locator("select[data-picks=waves]").select_option("0")
+    after = tab.evaluate(read)
+    assert before != after
+    assert float(after[1]) == pytest.approx(float(run.arrays["positional_pca"][0, 1, 0]), rel=1e-3)
+
+
+def test_a_heading_sorts_by_the_keyboard(show, run: Run) -> None:
+    tab = show("survey")
+    tab.locator("#tables details summary", has_text="Layers").click()
+    table = tab.locator("#tables table").first
+    table.locator("th button", has_text="rank").first.focus()
+    tab.keyboard.press("Enter")
+    place = table.locator("th").all_text_contents().index(table.locator("th[aria-sort]").text_content())
+    shown = [
+        float(row.locator("td").nth(place).get_attribute("data-v")) for row in table.locator("tbody tr").all()
+    ]
+    assert shown == sorted(run.layers["rank"].tolist(), reverse=True)
+
+
+def test_only_what_is_near_the_window_is_drawn_at_first(show) -> None:
+    tab = show("survey", PHONE)
+    tab.wait_for_timeout(300)
+    assert tab.locator(".plot:has(.main-svg)").count() < tab.locator(".plot").count() / 2
+
+
+def test_paper_is_light_and_shows_every_figure(show) -> None:
+    tab = show("survey", scheme="dark")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 25, 31)"
+    tab.emulate_media(media="print", color_scheme="dark")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.locator(".plot:has(.main-svg)").count() == tab.locator(".plot").count()
+    widths = "[...document.querySelectorAll('.main-svg')].map(one => one.getBoundingClientRect().width)"
+    assert max(tab.evaluate(widths)) <= 42.01 * 16
+    assert not tab.locator("nav").is_visible()
+    assert len(tab.pdf()) > 100_000

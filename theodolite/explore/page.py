@@ -1,0 +1,341 @@
+"""The gradio page: its components, and which panel follows which click. Every panel's content is made elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import gradio as gr
+
+from theodolite.errors import TheodoliteError
+from theodolite.explore import panels, words
+from theodolite.explore.evidence import opening_head
+from theodolite.explore.panels import Place, Switches
+from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
+from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
+from theodolite.report.text import head_name
+
+FIRST_MEASURE = "prompt:entropy"
+OPENING = "few-shot"
+_CONSTITUENTS = (
+    "The query-key product in parts that need the position, the context, both or neither; they sum to QK, the model's "
+    "own logits. Of every row its mean is taken off, which the softmax does not notice. Position 0 is left out."
+)
+_START = """
+const start = () => window.theodolite
+  ? window.theodolite.{what}(element, props, watch, trigger) : setTimeout(start, 40);
+start();
+"""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The panels of one model."""
+
+    map: gr.HTML
+    head: gr.HTML
+    attention: gr.HTML
+    sinks: gr.HTML
+    spectrum: gr.HTML
+    propagation: gr.HTML
+    constituents: gr.HTML
+    not_split: gr.HTML
+    tags: gr.HTML
+
+    @property
+    def quick(self) -> list[gr.HTML]:
+        return [self.map, self.head, self.attention, self.sinks, self.spectrum, self.propagation]
+
+    @property
+    def slow(self) -> list[gr.HTML]:
+        return [self.constituents, self.not_split, self.tags]
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """What the reader sets; the values of an event's function come in this order."""
+
+    ids: gr.State
+    head: gr.Dropdown
+    measure: gr.Dropdown
+    log: gr.Checkbox
+    hide: gr.Checkbox
+    window: gr.Dropdown
+
+    def all(self) -> list[Any]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The values of `_Controls`."""
+
+    ids: tuple[int, ...]
+    place: Place
+    switches: Switches
+    first: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Asked:
+        where, _, column = measure.partition(":")
+        place = Place(*panels.parse_head(head), (where, column))
+        return cls(tuple(ids), place, Switches(log, hide), int(window or 1))
+
+
+def build(subjects: Sequence[Subject]) -> gr.Blocks:
+    """The page of one model, or of two side by side."""
+    with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
+        _words(words.title([s.name for s in subjects], [s.run for s in subjects]))
+        prompts = offered_prompts(subjects)
+        prompt, picked, look = _prompt_row(prompts)
+        message = _words(elem_id="message")
+        controls = _control_row(subjects)
+        with gr.Row(elem_classes="sides"):
+            sides = [_side(subject, alone=len(subjects) == 1) for subject in subjects]
+        _wire(page, subjects, prompts, (prompt, picked, look, message), controls, sides)
+    return page
+
+
+def _prompt_row(prompts: dict[str, str]) -> tuple[gr.Textbox, gr.Dropdown, gr.Button]:
+    with gr.Row(elem_classes="prompt-row"):
+        prompt = gr.Textbox(
+            prompts[OPENING],
+            label="prompt",
+            lines=3,
+            max_lines=8,
+            scale=5,
+            elem_id="prompt",
+            info="Enter starts a new line; Shift+Enter, or Look, shows it.",
+        )
+        with gr.Column(scale=1, min_width=170):
+            picked = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="picked")
+            look = gr.Button("Look", variant="primary", elem_id="look")
+    return prompt, picked, look
+
+
+def _control_row(subjects: Sequence[Subject]) -> _Controls:
+    heads = panels.heads_of(subjects)
+    start = head_name(*opening_head(subjects[0].run))
+    with gr.Row(elem_classes="controls"):
+        return _Controls(
+            ids=gr.State(()),
+            head=gr.Dropdown(heads, value=start, label="head", elem_id="head", min_width=120),
+            measure=gr.Dropdown(
+                panels.measures_of(subjects),
+                value=FIRST_MEASURE,
+                label="the map shows",
+                elem_id="measure",
+                min_width=200,
+            ),
+            log=gr.Checkbox(False, label="logarithmic attention", elem_id="log", min_width=150),
+            hide=gr.Checkbox(False, label="hide the sink", elem_id="hide", min_width=120),
+            window=gr.Dropdown(
+                [("all positions", 1)],
+                value=1,
+                label="constituents of",
+                elem_id="window",
+                visible=False,
+                min_width=150,
+            ),
+        )
+
+
+def _side(subject: Subject, *, alone: bool) -> _Side:
+    made: dict[str, gr.HTML] = {}
+    with gr.Column(elem_classes="side"):
+        if not alone:
+            _words(f'<h2 class="side-name">{words.escaped(subject.name)}</h2>')
+        with gr.Row(elem_classes="pair"):
+            with _panel("Heads", "Rows are layers, columns heads. Click one to look at it."):
+                made["map"] = _figure("layer × head map", picks=True)
+                made["head"] = _words(elem_classes="head-panel")
+            with _panel(
+                "Attention", "Each row is a token and shows where it looks; ▼ marks the head's sinks."
+            ):
+                made["attention"] = _figure("attention map of the head", kind="square")
+        with gr.Row(elem_classes="pair"):
+            made["sinks"] = _words(elem_classes="sinks-panel")
+            made["tags"] = _words(elem_classes="tags-panel")
+        with _panel("Constituents of the logits", _CONSTITUENTS):
+            made["not_split"] = _words()
+            made["constituents"] = _figure(
+                "constituents of the head's logits", kind="tiled", elem_classes="wide-figure"
+            )
+        with gr.Row(elem_classes="pair"):
+            with _panel(
+                "Spectrum", "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
+            ):
+                made["spectrum"] = _figure("eigenvalues of the head")
+            with _panel("Signal propagation", "ρ predicted from the spectrum, and measured on the text."):
+                made["propagation"] = _figure("predicted and measured signal propagation")
+    return _Side(**made)
+
+
+def _wire(
+    page: gr.Blocks,
+    subjects: Sequence[Subject],
+    prompts: dict[str, str],
+    prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML],
+    controls: _Controls,
+    sides: list[_Side],
+) -> None:
+    prompt, picked, look, message = prompt_row
+    quick = [panel for side in sides for panel in side.quick]
+    slow = [panel for side in sides for panel in side.slow]
+    asked = controls.all()
+    event = functools.partial(_event, message)
+
+    def read(text: str, *values: Any) -> Iterator[Any]:
+        ids = prompt_ids(subjects, text)
+        choices = panels.windows(ids)
+        window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
+        yield from (ids, window, *_quick(subjects, _Asked.of(*[ids, *values[1:5], 1])))
+
+    def show(*values: Any) -> Iterator[Any]:
+        yield from _quick(subjects, _Asked.of(*values))
+
+    def parts(*values: Any) -> Iterator[Any]:
+        yield from _slow(subjects, _Asked.of(*values))
+
+    def maps(*values: Any) -> Iterator[Any]:
+        now = _Asked.of(*values)
+        yield from (panels.head_map(subject, now.ids, now.place) for subject in subjects)
+
+    def attention(*values: Any) -> Iterator[Any]:
+        now = _Asked.of(*values)
+        yield from (panels.attention(subject, now.ids, now.place, now.switches) for subject in subjects)
+
+    def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
+        head = str(evt._data["head"])
+        yield from (head, *_quick(subjects, _Asked.of(values[0], head, *values[2:])))
+
+    reads = [controls.ids, controls.window, *quick]
+    for trigger in (look.click, prompt.submit, page.load):
+        event(trigger, read, [prompt, *asked], reads).then(**_then(message, parts, asked, slow))
+    picked.input(prompts.__getitem__, picked, prompt, show_progress="hidden", api_visibility="private").then(
+        **_then(message, read, [prompt, *asked], reads, first=True)
+    ).then(**_then(message, parts, asked, slow))
+    event(controls.head.input, show, asked, quick).then(**_then(message, parts, asked, slow))
+    for side in sides:
+        event(side.map.select, choose, asked, [controls.head, *quick]).then(
+            **_then(message, parts, asked, slow)
+        )
+    event(controls.measure.input, maps, asked, [side.map for side in sides])
+    for switch in (controls.log, controls.hide):
+        event(switch.input, attention, asked, [side.attention for side in sides])
+    event(controls.window.input, parts, asked, slow)
+
+
+def _quick(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
+    for subject in subjects:
+        of = (subject, asked.ids, asked.place)
+        yield panels.head_map(*of)
+        yield panels.head(*of)
+        yield panels.attention(*of, asked.switches)
+        yield panels.sinks(*of)
+        yield panels.spectrum(subject, asked.place)
+        yield panels.propagation(subject, asked.place)
+
+
+def _slow(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
+    for subject in subjects:
+        of = (subject, asked.ids, asked.place)
+        yield from panels.constituents(*of, asked.first)
+        yield panels.tags(*of)
+
+
+def _event(
+    message: gr.HTML, trigger: Any, work: Callable[..., Any], inputs: list[Any], outputs: list[Any]
+) -> Any:
+    # Of clicks that come while one is answered, the last one counts.
+    return trigger(**_then(message, work, inputs, outputs, first=True), trigger_mode="always_last")
+
+
+def _then(
+    message: gr.HTML, work: Callable[..., Any], inputs: list[Any], outputs: list[Any], *, first: bool = False
+) -> dict[str, Any]:
+    """An event whose function gives all outputs, or is refused in a line; the model is asked one thing at a time.
+
+    `first`: nothing comes before it that could have been refused, so that an older line is taken away.
+    """
+
+    @functools.wraps(work)
+    def answered(*values: Any) -> list[Any]:
+        try:
+            return ["" if first else gr.skip(), *work(*values)]
+        except TheodoliteError as error:
+            return [words.message(str(error)), *(gr.skip() for _ in outputs)]
+
+    return {
+        "fn": answered,
+        "inputs": inputs,
+        "outputs": [message, *outputs],
+        "show_progress": "minimal",
+        "show_progress_on": [message],
+        "concurrency_id": "model",
+        "concurrency_limit": 1,
+        "api_visibility": "private",
+    }
+
+
+def _words(value: str = "", **more: Any) -> gr.HTML:
+    return gr.HTML(
+        value,
+        # Not the default, which would read what stands in the value as a template.
+        html_template='<div class="words"></div>',
+        js_on_load=_START.replace("{what}", "words"),
+        apply_default_css=False,
+        **more,
+    )
+
+
+def _panel(title: str, lead: str) -> gr.Column:
+    panel = gr.Column(elem_classes="panel")
+    with panel:
+        _words(f'<h3>{title}</h3><p class="lead">{lead}</p>')
+    return panel
+
+
+def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> gr.HTML:
+    picking = " data-picks" if picks else ""
+    return gr.HTML(
+        "",
+        html_template=f'<div class="plot {kind}" role="img" aria-label="{label}"{picking}></div>',
+        js_on_load=_START.replace("{what}", "figure"),
+        apply_default_css=False,
+        **more,
+    )
+
+
+def theme() -> gr.themes.Base:
+    """The report's paper and ink; fonts are the system's own, so that none is fetched."""
+    font = gr.themes.Font("sans-serif")
+    made = gr.themes.Base(
+        primary_hue=gr.themes.colors.sky,
+        neutral_hue=gr.themes.colors.stone,
+        font=[font],
+        font_mono=[gr.themes.Font("monospace")],
+    )
+    return made.set(
+        body_background_fill=NEUTRAL,
+        body_background_fill_dark=DARK_NEUTRAL,
+        button_primary_background_fill="#0b5d82",
+        button_primary_background_fill_hover="#0a4d6c",
+        button_primary_text_color="#ffffff",
+        button_primary_background_fill_dark="#7cc0e0",
+        button_primary_background_fill_hover_dark="#9bd0ea",
+        button_primary_text_color_dark="#15191f",
+        block_background_fill="transparent",
+        block_background_fill_dark="transparent",
+        block_border_width="0px",
+        block_border_width_dark="0px",
+        block_shadow="none",
+        block_label_background_fill="transparent",
+        input_background_fill="#ffffff",
+        input_background_fill_dark="#1c222a",
+        input_border_width="1px",
+        input_border_color="#d5d1c6",
+        input_border_color_dark="#2c333d",
+    )

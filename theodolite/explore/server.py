@@ -1,0 +1,120 @@
+"""Serves the page on this machine only, with nothing fetched from anywhere else: the browser is told to refuse it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+
+import fastapi
+import gradio as gr
+import uvicorn
+from plotly.offline import get_plotlyjs
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from theodolite.errors import UsageError
+from theodolite.explore.page import build, theme
+from theodolite.explore.subject import Subject
+from theodolite.report.page import themes
+
+HOST = "127.0.0.1"
+FIRST_PORT, PORTS = 7860, 100
+"""Where a free port is looked for when none is named."""
+
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; form-action 'self'"
+)
+"""gradio and Plotly make scripts and styles of their own on the page; nothing may come from another host."""
+
+_HEAD = "".join(f'<script src="/explore/{name}"></script>' for name in ("plotly.js", "page.js"))
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket on this machine's own address, at `port` or at the first free one from `FIRST_PORT` on.
+
+    Raises:
+        UsageError: the port is taken, or is none.
+    """
+    if port is not None and not 0 <= port <= 65535:
+        raise UsageError(f"{port} is no port: use one from 1024 to 65535")
+    tried = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
+    for number in tried:
+        found = socket.socket()
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((HOST, number))
+            found.listen()
+            return found
+        except OSError as error:
+            found.close()
+            reason = error.strerror
+    if port is None:
+        raise UsageError(
+            f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free: name one with --port"
+        )
+    raise UsageError(f"port {port} cannot be used ({reason}): leave out --port, or name another")
+
+
+def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
+    """The page with its scripts, as a web application."""
+    app = fastapi.FastAPI(openapi_url=None)
+    # A page elsewhere must not reach this one under a name of its own.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+
+    @app.middleware("http")
+    async def refuse_other_hosts(
+        request: fastapi.Request, call_next: Callable[[fastapi.Request], Awaitable[fastapi.Response]]
+    ) -> fastapi.Response:
+        response = await call_next(request)
+        response.headers["Content-Security-Policy"] = POLICY
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    for name, script in (("plotly.js", get_plotlyjs()), ("page.js", _page_script())):
+        app.add_api_route(f"/explore/{name}", _script(script), methods=["GET"])
+    return gr.mount_gradio_app(
+        app,
+        build(subjects),
+        path="/",
+        server_name=HOST,
+        show_error=False,
+        enable_monitoring=False,
+        footer_links=[],
+        theme=theme(),
+        css=_static("page.css"),
+        head=_HEAD,
+        root_path="",
+    )
+
+
+def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None]) -> None:
+    """Answer until Ctrl-C; `started` is told the address once the page can be opened."""
+    address = f"http://{HOST}:{listening.getsockname()[1]}"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            started(address)
+
+    # Open event streams would hold the end up.
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")
+    with contextlib.suppress(KeyboardInterrupt):
+        Server(config).run(sockets=[listening])
+
+
+def _script(text: str) -> Callable[[], fastapi.Response]:
+    def answer() -> fastapi.Response:
+        return fastapi.Response(text, media_type="text/javascript")
+
+    return answer
+
+
+def _page_script() -> str:
+    return f"const THEMES = {json.dumps(themes())};\n" + _static("page.js")
+
+
+def _static(name: str) -> str:
+    return (resources.files("theodolite.explore") / "static" / name).read_text(encoding="utf-8")

@@ -1,0 +1,106 @@
+// What the page does in the browser: draws the figures that Python sends as JSON, and tells of clicks in the map.
+// `THEMES` is put before this file by the server.
+"use strict";
+window.theodolite = (() => {
+  const isDark = () => document.body.classList.contains("dark");
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const swapped = new RegExp(Object.keys(THEMES.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
+  const figures = new Map();
+
+  // Cosines travel as hundredths, a byte a cell, row by row; -128 is a missing one.
+  function unpacked(z) {
+    const bytes = Int8Array.from(atob(z.bdata), (character) => character.charCodeAt(0));
+    const [rows, columns] = z.shape.split(",").map(Number);
+    return Array.from({ length: rows }, (_, row) =>
+      Array.from(bytes.subarray(row * columns, (row + 1) * columns), (step) => (step === -128 ? null : step / z.steps)));
+  }
+
+  // On a phone a map keeps its width: fewer labels, and the colour bar goes below.
+  const FEW = 12;
+  const TILED = 1150;
+  function narrowed(data, layout) {
+    for (const trace of data) {
+      if (!trace.colorbar) continue;
+      trace.colorbar = { ...trace.colorbar, orientation: "h", y: -0.25, yanchor: "top", title: { text: "" } };
+    }
+    for (const axis of [layout.xaxis, layout.yaxis]) {
+      axis.title = { text: "" };
+      const step = Math.ceil((axis.tickvals?.length ?? 0) / FEW);
+      for (const name of step > 1 ? ["tickvals", "ticktext"] : []) axis[name] = axis[name].filter((_, i) => i % step === 0);
+    }
+    layout.margin = { ...layout.margin, l: 56, b: 92, r: 4 };
+  }
+
+  // A figure may have been drawn before its column had found its width.
+  const resized = new ResizeObserver((entries) => {
+    for (const { target } of entries) if (figures.has(target) && target._fullLayout) fit(target);
+  });
+  function fit(plot) {
+    const { width, height } = plot._fullLayout;
+    if (Math.abs(width - plot.clientWidth) > 1 || Math.abs(height - plot.clientHeight) > 1) draw(plot);
+  }
+
+  function draw(plot) {
+    const text = figures.get(plot);
+    if (!text || !window.Plotly || !plot.isConnected) return;
+    const source = JSON.parse(isDark() ? text.replace(swapped, (colour) => THEMES.swaps[colour]) : text);
+    for (const trace of source.data) if (trace.z && trace.z.steps) trace.z = unpacked(trace.z);
+    const layout = { ...source.layout, template: isDark() ? THEMES.dark : THEMES.light };
+    // The panels of a tiled figure stay square where there is less room than it was made for.
+    const room = plot.classList.contains("tiled") ? Math.min(1, plot.clientWidth / TILED) : 1;
+    if (!plot.classList.contains("square")) plot.style.height = `${Math.round(layout.height * room)}px`;
+    layout.width = plot.clientWidth;
+    layout.height = plot.clientHeight;
+    if (touch) layout.dragmode = false;
+    if (plot.clientWidth < 460 && layout.yaxis?.scaleanchor && source.data.length === 1) narrowed(source.data, layout);
+    window.Plotly.react(plot, source.data, layout, {
+      displaylogo: false, displayModeBar: touch ? false : "hover",
+      // Nothing leaves this page, so there is no button that sends a figure away.
+      modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+    });
+    resized.observe(plot);
+    plot.dataset.drawn = String(Number(plot.dataset.drawn ?? 0) + 1);
+    if ("picks" in plot.dataset && !plot.dataset.listens) {
+      plot.dataset.listens = "yes";
+      plot.on("plotly_click", ({ points: [point] }) => plot.pick(`L${point.y}H${point.x}`));
+    }
+  }
+
+  function whenThere(test, then) {
+    if (test()) then();
+    else setTimeout(() => whenThere(test, then), 40);
+  }
+
+  function figure(element, props, watch, trigger) {
+    const show = () => {
+      const plot = element.querySelector(".plot");
+      plot.pick = (head) => trigger("select", { head });
+      if (props.value) {
+        figures.set(plot, props.value);
+        whenThere(() => window.Plotly, () => draw(plot));
+      } else if (figures.delete(plot)) {  // there is nothing to show
+        window.Plotly.purge(plot);
+        delete plot.dataset.listens;
+        plot.style.height = "";
+      }
+    };
+    watch("value", show);
+    show();
+  }
+
+  function words(element, props, watch) {
+    const show = () => { element.querySelector(".words").innerHTML = props.value ?? ""; };
+    watch("value", show);
+    show();
+  }
+
+  whenThere(() => document.body, () => {
+    let dark = isDark();
+    new MutationObserver(() => {
+      if (dark === isDark()) return;
+      dark = isDark();
+      figures.forEach((_, plot) => draw(plot));
+    }).observe(document.body, { attributes: true, attributeFilter: ["class"] });
+  });
+  return { figure, words };
+})();

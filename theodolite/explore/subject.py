@@ -1,0 +1,197 @@
+"""A model that is explored with its survey, and what was computed of the prompts that were looked at last.
+
+Prompts are checked here: what is refused, is refused in one line that the page can show.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from theodolite.comparison.audit import refuse_shapes, shape_of
+from theodolite.errors import TheodoliteError, UsageError
+from theodolite.experiments.prompt_sinks import shipped_prompt
+from theodolite.explore.view import (
+    HeadView,
+    LayerCatch,
+    PromptPass,
+    Tags,
+    catch_layer,
+    head_tags,
+    head_view,
+    read_prompt,
+    split_logits,
+)
+from theodolite.measure.constituents import Constituents
+from theodolite.models import OpenModel
+from theodolite.provenance import describe_model
+from theodolite.reading import LEAST_LENGTH
+from theodolite.report.text import counted
+from theodolite.run import Run
+
+MOST_TOKENS = 512
+"""A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
+
+PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
+
+KEPT_PROMPTS, KEPT_LAYERS = 2, 4
+"""Passes that are kept, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slow:
+    """What is asked for apart; None with a reason where it cannot be had."""
+
+    split: Constituents | None
+    tags: Tags | None
+    not_split: str = ""
+    no_tags: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One model, the survey of it, and what is remembered of the last prompts; safe to ask from several threads.
+
+    Attributes:
+        name: what it is called on the page.
+        model: from `open_model`.
+        run: a survey of it on a text.
+    """
+
+    name: str
+    model: OpenModel
+    run: Run
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _memory: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def read(self, ids: tuple[int, ...]) -> PromptPass:
+        """The forward pass of a prompt."""
+        with self._lock:
+            return self._remembered("read", KEPT_PROMPTS, self._read)(ids)
+
+    def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
+        """A head on the prompt.
+
+        Raises:
+            UsageError: there is no such head.
+        """
+        self.model.check_place(layer, head)
+        with self._lock:
+            return head_view(self.read(ids), self._caught(ids, layer), layer, head)
+
+    def slow(self, ids: tuple[int, ...], layer: int, head: int) -> Slow:
+        """A layer's constituents on the prompt, and what the head writes."""
+        with self._lock:
+            read, view = self.read(ids), self.view(ids, layer, head)
+            split, not_split = _or_reason(
+                lambda: self._remembered("split", KEPT_LAYERS, self._split)(ids, layer)
+            )
+            tags, no_tags = _or_reason(lambda: head_tags(self.model, read, self._caught(ids, layer), view))
+            return Slow(split, tags, not_split, no_tags or ("" if tags else "too few tokens are no sinks"))
+
+    def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
+        return self._remembered("caught", KEPT_LAYERS, self._catch)(ids, layer)
+
+    def _read(self, ids: tuple[int, ...]) -> PromptPass:
+        return read_prompt(self.model, torch.tensor(ids))
+
+    def _catch(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
+        return catch_layer(self.read(ids), layer)
+
+    def _split(self, ids: tuple[int, ...], layer: int) -> Constituents:
+        return split_logits(self.model, self.read(ids), layer, self.run)
+
+    def _remembered(self, name: str, most: int, work: Any) -> Any:
+        return self._memory.setdefault(name, functools.lru_cache(most)(work))
+
+
+def _or_reason(work: Any) -> tuple[Any, str]:
+    try:
+        return work(), ""
+    except TheodoliteError as error:
+        return None, str(error)
+
+
+def longest_prompt(subjects: Sequence[Subject]) -> int:
+    """Tokens of a prompt at most."""
+    return min([MOST_TOKENS, *(s.model.longest for s in subjects if s.model.longest is not None)])
+
+
+def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
+    """The prompt as every model reads it, special tokens included.
+
+    Raises:
+        UsageError: in one line, why it cannot be shown.
+    """
+    if not prompt.strip():
+        raise UsageError("the prompt is empty: type some text, or pick a prompt")
+    text = prompt.encode("utf-8", "replace").decode()
+    first, *others = (_ids(subject.model, text) for subject in subjects)
+    if any(ids != first for ids in others):
+        raise UsageError(_DIFFERENT.format(*(subject.name for subject in subjects)))
+    most = longest_prompt(subjects)
+    if len(first) > most:
+        why = "" if most == MOST_TOKENS else ", as many as the model has positions for"
+        raise UsageError(f"the prompt is {len(first)} tokens long: {most} can be shown{why}")
+    if len(first) < LEAST_LENGTH:
+        raise UsageError(f"the prompt is {counted(len(first), 'token')} long: type at least {LEAST_LENGTH}")
+    return first
+
+
+_DIFFERENT = (
+    "{} and {} read text as different tokens: only models with one tokenizer can be shown side by side"
+)
+
+
+def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
+    if model.vocabulary is None:
+        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: there is no prompt to type")
+    if model.tokenizer is None:
+        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a prompt")
+    tokenizer: Any = model.tokenizer
+    ids = tuple(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    if any(not 0 <= token < model.vocabulary for token in ids):
+        raise UsageError(
+            f"the tokenizer of {model.id} gives tokens that its {model.vocabulary} embeddings do not have: it "
+            "belongs to another model"
+        )
+    return ids
+
+
+def check_pair(subjects: Sequence[tuple[str, OpenModel]]) -> None:
+    """Refuse models that cannot be shown side by side, before they are surveyed.
+
+    Raises:
+        UsageError: other shapes, or other tokens of the same text.
+    """
+    (name, model), *others = subjects
+    text = "\n".join(map(shipped_prompt, PROMPTS))
+    own = _ids(model, text)
+    for other_name, other in others:
+        refuse_shapes((name, shape_of(describe_model(model))), (other_name, shape_of(describe_model(other))))
+        if _ids(other, text) != own:
+            raise UsageError(_DIFFERENT.format(name, other_name))
+
+
+def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
+    """The prompts that come with the package, without the first words of those that are too long.
+
+    Too long for the models, or for the surveys, which have means of so many positions.
+    """
+    surveyed = (subject.run.arrays["positional_basis"].shape[1] for subject in subjects)
+    most = min(longest_prompt(subjects), *surveyed)
+    return {name: _ending(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
+
+
+def _ending(model: OpenModel, text: str, most: int) -> str:
+    """The last words, of at most so many tokens; one at least."""
+    words = re.findall(r"\S+\s*", text)
+    while len(words) > 1 and len(_ids(model, "".join(words))) > most:
+        del words[0]
+    return "".join(words)

@@ -1,0 +1,222 @@
+"""What the page shows of one head on one prompt, as plain numbers. Nothing here draws, and nothing knows gradio.
+
+A prompt is read once, for all heads; then a head's attention follows from the queries and keys that were kept. What
+takes longer (constituents, and the output through W_O) is asked for apart, so that a head can be shown at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
+from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.errors import WorkError
+from theodolite.measure.attribution import chosen_heads
+from theodolite.measure.constituents import Constituents, softmax
+from theodolite.measure.heads import head_columns
+from theodolite.models import OpenModel
+from theodolite.models.constituents import LayerPass, watch_layers
+from theodolite.prompt_trace import LEFT_OUT, groups_of
+from theodolite.provenance import token_text
+from theodolite.report.data import Floats
+from theodolite.run import Run
+from theodolite.splitting import constituents_of_pass
+from theodolite.theory.attention import MASKED
+from theodolite.theory.colouring import principal_scores, rgb
+from theodolite.theory.grouping import chance_explained, variance_explained
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPass:
+    """One forward pass of a prompt of T tokens, kept.
+
+    Attributes:
+        ids: of the tokens (T).
+        tokens: their text.
+        layers: what entered every layer, and its queries, keys and values.
+        measured: a run whose heads table has what can be measured of every head on this prompt alone.
+    """
+
+    ids: Int[Tensor, " positions"]
+    tokens: tuple[str, ...]
+    layers: tuple[LayerPass, ...]
+    measured: Run
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCatch:
+    """What the sinks of a layer catch, and what its heads write, before W_O (T, H, value width)."""
+
+    catches: Catches
+    output: Float[Tensor, "positions heads value_width"]
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A sink of the head: its position (−1: a learned column), the mean attention it gets, how many it catches.
+
+    `stretch`: it catches a part of the prompt without being paid enough on average.
+    """
+
+    position: int
+    received: float
+    caught: int
+    stretch: bool
+
+
+@dataclass(frozen=True, eq=False)
+class HeadView:
+    """A head on a prompt of T tokens.
+
+    Attributes:
+        layer, head: which.
+        tokens: their text.
+        attention: (T, T), queries by keys; NaN where the query does not see the key.
+        learned: (T) what each query pays to a learned sink column; zeros where the model has none.
+        received: (T) what each key gets on average from the queries that see it; NaN where too few do for a sink.
+        sinks: of the head, by position.
+        group: (T) the sink that caught each token, as an index into `sinks`; `UNCAUGHT`, or `LEFT_OUT`.
+    """
+
+    layer: int
+    head: int
+    tokens: tuple[str, ...]
+    attention: Floats
+    learned: Floats
+    received: Floats
+    sinks: tuple[Sink, ...]
+    group: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Tags:
+    """What the head writes, by token.
+
+    Attributes:
+        colours: (T, 3), 0 to 255: three principal components of the output in the residual stream.
+        explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
+        before: the same of the stream that enters the block.
+        chance: what a random grouping explains on average.
+    """
+
+    colours: np.ndarray
+    explained: float
+    before: float
+    chance: float
+
+
+def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
+    """Run the model on a prompt and keep every layer's inputs.
+
+    Raises:
+        WorkError: hidden states became NaN or infinite.
+    """
+    layers: list[LayerPass] = []
+    watch_layers(model, ids[None], range(model.layers), layers.append)
+    if not all(bool(torch.isfinite(seen.stream).all()) for seen in layers):
+        raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
+    text = token_text(model)
+    tokens = tuple(text(token) for token in ids.tolist())
+    return PromptPass(ids, tokens, tuple(layers), _measured(model, ids, layers))
+
+
+def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run:
+    statistics = AttentionStatistics(model.layers, model.heads, len(ids), examples=0)
+    tokens = Tokens.of(ids[None], model.device)
+    with torch.inference_mode():
+        for seen in layers:
+            statistics.update(seen.layer, seen.inputs, tokens, first_context=0)
+    state, heads = statistics.state(), range(model.heads)
+    places = {
+        "layer": [seen.layer for seen in layers for _ in heads],
+        "head": [head for _ in layers for head in heads],
+    }
+    columns = head_columns(state)
+    del columns["entropy_se"]  # of one context there is none
+    empty = pd.DataFrame()
+    arrays = {"visible_keys": state["visible_keys"]}
+    return Run(empty, pd.DataFrame(places | columns), empty, empty, empty, arrays, {})
+
+
+def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
+    """Attend once more with a layer's kept inputs, to see whom its sinks catch."""
+    with torch.inference_mode():
+        output, catches = attend_and_catch(read.layers[layer].inputs, stretches=True)
+    return LayerCatch(catches.to(torch.device("cpu")), output[0])
+
+
+def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
+    """One head's attention and sinks."""
+    own = chosen_heads(read.layers[layer].inputs, [head])
+    own = replace(own, query=own.query.double(), key=own.key.double())
+    with torch.inference_mode():
+        logits = own.logits()
+        weights = softmax(logits, own.sink)[0, 0].cpu()
+        visible = (logits[0, 0] > MASKED / 2).cpu()
+    positions, group = groups_of(caught.catches, head, len(read.ids))
+    chosen = (caught.catches.head == head).nonzero().flatten()
+    sinks = [
+        Sink(
+            int(position),
+            float(caught.catches.received[row]),
+            int(caught.catches.caught[row].sum()),
+            bool(caught.catches.stretch[row]),
+        )
+        for position, row in zip(positions.tolist(), chosen.tolist(), strict=True)
+    ]
+    seen_by = visible.sum(dim=0)
+    received = weights.sum(dim=0) / seen_by.clamp_min(1)
+    learned = 1 - weights.sum(dim=-1) if own.sink is not None else torch.zeros(len(read.ids))
+    return HeadView(
+        layer=layer,
+        head=head,
+        tokens=read.tokens,
+        attention=weights.masked_fill(~visible, torch.nan).numpy(),
+        learned=learned.double().numpy(),
+        received=received.masked_fill(seen_by - 1 < least_queries(len(read.ids)), torch.nan).numpy(),
+        sinks=tuple(sinks),
+        group=group.numpy(),
+    )
+
+
+def split_logits(model: OpenModel, read: PromptPass, layer: int, run: Run) -> Constituents:
+    """A layer's logits on the prompt by constituent, with μ and the positional basis of a survey.
+
+    Raises:
+        UsageError: the run's contexts are shorter than the prompt.
+        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
+    """
+    return constituents_of_pass(model, read.layers[layer], run)
+
+
+def head_tags(
+    model: OpenModel,
+    read: PromptPass,
+    caught: LayerCatch,
+    view: HeadView,
+) -> Tags | None:
+    """What the head writes, coloured; None where all tokens but two or fewer are sinks.
+
+    Raises:
+        WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+    """
+    kept = torch.from_numpy(view.group != LEFT_OUT)
+    if int(kept.sum()) <= 2:
+        return None
+    weights = model.output_weights(view.layer)[view.head].double().cpu()
+    output = caught.output[:, view.head].double().cpu() @ weights
+    group = torch.from_numpy(view.group)[kept]
+    stream = read.layers[view.layer].stream[0].double().cpu()
+    return Tags(
+        colours=rgb(principal_scores(output, kept), kept).numpy(),
+        explained=variance_explained(output[kept], group),
+        before=variance_explained(stream[kept], group),
+        chance=chance_explained(group),
+    )

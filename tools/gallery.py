@@ -1,0 +1,233 @@
+"""The gallery, docs/gallery.md, from folders of `theodolite reproduce`: `python -m tools.gallery FOLDER …`.
+
+Everything on the page is read from the `result.json` and the pages below the folders: verdicts with their numbers, what
+was measured on what, and the picture. Where several folders have an experiment, the last one is shown. An experiment
+that none of them has is named with what it takes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from theodolite.experiments import ALIASES, EXPERIMENTS
+from theodolite.experiments.base import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
+from theodolite.experiments.page import KINDS, RESULT, SOURCES
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
+ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
+EMBEDDED = "theodolite/topics"
+GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks"}
+
+LOCATER = "theodolite train locater --text wikitext-2/valid.txt --held-out wikitext-2/test.txt --out grid"
+# Experiment → the command that makes what it is read from, and how long that takes.
+TRAININGS: dict[str, tuple[str, str]] = {
+    "geometry/training": (
+        "theodolite train addition --digits 10 --positions rotary --rate 3e-4 --steps 8000 --series --out adder",
+        "half an hour on one core",
+    ),
+    "localization/figure8": (
+        f"{LOCATER} --side-by-side 2 --steps 5000",
+        "30 trainings of 5,000 steps, an hour and a quarter on two cores; of 50,000, 12 hours",
+    ),
+    "localization/figure9": (f"{LOCATER} --layers 3", "longer than those of figure8; for a GPU"),
+    "localization/figure10": (f"{LOCATER} --layers 6", "longer than those of figure8; for a GPU"),
+    "localization/figure6": (f"{LOCATER} --widths 128", "longer than those of figure8; for a GPU"),
+    "localization/figure11": (
+        f"{LOCATER} --layers 3 --widths 128",
+        "longer than those of figure8; for a GPU",
+    ),
+    "localization/figure12": (
+        f"{LOCATER} --layers 6 --widths 128",
+        "longer than those of figure8; for a GPU",
+    ),
+    "sinks/escape": (
+        "theodolite train escape --out escape --seeds 3",
+        "nine trainings, ten minutes each on one core",
+    ),
+    "sinks/figure3": (
+        "for seed in 0 1 2; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
+        "three trainings, a quarter of an hour each on one core",
+    ),
+}
+_SAME = {"geometry/addition": "geometry/training", "localization/figure7": "localization/figure8"}
+_ALIASES_OF_TRAINING = ("geometry/figure21", "geometry/figure22", "geometry/figure23")
+
+
+def training_of(name: str) -> tuple[str, str] | None:
+    """What must be trained first, and how long that takes; None where nothing must."""
+    where = "geometry/training" if name in _ALIASES_OF_TRAINING else _SAME.get(name, name)
+    return TRAININGS.get(where)
+
+
+def results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
+    """Name → (result, folder) of every experiment below the folders, at any depth of two."""
+    found: dict[str, tuple[dict[str, Any], Path]] = {}
+    for folder in folders:
+        for path in sorted([*folder.glob(f"*/{RESULT}"), *folder.glob(f"reproduce/*/{RESULT}")]):
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+            if loaded["name"] in EXPERIMENTS or loaded["name"] in ALIASES:
+                found[loaded["name"]] = loaded, path.parent
+    return found
+
+
+def names() -> list[str]:
+    """Every experiment that has a place in the gallery; pages of claims repeat the others."""
+    return [name for name in EXPERIMENTS if not name.endswith("/claims")]
+
+
+def page(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str]) -> str:
+    """The whole page."""
+    versions = next(iter(found.values()))[0]["provenance"]["versions"]
+    of_group = {
+        group: [n for n in [*names(), *sorted(set(found) & set(ALIASES))] if n.startswith(group)]
+        for group in GROUPS
+    }
+    lines = [
+        "# Reproductions",
+        "",
+        "<!-- written by tools/gallery.py -->",
+        "",
+        "The papers' tables and figures, made again, with a verdict on every claim. All of it is read from the "
+        "folders that `theodolite reproduce` writes; the commands make them again. Most is of the model inside the "
+        "package ([its card](../theodolite/assets/topics/README.md)), which has 1.5 million parameters: what fails "
+        "here may hold in larger models, and the same commands say so for yours. "
+        "[How a claim is judged](reproduce.md#how-a-claim-is-judged), and [what came of it](findings.md).",
+        "",
+        f"Made with theodolite {versions['theodolite']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']} on Python {versions['python']}, one thread of a CPU.",
+        "",
+        *_overview(of_group, found),
+    ]
+    for group, members in of_group.items():
+        lines += ["", f"## {GROUPS[group]}", "", SOURCES[group]]
+        for name in members:
+            lines += ["", *(_entry(name, *found[name], pictures) if name in found else _missing(name))]
+    return "\n".join(lines) + "\n"
+
+
+def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str]:
+    rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
+    for group, members in of_group.items():
+        counted = Counter(
+            verdict["verdict"] for name in members if name in found for verdict in found[name][0]["verdicts"]
+        )
+        rows.append(f"| {GROUPS[group]} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
+    return rows
+
+
+def _entry(name: str, result: dict[str, Any], folder: Path, pictures: dict[str, str]) -> list[str]:
+    lines = [f"### {name}", "", f"**{_plain(result['title'])}.** {_plain(result['paper'])}."]
+    if name in pictures:
+        lines += ["", f"![{_plain(result['title'])}](images/gallery/{pictures[name]})"]
+    lines += ["", *_verdicts(result), "", *_commands(name, result)]
+    return lines
+
+
+def _verdicts(result: dict[str, Any]) -> list[str]:
+    if not result["verdicts"]:
+        return ["No claim is judged here; the page has the numbers."]
+    rows = []
+    for verdict in result["verdicts"]:
+        kind = KINDS[verdict["verdict"]]
+        rows.append(
+            f'- <span class="verdict {kind}">{verdict["verdict"]}</span> {_plain(verdict["claim"])}'
+            f"<br><small>{_plain(verdict['evidence'])}</small>"
+        )
+    return rows
+
+
+def _commands(name: str, result: dict[str, Any]) -> list[str]:
+    provenance = result["provenance"]
+    corpus, model = provenance.get("corpus"), provenance["model"]
+    trained = training_of(name)
+    where = _folder_of(trained)
+    options = ""
+    # Theory reads no text, and what is on a prompt reads that: their numbers are the same for any run.
+    if (
+        corpus is not None
+        and "prompt" not in EXPERIMENTS[ALIASES[name].of if name in ALIASES else name].needs
+    ):
+        text = "" if corpus["name"] == "python_docs" else f" --corpus {corpus['name']}"
+        options = f"{text} --length {corpus['length']} --contexts {corpus['contexts']}"
+    if name in _alone():
+        options = ""
+    shown = [trained[0]] if trained else []
+    lines = ["```bash", *shown, f"theodolite reproduce {name}{where}{options}", "```", ""]
+    of = (
+        "no model" if name in _alone() else model["id"] if model["id"] == EMBEDDED else Path(model["id"]).name
+    )
+    made = (
+        f"Made of: {of}, seed {provenance['seed']}."
+        if name not in _alone()
+        else f"Needs no model; seed {provenance['seed']}."
+    )
+    took = f" Training: {trained[1]}." if trained else ""
+    return [*lines, f"<small>{made}{took}</small>"]
+
+
+def _folder_of(trained: tuple[str, str] | None) -> str:
+    """The folder that a training command writes, as an argument."""
+    return " " + trained[0].split("--out ")[1].split("/")[0].split()[0] if trained else ""
+
+
+def _alone() -> set[str]:
+    from theodolite.experiments.registry import stand_alone
+
+    return {name for name, experiment in EXPERIMENTS.items() if stand_alone([experiment])}
+
+
+def _missing(name: str) -> list[str]:
+    experiment = EXPERIMENTS[name]
+    trained = training_of(name)
+    why = f"Needs training: {trained[1]}." if trained else "Not made here."
+    folder = _folder_of(trained)
+    commands = [trained[0]] if trained else []
+    return [
+        f"### {name}",
+        "",
+        f"**{_plain(experiment.title)}.** {_plain(experiment.paper)}.",
+        "",
+        f'- <span class="verdict open">not made here</span> {why}',
+        "",
+        "```bash",
+        *commands,
+        f"theodolite reproduce {name}{folder}",
+        "```",
+    ]
+
+
+def _plain(text: str) -> str:
+    """A sentence as Markdown shows it: no tags, no emphasis, no machine's paths, no full stop at the end."""
+    text = re.sub(r"(?<![\w.])/(?:[\w.-]+/)+", "", text)
+    return re.sub(r"([\\`*_{}\[\]|$])", r"\\\1", html.escape(text, quote=False)).removesuffix(".")
+
+
+def main(folders: list[str]) -> None:
+    """Write page and pictures."""
+    from tools.chromium import browser, write_first_figure
+
+    found = results([Path(folder) for folder in folders])
+    if not found:
+        raise SystemExit("give folders that `theodolite reproduce` wrote")
+    for old in PICTURES.glob("*"):
+        old.unlink()
+    pictures: dict[str, str] = {}
+    with browser() as chromium:
+        for name, (_, folder) in found.items():
+            drawn = None
+            if not name.endswith("/claims"):
+                drawn = write_first_figure(chromium, folder / "index.html", PICTURES / name.replace("/", "-"))
+            if drawn is not None:
+                pictures[name] = drawn.name
+    PAGE.write_text(page(found, pictures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Hooks of the documentation site: formulas become MathML, a few files outside docs/ become pages, all is offline.
+
+MathML is read by browsers themselves, so that the site shows formulas without a script and without a network.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "theodolite/assets/topics/README.md": "embedded-model.md",
+}
+"""File of the repository → page of the site."""
+
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*</\1>', re.DOTALL)
+_SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+_LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie outside docs/."""
+    for source, page in OUTSIDE.items():
+        text = _LINK.sub(_from_root, (ROOT / source).read_text(encoding="utf-8"))
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Lead links to those files to their pages."""
+    return _LINK.sub(lambda link: _into_site(link, page.file.src_uri), markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Turn every formula to MathML."""
+    return _FORMULA.sub(lambda found: _mathml(found[3], found[2] == "[", page.file.src_uri), content)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Nothing is loaded from elsewhere: the search of pages opened from disk has a script of ours."""
+    return output.replace(
+        _SHIM, f'<script src="{"../" * page.url.count("/")}theme/frame-worker.js"></script>'
+    )
+
+
+def _mathml(formula: str, block: bool, where: str) -> str:
+    made = convert(html.unescape(formula).strip(), display="block" if block else "inline")
+    unknown = re.search(r"<m\w+>\\\w+", made)
+    if unknown:
+        raise PluginError(f"{where}: {unknown[0].split('>')[1]} has no MathML in {formula!r}")
+    return f'<div class="formula">{made}</div>' if block else made
+
+
+def _from_root(link: re.Match[str]) -> str:
+    """A link of a file in the repository's root, as seen from docs/."""
+    target = link[1]
+    if "://" in target:
+        return link[0]
+    target = OUTSIDE.get(target) or target.removeprefix("docs/")
+    return f"]({target}{link[2] or ''})"
+
+
+def _into_site(link: re.Match[str], page: str) -> str:
+    depth = page.count("/")
+    up = "../" * (depth + 1)
+    inside = OUTSIDE.get(link[1].removeprefix(up)) if link[1].startswith(up) else None
+    return f"]({'../' * depth}{inside}{link[2] or ''})" if inside else link[0]
