@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scipy.fft import dctn
 
@@ -19,6 +18,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.onepass import OnePass
 from theodolite.run import Run
+from theodolite.sealed import read_sealed, write_sealed
 from theodolite.surveyor import spectra, survey
 from theodolite.theory.regimes import regime_margins
 
@@ -303,11 +303,9 @@ def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, op
     with pytest.raises(KeyboardInterrupt):
         survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
     path = tmp_path / "run.partial" / "progress.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors, notes = read_sealed(path)
     del tensors["attention.entropy"]
-    save_file(tensors, path, metadata)
+    write_sealed(path, tensors, notes)
     words = (
         r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.theory.attention import MASKED, AttentionInputs, weigh
-from theodolite.theory.attention_summary import softmax
+from theodolite.theory.attention_summary import weights_and_rows
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 
@@ -85,7 +85,7 @@ def attend_and_catch(
     log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
     catching = received.new_zeros(received.shape)
     for block in inputs.blocks():
-        weights, _, total, *_ = softmax(block.logits, inputs.sink)
+        weights, _, total, *_ = weights_and_rows(block.logits, inputs.sink)
         summed = weigh(weights, value[:, :, block.first : block.last])
         output[:, block.start : block.stop] = summed.transpose(1, 2)
         received[:, block.first : block.last] += weights[0].sum(dim=-2)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import each_part
 from theodolite.errors import UsageError
-from theodolite.theory.attention import MASKED, AttentionInputs, weigh
+from theodolite.theory.attention import MASKED, AttentionInputs, softmax, weigh
 from theodolite.theory.decomposition import PARTS
 
 COARSE: dict[str, tuple[str, ...]] = {
@@ -258,11 +258,3 @@ def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queri
     for block in inputs.blocks():
         weights[:, :, block.start : block.stop, block.first : block.last] = softmax(block.logits, inputs.sink)
     return weights
-
-
-def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
-    """Attention weights of logits, with a learned sink column where there is one; its weight is left out."""
-    if sink is None:
-        return logits.softmax(dim=-1)
-    column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]

@@ -187,6 +187,20 @@ class LogitBlock:
     logits: Float[Tensor, "batch heads rows columns"]
 
 
+def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
+    """Attention weights, with a learned sink column where there is one, whose weight is left out; a row whose keys are
+    all masked is 0."""
+    if sink is not None:
+        column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+    weights = logits.softmax(dim=-1)
+    if (
+        logits[..., 0] <= MASKED / 2
+    ).any():  # nearly all masks show a block's first key: looked at before the rest
+        weights.masked_fill_((logits.amax(dim=-1) <= MASKED / 2).unsqueeze(-1), 0)
+    return weights
+
+
 def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_width"]) -> Tensor:
     """Sum the values by weights (batch, heads, rows, keys): (batch, heads, rows, value_width)."""
     batch, heads, rows, keys = weights.shape
@@ -203,19 +217,10 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
     def work(part: slice) -> None:
         own = inputs.of_heads(part)
         for block in own.blocks():
-            logits = block.logits
-            if own.sink is not None:
-                column = own.sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-                weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
-            else:
-                weights = logits.softmax(dim=-1)
-            summed = weigh(weights, own.value[:, :, block.first : block.last])
+            summed = weigh(softmax(block.logits, own.sink), own.value[:, :, block.first : block.last])
             output[:, block.start : block.stop, part] = summed.transpose(1, 2)
 
     side_by_side(work, list(inputs.head_parts()))
-    if inputs.mask is not None and inputs.sink is None:
-        blind = inputs.visible_keys() == 0
-        output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     return output
 
 

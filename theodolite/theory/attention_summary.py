@@ -204,7 +204,7 @@ def summarise_in_blocks(
         own = inputs if part == slice(0, heads) else inputs.of_heads(part)
         for block in own.blocks():
             now, seen = slice(block.start, block.stop), slice(block.first, block.last)
-            weights, *found = softmax(block.logits, own.sink)
+            weights, *found = weights_and_rows(block.logits, own.sink)
             summed = weigh(weights, own.value[:, :, seen])
             output[:, now, part] = summed.transpose(1, 2)
             mass[:, part, seen] += weights.sum(dim=-2)
@@ -250,7 +250,7 @@ def weights_at(
     return (inputs.at_pairs(query, key) - normaliser).exp().masked_fill_(normaliser == -torch.inf, 0)
 
 
-def softmax(
+def weights_and_rows(
     logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
 ) -> tuple[Tensor, ...]:
     """Weights; of each row the entropy in nats, the log-sum-exp, the largest logit, and a learned column's weight.
