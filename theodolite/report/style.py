@@ -165,7 +165,7 @@ def figure(
 def alone(drawn: go.Figure, title: str, note: str) -> go.Figure:
     """`drawn` as it can stand by itself, in a notebook or a file: under its title and a note, on the light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
-    room = 34 + 17 * len(lines)
+    room = 46 + 17 * len(lines)  # a legend stands right below
     top = (
         drawn.layout.margin.t if drawn.layout.margin.t is not None else drawn.layout.template.layout.margin.t
     )
