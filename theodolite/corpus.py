@@ -26,6 +26,7 @@ from theodolite.texts import (
     Document,
     document_of_row,
     joined_articles,
+    printable,
     python_topics,
     read_path,
     stdlib_sources,
@@ -105,7 +106,7 @@ class Corpus:
         out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
         """
         documents = read_path(path, text_column)
-        return _build(cls, str(path), documents, tokenizer, length, contexts, seed)
+        return _build(cls, printable(path), documents, tokenizer, length, contexts, seed)
 
     @classmethod
     def from_texts(

@@ -54,6 +54,11 @@ class EmptyFileError(UsageError):
         super().__init__(f"{path} is empty; give a file with text in it.")
 
 
+def printable(path: str | Path) -> str:
+    """A path as a text that can be written: the names of files may be any bytes."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass(frozen=True)
 class Document:
     """One text and the label it belongs to (a topic, a file, a column's value; None: no label)."""
@@ -153,7 +158,7 @@ def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
     for file in readable:
-        label = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        label = printable(file.relative_to(path).as_posix() if path.is_dir() else file.name)
         try:
             for document in joined_articles(READERS[file.suffix.lower()](file, text_column)):
                 yield Document(document.text, document.label or label)

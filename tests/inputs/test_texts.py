@@ -16,6 +16,7 @@ from theodolite import texts
 from theodolite.cli import app
 from theodolite.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.run import Run
 
 MEGABYTES = 100
 LONG = 20_000_000
@@ -109,3 +110,30 @@ def test_a_line_of_megabytes_takes_a_few_times_its_size(words: str, tmp_path: Pa
         for name in ("short.txt", "long.txt")
     ]
     assert peaks[1] - peaks[0] < 8 * LONG / 1e6
+
+
+def test_names_of_files_may_be_any_bytes(checkpoint, tmp_path: Path) -> None:
+    """Oracle: the run, in which the byte that is no UTF-8 is written out."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    file = folder / os.fsdecode(b"one-\xff.txt")
+    for path in (file, folder / "two.txt"):
+        path.write_text("The theodolite stands on its tripod; one reads the angle. " * 20)
+    for number, corpus in enumerate((folder, file)):
+        out = tmp_path / str(number)
+        words = [
+            "survey",
+            checkpoint("gpt2"),
+            "--corpus",
+            corpus,
+            "--length",
+            32,
+            "--contexts",
+            4,
+            "--out",
+            out,
+        ]
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.stderr
+        told = Run.load(out).provenance["corpus"]
+        assert "one-\\udcff.txt" in [*told["labels"], told["name"].rpartition("/")[2]]
