@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import multiprocessing
 import os
 import re
@@ -159,22 +158,6 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
-
-
-def test_messages_that_the_docs_explain_are_those_of_the_package():
-    said = []
-    for path in (ROOT / "theodolite").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
-                said.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                said.append(node.value)
-    everything = "\n".join(said)
-    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
-    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
-    assert len(quoted) > 30
-    assert [message for message in quoted if message not in everything] == []
 
 
 def test_the_table_of_families_is_what_the_tests_hold():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from theodolite.explain import section_of, sections
 PACKAGE = Path(theodolite.__file__).parent
 
 
+@functools.cache
 def said_by_the_package() -> list[str]:
     """Every text in the package's code, with a hole where a formatted one has a value."""
     found = []
@@ -34,6 +36,10 @@ def test_what_a_section_quotes_is_said_somewhere(name: str) -> None:
     texts = said_by_the_package()
     for quoted in sections()[name].quoted:
         assert any(quoted in text for text in texts), quoted
+
+
+def test_there_are_messages_that_are_explained() -> None:
+    assert sum(len(section.quoted) for section in sections().values()) > 30
 
 
 def test_a_refusal_leads_to_its_explanation(tmp_path: Path) -> None:

@@ -29,23 +29,44 @@ EXAMPLES = 4
 """Contexts shown token by token in the report."""
 
 
-class OnePass(Reading):
+class AttentionPass(Reading):
+    """What is summed of attention itself, and of what its modules read; a subclass sums the streams."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, examples: int) -> None:
+        super().__init__(model, corpus, seed)
+        length = corpus.contexts.shape[1]
+        self.inputs = SecondMoments(model.layers, model.width)
+        self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples)
+        self._tokens: Tokens | None = None
+        self._first = 0
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
+        self._first = first
+        self._tokens = Tokens.of(ids, self.model.device)
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Take in what one attention module reads."""
+        self.inputs.update_centred(layer, Centred.of(hidden[:, 1:]))
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Take in one layer's attention, and compute its output."""
+        assert self._tokens is not None
+        return self.attention_statistics.update(layer, inputs, self._tokens, self._first)
+
+
+class OnePass(AttentionPass):
     """All accumulators of a survey."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        super().__init__(model, corpus, seed)
+        super().__init__(model, corpus, seed, min(EXAMPLES, len(corpus.contexts)))
         layers, width = model.layers, model.width
         contexts, length = corpus.contexts.shape
         self.sample = choose_sample(contexts, length, (layers + 1) * width, seed)
         self.means = Means(layers + 1, length, width, self.sample)
         self.residual = SecondMoments(layers + 1, width)
-        self.inputs = SecondMoments(layers, width)
         self.sketches = MomentSketches(layers + 1, width, contexts)
         self.outliers = OutlierCounts(layers + 1, width, contexts)
-        examples = min(EXAMPLES, contexts)
-        self.attention_statistics = AttentionStatistics(layers, model.heads, length, examples)
-        self._tokens: Tokens | None = None
-        self._first = 0
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
@@ -67,11 +88,6 @@ class OnePass(Reading):
                 Kept({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
             )
 
-    def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
-        self._first = first
-        self._tokens = Tokens.of(ids, self.model.device)
-
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         refuse_bad_numbers(layer, hidden)
@@ -83,13 +99,8 @@ class OnePass(Reading):
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
-        self.inputs.update_centred(layer, Centred.of(hidden[:, 1:]))
+        super().attention_input(layer, hidden)
         self.attention_statistics.update_input(layer, hidden)
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Take in one layer's attention, and compute its output."""
-        assert self._tokens is not None
-        return self.attention_statistics.update(layer, inputs, self._tokens, self._first)
 
 
 def choose_sample(contexts: int, length: int, vector: int, seed: int) -> Sample:

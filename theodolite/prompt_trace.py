@@ -18,7 +18,7 @@ from theodolite.models import OpenModel
 from theodolite.models.structure import backbone
 from theodolite.models.watch import watched
 from theodolite.reading import check_fit
-from theodolite.theory.attention import AttentionInputs
+from theodolite.theory.attention import AttentionInputs, softmax
 from theodolite.tracer import corpus_of_ids, trace_sinks
 
 UNCAUGHT = -1
@@ -137,11 +137,8 @@ def _strongest(model: OpenModel, ids: Tensor) -> tuple[int, int]:
 def _weights(inputs: AttentionInputs) -> Float[Tensor, "heads queries keys"]:
     """All attention weights of one context, in float64 on the CPU."""
     length = inputs.query.shape[2]
-    logits = inputs.to_keys(torch.arange(length, device=inputs.key.device))[0].double()
-    if inputs.sink is not None:
-        column = inputs.sink.double().view(-1, 1, 1).expand(*logits.shape[:2], 1)
-        return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1].cpu()
-    return logits.softmax(dim=-1).cpu()
+    logits = inputs.to_keys(torch.arange(length, device=inputs.key.device)).double()
+    return softmax(logits, inputs.sink)[0].cpu()
 
 
 def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from tests import checkpoints
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_weights
 from theodolite.models import shards as reading
+from theodolite.models.loading import on_meta
 from theodolite.models.skeleton import build_skeleton, filled
 from theodolite.models.structure import backbone
 from theodolite.run import Run
@@ -122,8 +123,9 @@ def test_other_tensors_are_not_read(checkpoint, tmp_path):
 def test_buffers_are_those_of_the_opened_model(checkpoint):
     """Oracle: `from_pretrained`. What a skeleton computes by itself is what the model has."""
     for family in checkpoints.FAMILIES:
-        model = open_model(checkpoint(family), device="cpu").hf
-        skeleton = build_skeleton(type(model), model.config, model.dtype)
+        source = checkpoint(family)
+        model = open_model(source, device="cpu").hf
+        skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
         stored, expected = set(model.state_dict()), dict(model.named_buffers())
         got = dict(skeleton.named_buffers())
         assert got.keys() == expected.keys()
@@ -134,8 +136,9 @@ def test_buffers_are_those_of_the_opened_model(checkpoint):
 @pytest.mark.parametrize("scale", [0.0, 2**-6])
 def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
     """Oracle: the same model whose parameters hold the same numbers, each in a place of its own."""
-    model = open_model(checkpoint("llama3"), device="cpu").hf
-    skeleton = build_skeleton(type(model), model.config, model.dtype)
+    source = checkpoint("llama3")
+    model = open_model(source, device="cpu").hf
+    skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
     ids = torch.arange(6)[None]
     with torch.inference_mode():
         with filled(skeleton, scale):
@@ -260,9 +263,9 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
 
 
 def test_memory_does_not_grow_with_layers(tmp_path):
-    """The operating system's count of two processes: eight layers of holes and of attention, against three."""
-    peaks, sizes = [], []
-    for layers in (3, 8):
+    """The operating system's count of two processes: many layers of holes and of attention, against few."""
+    peaks, sizes, few, many = [], [], 2, 24
+    for layers in (few, many):
         folder = tmp_path / str(layers)
         folder.mkdir()
         config = transformers.LlamaConfig(
@@ -282,8 +285,8 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         memory, *_ = measured([sys.executable, "-c", code, str(folder)])
         peaks.append(memory)
     attention = 4 * 1024**2 * 2
-    assert sizes[1] - sizes[0] > 0.35 * 2**30
-    assert peaks[1] - peaks[0] < 4 * attention
+    assert sizes[1] - sizes[0] > 1.5 * 2**30
+    assert peaks[1] - peaks[0] < (many - few) * attention / 2  # repeated runs differ by 60 MB
     bare, *_ = measured([sys.executable, "-c", "import theodolite.models, theodolite.surveyor"])
     assert peaks[1] - bare < 40 * attention
 

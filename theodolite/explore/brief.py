@@ -12,17 +12,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample, decomposed_means
-from theodolite.accumulate.second_moments import Centred, SecondMoments
 from theodolite.accumulate.sums import LayerSums
 from theodolite.attribution import PATTERNS, pattern_scores_of
 from theodolite.corpus import Corpus
 from theodolite.measure.heads import head_arrays, head_columns
 from theodolite.models import OpenModel
+from theodolite.onepass import AttentionPass
 from theodolite.provenance import describe_model, describe_pass
 from theodolite.reading import (
-    Reading,
     ShowProgress,
     batch_of,
     check_fit,
@@ -32,46 +30,27 @@ from theodolite.reading import (
 )
 from theodolite.result import heads_table, localize
 from theodolite.run import Run
-from theodolite.theory.attention import AttentionInputs
 
 
-class _BriefPass(Reading):
+class _BriefPass(AttentionPass):
     """The accumulators of a survey that heads need."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        super().__init__(model, corpus, seed)
+        super().__init__(model, corpus, seed, examples=0)
         contexts, length = corpus.contexts.shape
         none = torch.empty(0, dtype=torch.int64)
         keeps_no_vectors = Sample(torch.full((contexts,), -1), none, none)
         self.means = Means(model.layers + 1, length, model.width, keeps_no_vectors)
-        self.inputs = SecondMoments(model.layers, model.width)
-        self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples=0)
-        self._tokens: Tokens | None = None
-        self._first = 0
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
         return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
 
-    def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
-        self._first = first
-        self._tokens = Tokens.of(ids, self.model.device)
-
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         refuse_bad_numbers(layer, hidden)
         self.means.update(layer, hidden, self._first)
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Take in what one attention module reads."""
-        self.inputs.update_centred(layer, Centred.of(hidden[:, 1:]))
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Take in one layer's attention, and compute its output."""
-        assert self._tokens is not None
-        return self.attention_statistics.update(layer, inputs, self._tokens, self._first)
 
 
 def brief_survey(

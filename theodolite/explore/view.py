@@ -19,7 +19,7 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_q
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.errors import WorkError
 from theodolite.measure.attribution import chosen_heads
-from theodolite.measure.constituents import Constituents, softmax
+from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
 from theodolite.models.constituents import LayerPass, watch_layers
@@ -28,7 +28,7 @@ from theodolite.provenance import token_text
 from theodolite.report.data import Floats
 from theodolite.run import Run
 from theodolite.splitting import constituents_of_pass
-from theodolite.theory.attention import MASKED
+from theodolite.theory.attention import MASKED, softmax
 from theodolite.theory.colouring import principal_scores, rgb
 from theodolite.theory.grouping import chance_explained, variance_explained
 

@@ -9,7 +9,6 @@ import functools
 import html
 import math
 from dataclasses import dataclass
-from importlib import resources
 
 import jinja2
 import numpy as np
@@ -19,6 +18,7 @@ from theodolite.explore.view import HeadView, Sink, Tags
 from theodolite.prompt_trace import LEFT_OUT, UNCAUGHT
 from theodolite.report.content import flowing
 from theodolite.report.data import provenance
+from theodolite.report.page import environment
 from theodolite.report.text import counted, head_name, number, percent, token_text, visible
 from theodolite.run import Run
 
@@ -194,13 +194,7 @@ def _tag_line(view: HeadView, tags: Tags) -> str:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(str(resources.files("theodolite.explore") / "static")),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return environment("theodolite.explore", "static")
 
 
 def _render(template: str, /, **values: object) -> str:

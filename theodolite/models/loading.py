@@ -174,20 +174,17 @@ def _refuse_many_labels(path: Path) -> None:
         raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
 
 
-def on_meta(architecture: Any, config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model of a config without its numbers; `architecture` None: the config's own backbone."""
-    with quiet(), torch.device("meta"):
-        make = AutoModel.from_config if architecture is None else architecture._from_config
-        model: PreTrainedModel = make(config, dtype=dtype)
-    return model
-
-
-def refuse_larger(source: str | Path, model: nn.Module) -> None:
-    """Before memory is taken: a config that asks for more numbers than the files have bits.
+def on_meta(
+    source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model of a config without its numbers; `architecture` None: the config's own backbone.
 
     Raises:
-        UsageError: it does.
+        UsageError: the config asks for more numbers than the files of the checkpoint have bits.
     """
+    with quiet(), torch.device("meta"):
+        make = AutoModel.from_config if architecture is None else architecture._from_config
+        model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
     folder = Path(source).expanduser()
     if folder.is_dir():
         held = sum(path.stat().st_size for path in weight_files(folder))
@@ -196,6 +193,7 @@ def refuse_larger(source: str | Path, model: nn.Module) -> None:
             raise UsageError(
                 f"cannot open {source}: its config.json asks for {wanted:,} weights, its files have {held:,} bytes"
             )
+    return model
 
 
 def load(
@@ -204,7 +202,7 @@ def load(
     """The model of a checkpoint's own architecture, all of whose tensors are there."""
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
-    refuse_larger(source, on_meta(architecture, copy.deepcopy(config)))
+    on_meta(source, architecture, config)  # refuses what is larger than its files, before memory is taken
     if is_factored(folder):
         if device_map is not None:
             raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")

@@ -8,7 +8,6 @@ the few that are wanted. What cannot be read so is opened whole, and the reason 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ from theodolite.models.loading import (
     on_meta,
     quiet,
     refuse_bad_numbers,
-    refuse_larger,
     refuse_more_layers,
 )
 from theodolite.models.open import (
@@ -190,8 +188,7 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
         wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
     wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
     architecture = architecture_of(source, config)
-    refuse_larger(source, on_meta(architecture, copy.deepcopy(config)))
-    model = build_skeleton(architecture, config, wanted)
+    model = build_skeleton(on_meta(source, architecture, config, wanted))
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
     refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))

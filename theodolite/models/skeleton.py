@@ -7,7 +7,6 @@ parameter is one row repeated (stride 0), which takes no memory whatever the sha
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,20 +17,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from theodolite.models.loading import on_meta
 
-
-def build_skeleton(architecture: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config, as `from_pretrained` has it before it loads a tensor.
-
-    Args:
-        architecture: a model class of `transformers`, or None for the config's own backbone.
-        config: of the model; it is not changed.
-        dtype: of the parameters.
-    """
-    config = copy.deepcopy(config)
-    config._experts_implementation = "eager"  # the others take no matrices with rows repeated
-    model = on_meta(architecture, config, dtype)
+def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that is on the meta device, as `from_pretrained` has it before it loads a tensor; it is changed."""
+    model.config._experts_implementation = "eager"  # the others take no matrices with rows repeated
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that buffers only are computed
     for module in model.modules():

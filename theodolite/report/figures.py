@@ -110,76 +110,46 @@ massive_activations = _alone(figures_layers.massive_activations)
 outlier_dimensions = _alone(figures_layers.outlier_dimensions)
 outlier_shares = _alone(figures_sinks.outlier_shares)
 
-FIGURES: dict[str, Callable[..., go.Figure]] = {
+_DRAWN: tuple[Callable[..., go.Figure], ...] = (
     # Position
-    "spiral": spiral,
-    "waves": waves,
-    "singular_values": singular_values,
-    "gram": gram,
-    "dct": dct,
-    "rank": rank,
-    "stable_rank": stable_rank,
-    "relative_norm": relative_norm,
-    "low_frequency": low_frequency,
+    spiral,
+    waves,
+    singular_values,
+    gram,
+    dct,
+    rank,
+    stable_rank,
+    relative_norm,
+    low_frequency,
     # Context
-    "similarity": similarity,
-    "incoherence": incoherence,
-    "clusters": clusters,
+    similarity,
+    incoherence,
+    clusters,
     # Through the layers
-    "norm": norm,
-    "cosine_previous": cosine_previous,
-    "rank_collapse": rank_collapse,
+    norm,
+    cosine_previous,
+    rank_collapse,
     # All heads
-    "head_map": head_map,
-    "entropy_by_position": entropy_by_position,
-    "regime_plane": regime_plane,
+    head_map,
+    entropy_by_position,
+    regime_plane,
     # What logits are made of
-    "head_shares": head_shares,
-    "attribution": attribution,
-    "inherited_smoothness": inherited_smoothness,
+    head_shares,
+    attribution,
+    inherited_smoothness,
     # One head
-    "constituents": constituents,
-    "spectrum": spectrum,
-    "propagation": propagation,
-    "head_entropy": head_entropy,
+    constituents,
+    spectrum,
+    propagation,
+    head_entropy,
     # Sinks and outliers
-    "sinks_by_position": sinks_by_position,
-    "massive_activations": massive_activations,
-    "outlier_dimensions": outlier_dimensions,
-    "outlier_shares": outlier_shares,
-}
+    sinks_by_position,
+    massive_activations,
+    outlier_dimensions,
+    outlier_shares,
+)
+
+FIGURES = {draw.__name__: draw for draw in _DRAWN}
 """All of them by name, in the order of the page."""
 
-__all__ = [
-    "FIGURES",
-    "attribution",
-    "available",
-    "clusters",
-    "constituents",
-    "cosine_previous",
-    "dct",
-    "entropy_by_position",
-    "gram",
-    "head_entropy",
-    "head_map",
-    "head_shares",
-    "incoherence",
-    "inherited_smoothness",
-    "low_frequency",
-    "massive_activations",
-    "norm",
-    "outlier_dimensions",
-    "outlier_shares",
-    "propagation",
-    "rank",
-    "rank_collapse",
-    "regime_plane",
-    "relative_norm",
-    "similarity",
-    "singular_values",
-    "sinks_by_position",
-    "spectrum",
-    "spiral",
-    "stable_rank",
-    "waves",
-]
+__all__ = ["FIGURES", "available", *FIGURES]

@@ -137,10 +137,10 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     return loaded.render(whole, nonce=digest[:32])
 
 
-def environment() -> jinja2.Environment:
+def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
     """Of all pages: whatever a template shows is escaped, and what it lacks is an error."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("theodolite.report"),
+        loader=jinja2.PackageLoader(package, folder),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

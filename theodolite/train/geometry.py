@@ -30,7 +30,7 @@ from theodolite.models.probe import capture_calls
 from theodolite.models.structure import backbone, find_structure, first_tensor
 from theodolite.models.tap import tapped
 from theodolite.models.watch import watched
-from theodolite.theory.attention import MASKED, AttentionInputs, attend
+from theodolite.theory.attention import MASKED, AttentionInputs, attend, softmax
 from theodolite.theory.propagation import empirical_propagation
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
@@ -316,12 +316,7 @@ def query_sums(inputs: AttentionInputs) -> State:
     for row in block.logits.unbind(dim=2):
         seen = row[0, 0] > MASKED / 2
         shares.append(empirical_propagation(row[..., seen]).double().mean(dim=2).sum(dim=0))
-    logits = block.logits.double()
-    if inputs.sink is not None:
-        column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = logits.softmax(dim=-1)
+    weights = softmax(block.logits.double(), inputs.sink)
     distances = rows[:, None] - torch.arange(block.first, block.last, device=device)
     return {
         "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
