@@ -23,7 +23,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.factored import is_factored, load_factored
@@ -113,6 +114,27 @@ def _refuse_index(folder: Path) -> None:
             raise UsageError(
                 f"{index} names {str(name)!r}: weights are .safetensors files of the same folder"
             )
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit that a revision of a hub model is now, so that all that is read of it is read of one.
+
+    Raises:
+        UsageError: its index names something else than safetensors of its own.
+        OSError: there is no such model or revision; without a network, the cache has none.
+    """
+    config = cached_file(name, CONFIG_NAME, revision=revision)
+    commit = extract_commit_hash(config, None)
+    index = cached_file(
+        name,
+        SAFE_WEIGHTS_INDEX_NAME,
+        revision=commit,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if index is not None:
+        _refuse_index(Path(index).parent)
+    return commit
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.loading import (
     LOADING_ERRORS,
+    commit_of,
     config_of,
     device_of,
     first_line,
@@ -205,6 +206,8 @@ def open_model(
     local = local_folder(source)
     try:
         with quiet():
+            if local is None:
+                revision = commit_of(str(source), revision)
             config = config_of(source, revision)
             model = load(source, config, dtype, device_map, revision)
     except TheodoliteError:
@@ -227,7 +230,7 @@ def open_model(
         causal=causal,
         positions=positions_of(model, calls[0], bias),
         id="theodolite/topics" if path_or_id is None else str(path_or_id),
-        revision=getattr(model.config, "_commit_hash", None),
+        revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
         _calls=calls,
     )

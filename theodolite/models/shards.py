@@ -34,6 +34,7 @@ from theodolite.models.factored import is_factored
 from theodolite.models.loading import (
     LOADING_ERRORS,
     architecture_of,
+    commit_of,
     config_of,
     first_line,
     hash_checkpoint,
@@ -94,6 +95,8 @@ def open_shards(
     local = local_folder(source)
     try:
         with quiet():
+            if local is None:
+                revision = commit_of(str(source), revision)
             shards = _shards(source, dtype, revision)
             reader = _Reader.of(shards)
             for layer in (0, -1):
@@ -111,7 +114,7 @@ def open_shards(
         causal=reader.causal,
         positions=reader.positions,
         id="theodolite/topics" if path_or_id is None else str(path_or_id),
-        revision=getattr(model.config, "_commit_hash", None),
+        revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         _calls=reader.calls,
         _present=reader.present,
