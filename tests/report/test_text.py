@@ -85,7 +85,7 @@ def test_numbers_are_short(value: object, shown: str) -> None:
 
 @pytest.mark.parametrize(
     ("share", "shown"),
-    [(0.62, "62"), (0.05, "5"), (0.0512, "5.1"), (0.9961, "99.6"), (1.0, "100"), (0.0, "0")],
+    [(0.62, "62"), (0.05, "5"), (0.0512, "5.1"), (0.9961, "99.6"), (1.0, "100"), (0.0, "0"), (-0.0002, "0")],
 )
 def test_shares_are_percentages(share: float, shown: str) -> None:
     assert percent(share) == shown + "\u00a0%"

@@ -91,7 +91,7 @@ def percent(share: float) -> str:
         return MISSING
     amount = 100 * share
     decimals = 1 if (0 < abs(amount) < 10 or 99 < amount < 100) else 0
-    shown = f"{amount:.{decimals}f}".removesuffix(".0")
+    shown = f"{amount:z.{decimals}f}".removesuffix(".0")  # z: no minus before a zero
     return shown.replace("-", "−") + "\u00a0%"
 
 
