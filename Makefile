@@ -4,6 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/demo
 
+# Every test that starts a command would compile the package anew where Python may not keep what it compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Shapes and types of every call are checked where the formulas are tested; elsewhere that would double the time.
+TYPED := theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
+CHECKED := tests/theory tests/accumulate tests/measure tests/models
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
 .PHONY: demo test lint types docs bench clean
 .DEFAULT_GOAL := demo
 
@@ -18,7 +26,8 @@ demo: $(VENV)/ready
 	$(BIN)/theodolite survey --out $(RUN)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
+	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

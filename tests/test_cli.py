@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from theodolite import __version__, models
+from tests.processes import Started, command
+from theodolite import __version__, models, surveyor
 from theodolite.arguments import opened_model
 from theodolite.cli import app
+from theodolite.errors import UsageError
 from theodolite.run import Run
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
@@ -136,10 +138,34 @@ def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
 
 def test_version_and_help():
     assert call("--version")[1].strip() == __version__
-    for command in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
-        status, stdout, _ = call(command, "--help")
+    for name in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
+        status, stdout, _ = call(name, "--help")
         assert status == 0
-        assert f"Example: theodolite {command}" in stdout
+        assert f"Example: theodolite {name}" in stdout
+
+
+def test_survey_needs_no_arguments(monkeypatch, tmp_path):
+    def asked(model, corpus, out, **options):
+        raise UsageError(f"asked for {model.id}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("theodolite.surveyor.survey", asked)
+    status, _, stderr = call("survey")
+    assert status == 2
+    assert "asked for theodolite/topics" in stderr
+
+
+def test_a_shell_can_complete_commands_and_options():
+    """As bash asks: the words so far, and which of them the cursor is on."""
+
+    def completed(words: str) -> set[str]:
+        asked = {"_THEODOLITE_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        asked["COMP_CWORD"] = str(len(words.split()) - 1)
+        return set(CliRunner().invoke(app, env=asked, prog_name="theodolite").stdout.split())
+
+    assert completed("theodolite sur") == {"survey"}
+    assert {"spectra", "survey"} <= completed("theodolite s")
+    assert "--contexts" in completed("theodolite survey --con")
 
 
 def test_reproduce_lists_what_there_is():
@@ -322,26 +348,16 @@ def test_an_option_that_does_not_exist_is_status_2():
     assert call("survey", "--no-such-option")[0] == 2
 
 
-def _start(checkpoint_folder: Path, text: Path, out: Path) -> subprocess.Popen[str]:
-    code = (
-        f"import torch; torch.set_num_threads({torch.get_num_threads()}); "  # it changes last bits
-        "import theodolite.surveyor as s, functools; "
-        "s.survey = functools.partial(s.survey, checkpoint_seconds=0.0); "
-        "from theodolite.cli import main; main()"
-    )
-    arguments = ["survey", checkpoint_folder, "--corpus", text, "--length", 32, "--batch", 1, "--out", out]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def _survey_saving_always(*words: Any) -> None:
+    surveyor.survey = functools.partial(surveyor.survey, checkpoint_seconds=0.0)
+    command(*words)
 
 
-def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
+def wait_for(path: Path, process: Started) -> None:
+    """Until a process has written a file."""
+    deadline = time.monotonic() + 240
     while not path.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.running(), process.end()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -350,16 +366,17 @@ def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, tmp_path):
     model = checkpoint("gpt2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert call("survey", model, "--corpus", text, "--length", 32, "--batch", 1, "--out", whole)[0] == 0
-    process = _start(model, text, parts)
-    _wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == (130 if number == signal.SIGINT else -9)
+    reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 24]
+    assert call("survey", model, *reading, "--out", whole)[0] == 0
+    process = Started(_survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
+    wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
+    os.kill(process.pid, number)
+    status, _, stderr = process.end()
+    assert status == (130 if number == signal.SIGINT else -9)
     assert not parts.exists()
     if number == signal.SIGINT:
         assert "error: interrupted; run the same command again to go on" in stderr
-    assert call("survey", model, "--corpus", text, "--length", 32, "--batch", 1, "--out", parts)[0] == 0
+    assert call("survey", model, *reading, "--out", parts)[0] == 0
     for name in (
         "layers.parquet",
         "heads.parquet",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests.processes import Started
 from theodolite import __version__, open_model, survey
 from theodolite.cli import app
 from theodolite.corpus import Corpus
@@ -43,28 +43,17 @@ COMMANDS = sorted(
     }
 )
 
-# Each block has a process of its own, forked from one that has imported what takes long.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["theodolite.tracer", "theodolite.prune", "theodolite.train", "transformers"])
-ERRORS, PRINTED = ".stderr", ".stdout"
-
 
 def _run(block: str, folder: Path) -> None:
     os.chdir(folder)
-    with open(ERRORS, "w") as errors, open(PRINTED, "w") as printed:
-        os.dup2(errors.fileno(), 2)
-        os.dup2(printed.fileno(), 1)
-        exec(compile(block, "<block>", "exec"), {"__name__": "__main__"})
+    exec(compile(block, "<block>", "exec"), {"__name__": "__main__"})
 
 
 def _made(work, *args, folder: Path) -> str:
     """Run something in a process of its own, and return what it printed."""
-    child = SERVER.Process(target=work, args=args)
-    child.start()
-    child.join()
-    errors = folder / ERRORS
-    assert child.exitcode == 0, errors.read_text() if errors.exists() else "see above"
-    return (folder / PRINTED).read_text() if (folder / PRINTED).exists() else ""
+    status, printed, errors = Started(work, *args, folder=folder).end()
+    assert status == 0, errors
+    return printed
 
 
 @pytest.fixture(scope="module")

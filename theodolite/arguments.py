@@ -75,7 +75,7 @@ class BareRay(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give a `--ray` without an address that of a local cluster."""
-        following = [*args[1:], "--"]
+        following = [*args, "--"][1:]
         bare = [
             word == "--ray" and after.startswith("-") for word, after in zip(args, following, strict=True)
         ]

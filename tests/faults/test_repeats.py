@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from tests.faults.test_folders import TEXT, contents
+from tests.processes import Started
+from theodolite.cli import app
 from theodolite.run import TABLES, Run
 
-CODE = (
-    "import sys, torch; torch.set_num_threads(int(sys.argv.pop(1))); assert torch.get_num_threads() in (1, 4)\n"
-    "from theodolite.cli import app\n"
-    "for words in ' '.join(sys.argv[1:]).split(' + '): app(words.split(), standalone_mode=False)"
-)
+
+def _run(threads: int, commands: list[str]) -> None:
+    torch.set_num_threads(threads)
+    assert torch.get_num_threads() == threads
+    for words in commands:
+        app(words.split(), standalone_mode=False)
 
 
 def all_of_them(threads: int, model: Path, text: Path, out: Path) -> dict[str, bytes]:
@@ -28,9 +30,9 @@ def all_of_them(threads: int, model: Path, text: Path, out: Path) -> dict[str, b
         f"spectra {model} --out {out}/spectra",
         f"prune {model} {reading} --out {out}/prune",
     ]
-    command = [sys.executable, "-c", CODE, str(threads), " + ".join(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    out.parent.mkdir(exist_ok=True)
+    status, _, errors = Started(_run, threads, commands, folder=out.parent).end()
+    assert status == 0, errors
     return contents(out)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
+from tests.processes import Started, command
 from tests.prune.families import write
-from tests.test_cli import TEXT, call
+from tests.test_cli import TEXT, call, wait_for
+from theodolite.prune.checkpoint import Partial
 from theodolite.report.figures_pruning import error_map
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
@@ -162,32 +163,23 @@ def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
         assert sorted(tmp_path.rglob("*")) == before, name
 
 
+def _prune_slowly(*words: Any) -> None:
+    """Each block waits when it is kept, so that a signal finds the command at work."""
+    own = Partial.save
+    Partial.save = lambda *a: (own(*a), time.sleep(0.5))
+    command(*words)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
 def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     """Oracle: the weights and the table of a pruning that was not stopped."""
     model, whole, parts = write("llama3", tmp_path / "model"), tmp_path / "whole", tmp_path / "parts"
     assert call(*_arguments(model, text, whole))[0] == 0
-    # Each block waits when it is kept, so that the signal finds the command at work.
-    code = (
-        f"import time, torch; torch.set_num_threads({torch.get_num_threads()}); "  # it changes last bits
-        "from theodolite.prune.checkpoint import Partial; own = Partial.save; "
-        "Partial.save = lambda *a: (own(*a), time.sleep(0.5)); "
-        "from theodolite.cli import main; main()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, _arguments(model, text, parts))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "parts.partial" / "block-000.safetensors").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == (130 if number == signal.SIGINT else -9), stderr
+    process = Started(_prune_slowly, *_arguments(model, text, parts), folder=tmp_path)
+    wait_for(tmp_path / "parts.partial" / "block-000.safetensors", process)
+    os.kill(process.pid, number)
+    status, _, stderr = process.end()
+    assert status == (130 if number == signal.SIGINT else -9), stderr
     assert not parts.exists()
     if number == signal.SIGINT:
         assert "error: interrupted; run the same command again to go on" in stderr

@@ -105,33 +105,25 @@ class AttentionInputs:
         """The inputs of some query heads, whole groups that share a key head."""
         group = self.query.shape[1] // self.key.shape[1]
         shared = slice(part.start // group, part.stop // group)
-
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, part]
-
         return replace(
             self,
             query=self.query[:, part],
             key=self.key[:, shared],
             value=self.value[:, shared],
-            mask=cut(self.mask),
-            bias=cut(self.bias),
+            mask=_part(self.mask, 1, part),
+            bias=_part(self.bias, 1, part),
             sink=None if self.sink is None else self.sink[part],
         )
 
     def of_contexts(self, part: slice) -> AttentionInputs:
         """The inputs of some contexts of the batch."""
-
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[0] == 1 else tensor[part]
-
         return replace(
             self,
             query=self.query[part],
             key=self.key[part],
             value=self.value[part],
-            mask=cut(self.mask),
-            bias=cut(self.bias),
+            mask=_part(self.mask, 0, part),
+            bias=_part(self.bias, 0, part),
         )
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
@@ -226,3 +218,8 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+    """Part of a mask or bias along the batch or the heads, where it has more than one for all."""
+    return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]

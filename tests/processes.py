@@ -1,0 +1,64 @@
+"""Processes of their own for what a test runs, forked from one that has already imported what takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+        "theodolite.cli",
+        "theodolite.comparison",
+        "theodolite.crew",
+        "theodolite.experiments",
+        "theodolite.prune",
+        "theodolite.report.page",
+        "theodolite.surveyor",
+        "theodolite.tracer",
+        "theodolite.train",
+    ]
+)
+
+
+class Started:
+    """A running process: its pid, and what it says into files of `folder`."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any, folder: Path) -> None:
+        self._files = [folder / ".stdout", folder / ".stderr"]
+        self._process = SERVER.Process(target=_work, args=(self._files, torch.get_num_threads(), work, args))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    def end(self, seconds: float = 240) -> tuple[int | None, str, str]:
+        """Wait for its end: its exit status (-9 where it was killed), what it printed, its errors."""
+        self._process.join(seconds)
+        return self._process.exitcode, *(file.read_text() if file.exists() else "" for file in self._files)
+
+
+def _work(files: list[Path], threads: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        with open(file, "w") as opened:
+            os.dup2(opened.fileno(), descriptor)
+    torch.set_num_threads(threads)  # their number changes last bits
+    work(*args)
+
+
+def command(*words: Any) -> None:
+    """Run a command line, as `theodolite` would."""
+    from theodolite.cli import main
+
+    sys.argv = ["theodolite", *map(str, words)]
+    main()
