@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 import theodolite
 from theodolite.corpus import Corpus
@@ -76,6 +77,12 @@ def describe_pass(
     }
 
 
+MOST_PARTS = 12
+"""Tokens that are tried together until they are whole characters."""
+
+_SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
 def token_text(model: OpenModel) -> Callable[[int], str]:
     """The text of a token id; tokens that are part of a character are shown as the vocabulary has them."""
     tokenizer = model.tokenizer
@@ -89,6 +96,32 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
         return str(raw) if "\ufffd" in decoded or not decoded else decoded
 
     return text
+
+
+def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
+    """The texts of consecutive tokens (T); those that share characters have these, and which part they are: 😀₁ 😀₂."""
+    alone = token_text(model)
+    texts: list[str] = []
+    while len(texts) < len(ids):
+        start = len(texts)
+        for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
+            if model.tokenizer is None or "\ufffd" not in _decoded(model, ids[start : start + 1]):
+                break
+            together = _decoded(model, ids[start:end])
+            if together and "\ufffd" not in together:
+                texts += [
+                    (together if part == 1 else together.lstrip()) + str(part).translate(_SUBSCRIPT)
+                    for part in range(1, end - start + 1)
+                ]
+                break
+        if len(texts) == start:
+            texts.append(alone(int(ids[start])))
+    return texts
+
+
+def _decoded(model: OpenModel, ids: Tensor) -> str:
+    assert model.tokenizer is not None
+    return str(model.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
 
 def _unknown_tokens(model: OpenModel, corpus: Corpus) -> int:

@@ -27,7 +27,7 @@ from theodolite.interventions import Factors, without_low_rank
 from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
 from theodolite.prompt_trace import PromptTrace, trace_prompt
-from theodolite.provenance import describe_model, token_text
+from theodolite.provenance import describe_model, token_texts
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.run import Run
 
@@ -235,7 +235,7 @@ def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, laye
 
     def work(candidate: Candidate, model: OpenModel) -> PromptTrace:
         ids = _ids(model, prompt)
-        tokens[:] = map(token_text(model), ids.tolist())
+        tokens[:] = token_texts(model, ids)
         with candidate.edit(model):
             return trace_prompt(model, ids, layer, head)
 

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.experiments.base import (
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    UNTESTABLE,
-    Comparison,
-    Experiment,
-    Outcome,
-    Verdict,
-)
+from theodolite.experiments.base import UNTESTABLE, Answer, Comparison, Experiment, Outcome, Verdict
 
 if TYPE_CHECKING:
     from theodolite.experiments.study import Study
@@ -45,7 +36,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
                 rows.append({"experiment": experiment.name, **vars(verdict)})
         counted = [
             Comparison(f"claims: {answer}", "", str(sum(verdict.verdict == answer for verdict in verdicts)))
-            for answer in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
+            for answer in get_args(Answer)
         ]
         return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)
 

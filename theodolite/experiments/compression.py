@@ -40,7 +40,7 @@ from theodolite.experiments.qk import prompt_ids
 from theodolite.interventions import without_low_rank
 from theodolite.models import OpenModel
 from theodolite.prompt_trace import trace_prompt
-from theodolite.provenance import token_text
+from theodolite.provenance import token_texts
 from theodolite.prune import Pruned
 from theodolite.report import figures_compare, figures_prompt
 from theodolite.report.exhibit import Exhibit
@@ -109,8 +109,7 @@ def _told(table: pd.DataFrame) -> list[Comparison]:
 
 
 def _maps(study: Study, looks: Mapping[str, Look], prompt: Prompt, source: str) -> Exhibit:
-    text = token_text(study.opened())
-    tokens = [shown_token(text(token)) for token in prompt.ids.tolist()]
+    tokens = [shown_token(text) for text in token_texts(study.opened(), prompt.ids)]
     figures = {}
     for name, look in looks.items():
         assert look.prompt is not None

@@ -15,7 +15,7 @@ from theodolite.experiments.base import FAILS, HOLDS, UNTESTABLE, Comparison, Ex
 from theodolite.experiments.layers import by_name, exhibit
 from theodolite.experiments.qk import prompt_ids
 from theodolite.prompt_trace import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
-from theodolite.provenance import token_text
+from theodolite.provenance import token_texts
 from theodolite.report import figures_prompt as drawing
 from theodolite.report.data import evenly
 from theodolite.report.exhibit import Exhibit
@@ -276,8 +276,7 @@ def _make(default: str, study: Study) -> Outcome:
     ids = _ids(study, default)
     study.say("looking at the prompt")
     trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
-    text = token_text(model)
-    return prompt_outcome(trace, [text(token) for token in ids.tolist()], chosen=study.focus.layer is None)
+    return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
 
 
 def _experiment(figure: str, prompt: str, what: str, paper: str) -> Experiment:

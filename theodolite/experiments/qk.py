@@ -34,7 +34,7 @@ from theodolite.experiments.study import vocabulary_of
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
-from theodolite.provenance import token_text
+from theodolite.provenance import token_texts
 from theodolite.report import figures_qk as drawing
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
@@ -124,8 +124,7 @@ def _read(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
     model = study.opened()
     longest = study.run.arrays["positional_basis"].shape[1]
     ids = prompt_ids(model, study.focus.prompt, longest, study.run.provenance["seed"])
-    text = token_text(model)
-    return ids, [text(token) for token in ids.tolist()]
+    return ids, token_texts(model, ids)
 
 
 def _described(study: Study, length: int) -> str:

@@ -24,7 +24,7 @@ from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
 from theodolite.models.constituents import LayerPass, watch_layers
 from theodolite.prompt_trace import LEFT_OUT, groups_of
-from theodolite.provenance import token_text
+from theodolite.provenance import token_texts
 from theodolite.report.data import Floats
 from theodolite.run import Run
 from theodolite.splitting import constituents_of_pass
@@ -122,9 +122,7 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     watch_layers(model, ids[None], range(model.layers), layers.append)
     if not all(bool(torch.isfinite(seen.stream).all()) for seen in layers):
         raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
-    text = token_text(model)
-    tokens = tuple(text(token) for token in ids.tolist())
-    return PromptPass(ids, tokens, tuple(layers), _measured(model, ids, layers))
+    return PromptPass(ids, tuple(token_texts(model, ids)), tuple(layers), _measured(model, ids, layers))
 
 
 def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run:
