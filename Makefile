@@ -12,14 +12,17 @@ TYPED := theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.m
 CHECKED := tests/theory tests/accumulate tests/measure tests/models
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# What is used is compiled as it is first imported; all of it would take longer than the rest.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+
 .PHONY: demo test lint types docs bench clean
 .DEFAULT_GOAL := demo
 
 # The environment is made again when the project's own requirements change.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/ready

@@ -46,7 +46,9 @@ CorpusSpec = Annotated[
 ]
 Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
 Batch = Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")]
-RunFolder = Annotated[Path | None, typer.Option(help="Run folder to write [default: runs/MODEL-CORPUS].")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
+]
 TextColumnName = Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")]
 Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]

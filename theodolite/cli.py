@@ -140,7 +140,9 @@ def survey_command(
 @app.command("spectra")
 def spectra_command(
     model: Model = None,
-    out: Annotated[Path | None, typer.Option(help="Also write a run folder with a report.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write a run folder with a report.")
+    ] = None,
     as_json: AsJson = False,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -205,7 +207,7 @@ def trace_command(
 @app.command("mask")
 def mask_command(
     run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("mask.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("mask.json"),
     least_share: Annotated[
         float,
         typer.Option(

@@ -76,7 +76,7 @@ def compare_command(
     ] = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write [default: runs/FIRST-against-SECOND].")
+        Path | None, typer.Option("--out", "-o", help="Folder to write [default: runs/FIRST-against-SECOND].")
     ] = None,
     as_json: AsJson = False,
     batch: Batch = None,

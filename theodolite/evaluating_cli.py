@@ -68,7 +68,10 @@ def evaluate_command(
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file that keeps every answer; what is there is not asked again.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="JSON file that keeps every answer; what is there is not asked again."
+        ),
     ] = None,
     as_json: AsJson = False,
     text_column: TextColumnName = "text",

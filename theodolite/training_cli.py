@@ -19,7 +19,7 @@ training = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option(help="Folder for the model and its tokenizer.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the model and its tokenizer.")]
 Steps = Annotated[int | None, typer.Option(help="Training steps [default: as published].")]
 Batch = Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")]
 Rate = Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")]
@@ -165,7 +165,9 @@ def escape_command(
 
 @training.command("locater")
 def locater_command(
-    out: Annotated[Path, typer.Option(help="Folder of the grid; one that is there is gone on with.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the grid; one that is there is gone on with.")
+    ],
     text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")],
     held_out: Annotated[Path, typer.Option(help="Text to judge on.")],
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None,

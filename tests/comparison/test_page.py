@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.synthetic import make_survey
 from theodolite import compare
-from theodolite.comparison.page import COMPARED, outcome
+from theodolite.comparison.page import experiment_of, outcome
 from theodolite.experiments.page import render
 from theodolite.report import figures_compare as drawing
 from theodolite.report import figures_prompt
@@ -154,7 +154,9 @@ def test_the_page_tells_every_part_and_every_model(audits):
                     (g for g in audit.summary.split(".")[0].split("; it ") if f"its {part.name} " in g), ""
                 )
                 assert words is None or group.removeprefix(f"{audit.other} ").startswith(f"{words} its ")
-    page = render(COMPARED, made, make_survey())
+    page = render(experiment_of(audits, made), made, make_survey())
+    assert "<h1>What of planted survives in destroyed and noisy</h1>" in page
+    assert "The paper:" not in page  # of no layer's low-rank term was anything asked
     for word in (
         "lost: L0H2",
         "Criterion: a sink of a head in at least 1",
@@ -170,8 +172,9 @@ def test_the_page_tells_every_part_and_every_model(audits):
 def test_a_page_of_nothing(pair):
     """Two random models: no sink, tag, outlier or massive activation in either."""
     run, trace, _ = pair("random")
-    made = outcome([compare(run, run, trace, trace)])
-    page = render(COMPARED, made, run)
+    audits = [compare(run, run, trace, trace)]
+    made = outcome(audits)
+    page = render(experiment_of(audits, made), made, run)
     assert "Everything survived, exactly" in page
     assert "Sinks before and after" not in page
     assert "Entropy of attention" in page
@@ -180,6 +183,8 @@ def test_a_page_of_nothing(pair):
 def test_hostile_names_are_shown_and_do_nothing():
     run = make_survey()
     name = "<script>alert(1)</script>\u202e"
-    page = render(COMPARED, outcome([compare(run, run, names=("a", name))]), run)
+    audits = [compare(run, run, names=("a", name))]
+    made = outcome(audits)
+    page = render(experiment_of(audits, made), made, run)
     assert "<script>alert(1)" not in page
     assert "\u202e" not in page

@@ -6,6 +6,7 @@ Whatever a test does, the browser must ask nobody but this machine.
 from __future__ import annotations
 
 import io
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -186,6 +187,24 @@ def test_load_type_and_click_through(shown_page):
     assert changed(opened.picture(MAP), before) > OTHER
 
 
+def test_a_figure_has_a_name_and_its_numbers(shown_page, sharp):
+    page = shown_page.page
+    name = page.locator(".place").inner_text()
+    labels = page.locator(".plot").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    assert all(name in label for label in labels)
+    levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map((one) => Number(one.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    numbers = page.locator(".plot.square + .numbers")
+    numbers.locator("summary").click()
+    numbers.locator("tbody tr").nth(4).wait_for()
+    cells = numbers.locator("tbody tr").nth(4).locator("td").all_text_contents()
+    ids = prompt_ids([sharp], page.input_value("#prompt textarea"))
+    row = sharp.view(ids, *(int(part) for part in name[1:].split("H"))).attention[4]
+    assert [float(cell) for cell in cells[1:6]] == pytest.approx(row[:5].tolist(), abs=1e-4)
+    numbers.locator("summary").click()
+
+
 def test_the_switches_change_the_picture_and_back(shown_page, sharp):
     opened = shown_page
     prompt = "the theodolite reads the angle"
@@ -213,8 +232,11 @@ def test_a_refused_prompt_leaves_the_page_as_it_is(shown_page):
         assert opened.page.locator(".refused").inner_text().startswith(("the prompt", said))
         assert opened.page.locator(".place").inner_text() == name
         assert opened.drawn(ATTENTION) == before
+        assert opened.page.locator(".sides").evaluate("one => Number(getComputedStyle(one).opacity)") < 0.6
     opened.after(ATTENTION, lambda: opened.look("a good prompt"))
     assert opened.page.locator(".refused").count() == 0
+    assert opened.page.locator(".sides").evaluate("one => getComputedStyle(one).opacity") == "1"
+    assert opened.page.input_value("#picked input") == ""  # what was typed is none of the prompts to pick
 
 
 def test_figures_are_drawn_in_their_own_column(shown_page):

@@ -21,6 +21,7 @@ from theodolite.explore.evidence import evidence, kind_of, opening_head, shares_
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Place, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
+from theodolite.explore.view import tag_colours
 from theodolite.models import open_model
 
 
@@ -42,20 +43,20 @@ def test_the_attention_map_and_its_switches(sharp):
     )
     view = sharp.view(ids, layer, head)
     at = place(layer, head)
-    trace, plain = cells(panels.attention(sharp, ids, at, Switches()))
+    trace, plain = cells(panels.attention([sharp], ids, at, Switches())[0])
     np.testing.assert_allclose(plain, view.attention, atol=1e-7)
     assert (trace["zmin"], trace["zmax"]) == (0, pytest.approx(np.nanmax(view.attention), rel=1e-5))
 
-    axis = json.loads(panels.attention(sharp, ids, at, Switches()))["layout"]["xaxis"]
+    axis = json.loads(panels.attention([sharp], ids, at, Switches())[0])["layout"]["xaxis"]
     marked = [at for at, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if "▼" in text]
     assert marked == [sink.position for sink in view.sinks]
 
-    trace, logs = cells(panels.attention(sharp, ids, at, Switches(log=True)))
+    trace, logs = cells(panels.attention([sharp], ids, at, Switches(log=True))[0])
     np.testing.assert_allclose(logs, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
     assert trace["zmin"] == -5
     assert trace["colorbar"]["ticktext"][0] == "≤ 1e-05"
 
-    trace, rest = cells(panels.attention(sharp, ids, at, Switches(hide_sinks=True)))
+    trace, rest = cells(panels.attention([sharp], ids, at, Switches(hide_sinks=True))[0])
     hidden = [sink.position for sink in view.sinks]
     assert np.isnan(rest[:, hidden]).all()
     others = [key for key in range(len(ids)) if key not in hidden]
@@ -73,7 +74,7 @@ def test_without_a_sink_the_first_token_is_hidden(sharp):
 
 def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
     ids = prompt_ids([sharp], PROMPT)
-    drawn = json.loads(panels.head_map(sharp, ids, place(1, 0)))
+    drawn = json.loads(panels.head_map([sharp], ids, place(1, 0))[0])
     frame = drawn["layout"]["shapes"][0]
     assert (frame["x0"], frame["x1"], frame["y0"], frame["y1"]) == (-0.5, 0.5, 0.5, 1.5)
     offered = dict(panels.measures_of([sharp]))
@@ -82,11 +83,11 @@ def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
     assert "this prompt · learned sink" not in offered
     for value in offered.values():
         where, _, column = value.partition(":")
-        assert panels.head_map(sharp, ids, Place(0, 0, (where, column))), value
+        assert panels.head_map([sharp], ids, Place(0, 0, (where, column)))[0], value
     assert "this prompt · learned sink" in dict(panels.measures_of([subject("gpt_oss")]))
     # No token comes twice: there is nothing to draw.
     once = prompt_ids([sharp], "abcdefgh")
-    assert panels.head_map(sharp, once, Place(0, 0, (ON_PROMPT, "same_token"))) == ""
+    assert panels.head_map([sharp], once, Place(0, 0, (ON_PROMPT, "same_token"))) == [""]
 
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
@@ -136,37 +137,40 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
     tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
-    said = words.sink_words(replace(view, tokens=tokens))
+    said = words.sink_words(replace(view, tokens=tokens), 1.0)
     assert "<script>" not in said
     assert "&lt;script&gt;" in said
     assert f'<b class="m">▼1</b>{view.tokens[view.sinks[0].position]}' in said
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
-    tagged = words.tag_words(replace(view, tokens=tokens), sharp.slow(ids, view.layer, view.head).tags, "")
+    tags = sharp.slow(ids, view.layer, view.head).tags
+    tagged = words.tag_words(replace(view, tokens=tokens), tags, tag_colours([tags])[0], "")
     assert "<script>" not in tagged
     assert tagged.count("background:rgb(") == len(ids)
-    assert "Cannot be shown: why &lt;not&gt;" in words.tag_words(view, None, "why <not>")
+    assert "Cannot be shown: why &lt;not&gt;" in words.tag_words(view, None, np.zeros((0, 3)), "why <not>")
     assert words.message("a <b>") == '<p class="refused">a &lt;b&gt;</p>'
     assert words.message("") == ""
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
-    assert "No sink" in words.sink_words(no_sink)
+    assert "No sink" in words.sink_words(no_sink, 1.0)
 
 
 def test_a_learned_sink_is_told(subject):
     own = subject("gpt_oss")
     ids = prompt_ids([own], PROMPT)
     view = own.view(ids, 0, 0)
-    assert f"{view.learned.mean():.2f} of the attention goes to a learned column" in words.sink_words(view)
+    assert f"{view.learned.mean():.2f} of the attention goes to a learned column" in words.sink_words(
+        view, 1.0
+    )
 
 
 def test_constituents_are_drawn_or_refused_with_the_reason(subject):
     own = subject("gpt2")
     ids = prompt_ids([own], PROMPT)
-    figure, refused = panels.constituents(own, ids, place(), 1)
+    figure, refused = panels.constituents([own], ids, place(), 1)[0]
     assert refused == ""
     assert len(json.loads(figure)["data"]) == 7  # position, context, two of both, constant, QK, attention
     long = prompt_ids([own], "a" * 60)  # longer than the contexts of the survey
-    figure, refused = panels.constituents(own, long, place(), 1)
+    figure, refused = panels.constituents([own], long, place(), 1)[0]
     assert figure == ""
     assert "the decomposition has 32 positions and the prompt 60" in refused
     assert panels.windows(tuple(range(300))) == [
@@ -249,7 +253,52 @@ def test_measures_of_the_text_come_from_the_text(sharp):
     ids = prompt_ids([sharp], PROMPT)
     drawn = {}
     for where in (ON_PROMPT, TEXT):
-        drawn[where] = cells(panels.head_map(sharp, ids, Place(0, 0, (where, "entropy"))))[1]
+        drawn[where] = cells(panels.head_map([sharp], ids, Place(0, 0, (where, "entropy")))[0])[1]
     expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
     np.testing.assert_allclose(drawn[TEXT], expected, atol=1e-6)
     assert np.abs(drawn[ON_PROMPT] - expected).max() > 1e-3
+
+
+def test_two_models_share_their_scales(subject):
+    both = [subject("gpt2"), subject("llama3")]
+    ids = prompt_ids(both, PROMPT)
+    views = [own.view(ids, 1, 0) for own in both]
+    at, hidden = place(1, 0), Switches(hide_sinks=True)  # the first row has a 1 in any model
+    drawn = [json.loads(one)["data"][0] for one in panels.attention(both, ids, at, hidden)]
+    alone = [json.loads(panels.attention([own], ids, at, hidden)[0])["data"][0] for own in both]
+    most = [np.nanmax(np.delete(view.attention, figures.hidden_keys(view), axis=1)) for view in views]
+    assert [trace["zmax"] for trace in alone] == pytest.approx(most, rel=1e-5)
+    assert [trace["zmax"] for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
+    assert abs(most[0] - most[1]) > 1e-3
+
+    for ends in (
+        [json.loads(one)["layout"][axis]["range"] for one in panels.spectrum(both, place(1, 0))]
+        for axis in ("xaxis", "yaxis")
+    ):
+        assert ends[0] == ends[1]
+    values = np.concatenate([own.run.arrays["spectrum_data"][1, 0] for own in both])
+    (low, high), span = ends[0], np.ptp(values[:, 1])
+    assert values[:, 1].min() - low == pytest.approx(0.06 * span, rel=1e-3)
+    assert high - values[:, 1].max() == pytest.approx(0.06 * span, rel=1e-3)
+
+    parts = [json.loads(figure)["layout"] for figure, _ in panels.constituents(both, ids, place(1, 0), 1)]
+    for axis in ("coloraxis", "coloraxis2"):
+        assert parts[0][axis]["cmax"] == parts[1][axis]["cmax"]
+
+    received = [np.nan_to_num(view.received) for view in views]
+    for said, own in zip(panels.sinks(both, ids, place(1, 0)), received, strict=True):
+        shades = [float(part.split('"')[0]) for part in said.split('style="--a:')[1:]]
+        np.testing.assert_allclose(shades, own / np.concatenate(received).max(), atol=0.0051)
+
+
+def test_tags_of_a_turned_model_keep_their_colours(sharp):
+    ids = prompt_ids([sharp], "the theodolite reads the angle")
+    tags = sharp.slow(ids, 1, 0).tags
+    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(0)))
+    own, other = tag_colours([tags, replace(tags, scores=tags.scores @ turn)])
+    assert np.abs(own.astype(int) - other).max() <= 1
+    alone = tag_colours([replace(tags, scores=tags.scores @ turn)])[0]
+    assert np.abs(own.astype(int) - alone).max() > 20
+    missing, own = tag_colours([None, tags])
+    assert len(missing) == 0
+    np.testing.assert_array_equal(own, tag_colours([tags])[0])

@@ -18,7 +18,7 @@ from theodolite.explore import panels
 from theodolite.explore.brief import brief_survey
 from theodolite.explore.panels import Place
 from theodolite.explore.subject import prompt_ids
-from theodolite.explore.view import head_tags, read_prompt
+from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
 from theodolite.prompt_trace import LEFT_OUT, UNCAUGHT
 from theodolite.surveyor import survey
@@ -143,7 +143,7 @@ def test_tags_by_hand(sharp, sharp_folder):
                 assert tags.chance == pytest.approx((len(groups) - 1) / (len(x) - 1))
                 # A channel is a component, stretched to 0 … 255.
                 scores = np.linalg.svd(x - x.mean(0), full_matrices=False)[0]
-                colours = tags.colours[kept].astype(float)
+                colours = tag_colours([tags])[0][kept].astype(float)
                 for channel in range(3):
                     assert abs(np.corrcoef(colours[:, channel], scores[:, channel])[0, 1]) > 0.999
                     assert colours[:, channel].min() == 0
@@ -186,7 +186,7 @@ def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
             q, k = w_q[:, 8 * head : 8 * head + 8], w_k[:, 8 * group : 8 * group + 8]
             whole = np.linalg.eigvals(q @ k.T @ covariance)
             expected = whole[np.argsort(-np.abs(whole))[:8]]  # the others are zero
-            x, y = _drawn(panels.spectrum(own, Place(layer, head, ("text", "entropy"))))
+            x, y = _drawn(panels.spectrum([own], Place(layer, head, ("text", "entropy")))[0])
             got = x + 1j * y.astype(np.float64)
             np.testing.assert_allclose(_sorted(got), _sorted(expected), atol=1e-3 * np.abs(expected).max())
 

@@ -30,7 +30,7 @@ def kernels(monkeypatch):
 
 
 def in_half_or_single(kind: str, dtype: torch.dtype):
-    inputs = make(kind, dtype, strength=1.0)
+    inputs = make(kind, dtype, strength=1.0).of_contexts(slice(2))  # the interpreter takes seconds for each
     return inputs if inputs.bias is None else replace(inputs, bias=inputs.bias.float())
 
 
@@ -136,7 +136,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_give_the_same_statistics(kind, kernels, monkeypatch):
     """Where no weights pass by, what is paid to previous and equal tokens is found from normalisers."""
-    inputs = make(kind, torch.float32).of_contexts(slice(1))  # the interpreter takes seconds for each
+    inputs = make(kind, torch.float32).of_contexts(slice(1))
     if inputs.bias is not None:
         inputs = replace(inputs, bias=inputs.bias.float())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter is not made for threads

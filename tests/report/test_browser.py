@@ -14,7 +14,7 @@ import pytest
 from tests.inputs.test_pages import BROWSER
 from tests.report.synthetic import make_survey
 from theodolite import compare
-from theodolite.comparison.page import COMPARED
+from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
 from theodolite.experiments import EXPERIMENTS, Study, write_index, write_outcome
 from theodolite.run import Run
@@ -37,7 +37,7 @@ def pages(run: Run, page: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     audit = compare(run, make_survey(seed=1), names=("before", "after"))
     return {
         "survey": page,
-        "comparison": write_outcome(COMPARED, compared([audit]), run, place),
+        "comparison": write_outcome(experiment_of([audit], compared([audit])), compared([audit]), run, place),
         "experiment": write_outcome(EXPERIMENTS[name], Study(run).outcome(EXPERIMENTS[name]), run, place),
         "index": write_index(place) or place,
     }
@@ -105,6 +105,41 @@ def test_axe_finds_nothing_and_nothing_scrolls_sideways(
     assert violations(tab, runOnly=["color-contrast"]) == []
     assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert tab.faults == []
+
+
+OVERLAPS = """(selector) => {
+    const texts = [...document.querySelectorAll(`${selector} .main-svg text`)].filter((one) => one.textContent.trim());
+    const boxes = texts.map((one) => one.getBoundingClientRect());
+    return texts.flatMap((one, i) => texts.slice(i + 1).map((other, j) => [one, other, boxes[i], boxes[i + 1 + j]]))
+        .filter(([, , a, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2)
+        .map(([one, other]) => `${one.textContent} / ${other.textContent}`);
+}"""
+
+
+@pytest.mark.parametrize("figure", ["entropies", "outlier-dimensions", "positional-basis"])
+def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
+    tab = show("comparison", PHONE)
+    plot = f"#figure-{figure} .plot"
+    tab.locator(plot).scroll_into_view_if_needed()
+    tab.wait_for_selector(f"{plot} .main-svg", state="attached")
+    assert tab.evaluate(OVERLAPS, plot) == []
+    room = tab.locator(f"#figure-{figure} .body")
+    assert room.evaluate("one => one.scrollWidth > one.clientWidth + 100")
+    room.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function(
+        "(one) => document.querySelector(one).scrollLeft > 0", arg=f"#figure-{figure} .body"
+    )
+
+
+def test_the_contents_tell_where_one_is(show) -> None:
+    tab = show("comparison")
+    marked = "[...document.querySelectorAll('nav [aria-current]')].map((one) => one.textContent)"
+    assert tab.evaluate(marked) == ["Verdicts"]
+    for place, name in (("document.body.scrollHeight", "Provenance"), ("0", "Verdicts")):
+        tab.evaluate(f"scrollTo(0, {place})")
+        tab.wait_for_function(f"name => JSON.stringify({marked}) === JSON.stringify([name])", arg=name)
 
 
 def test_axe_would_find_something(show) -> None:
@@ -205,4 +240,7 @@ def test_paper_is_light_and_shows_every_figure(show) -> None:
     widths = "[...document.querySelectorAll('.main-svg')].map(one => one.getBoundingClientRect().width)"
     assert max(tab.evaluate(widths)) <= 42.01 * 16
     assert not tab.locator("nav").is_visible()
+    chosen = tab.locator("select[data-picks=waves]")  # the paper says of which layer a figure is
+    assert chosen.is_visible()
+    assert chosen.evaluate("one => getComputedStyle(one).borderStyle") == "none"
     assert len(tab.pdf()) > 100_000

@@ -33,9 +33,10 @@ def dense_summary(inputs) -> dict[str, torch.Tensor]:
         whole = torch.cat([logits, column], dim=-1)
     entropy = -torch.special.xlogy(weights, weights).sum(-1) - torch.special.xlogy(learned, learned)
     seen = logits.isfinite().sum(-2)
-    propagates = torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.bool)
-    for b in range(BATCH):
-        for h in range(HEADS):
+    batch, heads, _, keys = logits.shape
+    propagates = torch.zeros(batch, heads, keys, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
             row = logits[b, h, -1]
             t = int(row.isfinite().sum())
             omega = row[row.isfinite()]

@@ -16,9 +16,9 @@ from rich.table import Table
 from theodolite.comparison.audit import Audit, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, look, measure, without_term
 from theodolite.comparison.outputs import NAME
-from theodolite.comparison.page import COMPARED, TERM, outcome
+from theodolite.comparison.page import TERM, experiment_of, outcome
 from theodolite.errors import UsageError
-from theodolite.experiments.base import UNTESTABLE, Outcome, harmless
+from theodolite.experiments.base import UNTESTABLE, Experiment, Outcome, harmless
 from theodolite.experiments.page import MARKS, result, write_index, write_outcome
 from theodolite.experiments.study import Focus
 from theodolite.files import write_text, writing
@@ -36,6 +36,11 @@ class Compared:
     audits: list[Audit]
     outcome: Outcome
     run: Run
+
+    @property
+    def experiment(self) -> Experiment:
+        """The head of the page."""
+        return experiment_of(self.audits, self.outcome)
 
 
 def is_run(source: str) -> bool:
@@ -128,7 +133,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
         }
         for audit in compared.audits
     ]
-    page = result(COMPARED, compared.outcome, compared.run)
+    page = result(compared.experiment, compared.outcome, compared.run)
     return {"schema_version": SCHEMA_VERSION, "comparisons": told} | {
         name: page[name] for name in ("verdicts", "tables", "provenance", "other_runs")
     }
@@ -140,7 +145,7 @@ def write(compared: Compared, out: Path) -> Path:
     Raises:
         WorkError: the folder cannot be written.
     """
-    page = write_outcome(COMPARED, compared.outcome, compared.run, out)
+    page = write_outcome(compared.experiment, compared.outcome, compared.run, out)
     text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
     with writing(out):
         write_text(out / FILE, text + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -31,18 +31,18 @@ from theodolite.report import figures_prompt
 from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.style import Patch
-from theodolite.report.text import counted, head_name, listed, number, percent, token_text
+from theodolite.report.text import counted, head_name, listed, number, percent, token_text, visible
 
 COMPARED = Experiment(
     "sinks/compare",
     "What of the mechanism survives",
-    "Pruning to sparse + low-rank (OATS) keeps sinks that Wanda and SparseGPT lose; without the low-rank term of a "
-    "layer its sinks are gone (section 3, Figs. 4 and 5)",
+    "",
     (),
     make=lambda study: Outcome([], [], {}),
 )
 """What the page is of; `theodolite compare` makes it, no study does."""
 
+OF_THE_TERM = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
 TERM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
 FEWEST_SINKS = 8
 """Times that keys of the layer are sinks in the text, below which nothing is said of them."""
@@ -73,6 +73,14 @@ def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Lo
     runs = {name: provenance for audit in audits for name, provenance in audit.runs.items()}
     runs.pop(audits[0].reference)
     return Outcome([], verdicts, tables, exhibits, dict(runs))
+
+
+def experiment_of(audits: Sequence[Audit], made: Outcome) -> Experiment:
+    """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
+    first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
+    taken_out = any(verdict.claim == TERM for verdict in made.verdicts)
+    title = f"What of {first} survives in {listed(others, 4)}"
+    return replace(COMPARED, title=title, paper=OF_THE_TERM if taken_out else "")
 
 
 def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
@@ -166,7 +174,9 @@ def _side_by_side(seen: Look) -> list[Exhibit]:
             f"Attention of {head}, model by model",
             drawing.side_by_side(attention, square=True),
             f"One prompt, queries down and keys across; ▼ marks the sinks of the head in each model. {found}.",
-            "a strong column that one model has and another lacks.",
+            "a strong column in one model that is pale or missing in another."
+            if any(sinks.values())
+            else "columns that differ. The head has no sink on this prompt: others by --prompt, --layer and --head.",
             f"{ZHANG}, Figs. 4 and 5",
             wide=True,
         ),

@@ -98,8 +98,11 @@ class Part:
             said += f" ({self.by_chance:.1f} would by chance)"
         elif self.weight and 0 < kept < total:
             said += f" ({percent(self.left)} by weight)"
-        more = [f"{self.count(status)} {status}" for status in (NEW, UNDECIDED) if self.count(status)]
-        return ", ".join([said, *more])
+        if added := self.count(NEW):
+            said += f", {added} new"
+        if open_ := self.count(UNDECIDED):
+            said += f", {open_} undecided (within two standard errors)"
+        return said
 
 
 def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:

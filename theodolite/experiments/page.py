@@ -123,7 +123,11 @@ def render(experiment: Experiment, outcome: Outcome, run: Run) -> str:
             ],
             "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
             "tables": {name: table for name, table in tables.items() if table is not None},
-            "provenance": content.provenance_rows(run),
+            "provenance": content.provenance_rows(run.provenance),
+            "others": [
+                (visible(name, 80), content.provenance_rows(provenance))
+                for name, provenance in outcome.runs.items()
+            ],
             "cards": "{}",
             "plotly": f"../{PLOTLY}",
         },
@@ -169,9 +173,14 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 
 def _tally(verdicts: list[Verdict]) -> str:
-    """`3 claims: 2 holds, 1 in part`; empty where there is one or none."""
+    """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
     counts = {answer: sum(verdict.verdict == answer for verdict in verdicts) for answer in MARKS}
-    told = ", ".join(f"{count} {answer}" for answer, count in counts.items() if count)
+    many = {HOLDS: "hold", FAILS: "fail"}
+    told = ", ".join(
+        f"{count} {many.get(answer, answer) if count > 1 else answer}"
+        for answer, count in counts.items()
+        if count
+    )
     return f"{len(verdicts)} claims: {told}" if len(verdicts) > 1 else ""
 
 

@@ -25,6 +25,9 @@ FAINTEST = 1e-5
 LABELLED = 40  # tokens written at an axis at most
 NAMED = 10  # characters of each
 MARK = "▼"
+COLOUR_AXES = ("coloraxis", "coloraxis2")
+APART = 0.15  # decades between the last tick and the end of the colours, for the end to be written
+ROOM = 0.06  # of an axis, beyond its outermost points
 
 
 def hidden_keys(view: HeadView) -> list[int]:
@@ -74,8 +77,10 @@ def _decades(most: float) -> tuple[float, float, dict[str, Any]]:
     """The ends of the colours in decades, one decade apart at least, and the colour bar's ticks as plain numbers."""
     low = round(math.log10(FAINTEST))
     high = max(math.log10(most), low + 1.0)
-    decades = list(range(low, math.floor(high) + 1))
+    decades: list[float] = list(range(low, math.floor(high) + 1))
     names = [f"{10.0**decade:g}" for decade in decades]
+    if high - decades[-1] > APART:  # the upper end has a number, too
+        decades, names = [*decades, high], [*names, f"{10.0**high:.2g}"]
     return low, high, {"tickvals": decades, "ticktext": [f"≤ {names[0]}", *names[1:]]}
 
 
@@ -107,5 +112,44 @@ def chosen_map(run: Run, measure: str, layer: int, head: int) -> go.Figure:
     """The layer × head map of a measure, with a frame around one head."""
     drawn = head_map(run, measure)
     frame = {"type": "rect", "x0": head - 0.5, "x1": head + 0.5, "y0": layer - 0.5, "y1": layer + 0.5}
-    drawn.add_shape(frame | {"line": {"color": style.VERMILLION, "width": 3}, "layer": "above"})
+    for colour, width in ((style.NEUTRAL, 7), (style.INK, 3)):  # paper around ink is seen on any colour
+        drawn.add_shape(frame | {"line": {"color": colour, "width": width}, "layer": "above"})
     return drawn
+
+
+def share_scales(drawn: Sequence[go.Figure]) -> None:
+    """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
+    if len(drawn) < 2:
+        return
+    for name in COLOUR_AXES:
+        _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
+    _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
+    for axis in ("x", "y"):
+        if all(figure.layout[f"{axis}axis"].range is None for figure in drawn):
+            _share_axis(drawn, axis)
+
+
+def _share(scales: Sequence[Any], letter: str) -> None:
+    """Colour scales from the least to the most of all, with the ticks of the one that goes farthest."""
+    low, high = f"{letter}min", f"{letter}max"
+    scales = [scale for scale in scales if scale[high] is not None]
+    if not scales:
+        return
+    least, farthest = min(scale[low] for scale in scales), max(scales, key=lambda scale: scale[high])
+    for scale in scales:
+        scale.update({low: least, high: farthest[high], "colorbar": farthest.colorbar})
+
+
+def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
+    """An axis of numbers from the least to the most of all points."""
+    values = [trace[axis] for figure in drawn for trace in figure.data if trace.type == "scatter"]
+    finite = [part[np.isfinite(part)] for part in map(np.asarray, values)]
+    if not any(part.size for part in finite):
+        return
+    low, high = (
+        min(part.min() for part in finite if part.size),
+        max(part.max() for part in finite if part.size),
+    )
+    room = ROOM * (float(high - low) or 1.0)
+    for figure in drawn:
+        figure.layout[f"{axis}axis"].range = [float(low) - room, float(high) + room]

@@ -21,7 +21,9 @@ FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"
 _CONSTITUENTS = (
     "The query-key product in parts that need the position, the context, both or neither; they sum to QK, the model's "
-    "own logits. Of every row its mean is taken off, which the softmax does not notice. Position 0 is left out."
+    "own logits: pos is what the query's or the key's position adds, cvec what its token and context add, and "
+    "query-key is the order, so that pos-cvec is a position that looks for a content. Of every row its mean is taken "
+    "off, which the softmax does not notice. Position 0 is left out."
 )
 _START = """
 const start = () => window.theodolite
@@ -145,8 +147,8 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
 def _side(subject: Subject, *, alone: bool) -> _Side:
     made: dict[str, gr.HTML] = {}
     with gr.Column(elem_classes="side"):
-        if not alone:
-            _words(f'<h2 class="side-name">{words.escaped(subject.name)}</h2>')
+        unseen = " only-heard" if alone else ""  # one model's name is the page's own heading
+        _words(f'<h2 class="side-name{unseen}">{words.escaped(subject.name)}</h2>')
         with gr.Row(elem_classes="pair"):
             with _panel("Heads", "Rows are layers, columns heads. Click one to look at it."):
                 made["map"] = _figure("layer × head map", picks=True)
@@ -191,7 +193,8 @@ def _wire(
         ids = prompt_ids(subjects, text)
         choices = panels.windows(ids)
         window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
-        yield from (ids, window, *_quick(subjects, _Asked.of(*[ids, *values[1:5], 1])))
+        name = next((name for name, own in prompts.items() if own == text), None)
+        yield from (ids, window, name, *_quick(subjects, _Asked.of(*[ids, *values[1:5], 1])))
 
     def show(*values: Any) -> Iterator[Any]:
         yield from _quick(subjects, _Asked.of(*values))
@@ -201,17 +204,17 @@ def _wire(
 
     def maps(*values: Any) -> Iterator[Any]:
         now = _Asked.of(*values)
-        yield from (panels.head_map(subject, now.ids, now.place) for subject in subjects)
+        yield from panels.head_map(subjects, now.ids, now.place)
 
     def attention(*values: Any) -> Iterator[Any]:
         now = _Asked.of(*values)
-        yield from (panels.attention(subject, now.ids, now.place, now.switches) for subject in subjects)
+        yield from panels.attention(subjects, now.ids, now.place, now.switches)
 
     def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
         head = str(evt._data["head"])
         yield from (head, *_quick(subjects, _Asked.of(values[0], head, *values[2:])))
 
-    reads = [controls.ids, controls.window, *quick]
+    reads = [controls.ids, controls.window, picked, *quick]
     for trigger in (look.click, prompt.submit, page.load):
         event(trigger, read, [prompt, *asked], reads).then(**_then(message, parts, asked, slow))
     picked.input(prompts.__getitem__, picked, prompt, show_progress="hidden", api_visibility="private").then(
@@ -229,21 +232,23 @@ def _wire(
 
 
 def _quick(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    for subject in subjects:
-        of = (subject, asked.ids, asked.place)
-        yield panels.head_map(*of)
-        yield panels.head(*of)
-        yield panels.attention(*of, asked.switches)
-        yield panels.sinks(*of)
-        yield panels.spectrum(subject, asked.place)
-        yield panels.propagation(subject, asked.place)
+    of = (subjects, asked.ids, asked.place)
+    made = [
+        panels.head_map(*of),
+        panels.head(*of),
+        panels.attention(*of, asked.switches),
+        panels.sinks(*of),
+        panels.spectrum(subjects, asked.place),
+        panels.propagation(subjects, asked.place),
+    ]
+    for side in zip(*made, strict=True):
+        yield from side
 
 
 def _slow(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    for subject in subjects:
-        of = (subject, asked.ids, asked.place)
-        yield from panels.constituents(*of, asked.first)
-        yield panels.tags(*of)
+    of = (subjects, asked.ids, asked.place)
+    for parts, tags in zip(panels.constituents(*of, asked.first), panels.tags(*of), strict=True):
+        yield from (*parts, tags)
 
 
 def _event(
@@ -302,7 +307,8 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
     picking = " data-picks" if picks else ""
     return gr.HTML(
         "",
-        html_template=f'<div class="plot {kind}" role="img" aria-label="{label}"{picking}></div>',
+        html_template=f'<div class="plot {kind}" role="figure" aria-label="{label}"{picking}></div>'
+        '<details class="numbers"><summary>Its numbers</summary></details>',
         js_on_load=_START.replace("{what}", "figure"),
         apply_default_css=False,
         **more,

@@ -1,5 +1,6 @@
-"""Every panel of the page as the string that the browser gets: words as HTML, figures as JSON.
+"""Every panel of the page as the string that the browser gets, one a model: words as HTML, figures as JSON.
 
+Models that stand side by side share their scales, so that a colour or a height means the same in both.
 Between the numbers of a view and the page; gradio is not known here, so that all of it can be tested without.
 """
 
@@ -8,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import plotly.graph_objects as go
+
 from theodolite.errors import UsageError
 from theodolite.explore import figures, words
 from theodolite.explore.subject import Slow, Subject
+from theodolite.explore.view import tag_colours
 from theodolite.report import figures_spectra
 from theodolite.report.figures_heads import head_measures
 from theodolite.report.figures_qk import MOST, qk_panels
@@ -77,47 +81,67 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     ]
 
 
-def head_map(subject: Subject, ids: Ids, place: Place) -> str:
+def head_map(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
     """The layer × head map with the head framed; empty where no head has the measure."""
     where, measure = place.measure
-    run = subject.run if where == TEXT else subject.read(ids).measured
     try:
-        return figure_json(figures.chosen_map(run, measure, place.layer, place.head), {})
+        drawn = [
+            figures.chosen_map(
+                subject.run if where == TEXT else subject.read(ids).measured,
+                measure,
+                place.layer,
+                place.head,
+            )
+            for subject in subjects
+        ]
     except UsageError:
-        return ""
+        return [""] * len(subjects)
+    of = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
+    return _sent(drawn, f"layer × head map of {of}, {_name(place)} framed")
 
 
-def head(subject: Subject, ids: Ids, place: Place) -> str:
+def head(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
     """The head's name, kind and evidence."""
-    return words.head_words(
-        subject.view(ids, place.layer, place.head), subject.run, subject.read(ids).measured
-    )
+    return [
+        words.head_words(subject.view(ids, place.layer, place.head), subject.run, subject.read(ids).measured)
+        for subject in subjects
+    ]
 
 
-def attention(subject: Subject, ids: Ids, place: Place, switches: Switches) -> str:
+def attention(subjects: Sequence[Subject], ids: Ids, place: Place, switches: Switches) -> list[str]:
     """The head's attention map."""
-    view = subject.view(ids, place.layer, place.head)
-    return figure_json(figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks), {})
+    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
+    drawn = [figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks) for view in views]
+    return _sent(drawn, f"attention map of {_name(place)} on this prompt")
 
 
-def sinks(subject: Subject, ids: Ids, place: Place) -> str:
+def sinks(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
     """The tokens with their sinks."""
-    return words.sink_words(subject.view(ids, place.layer, place.head))
+    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
+    most = words.most_received(views)
+    return [words.sink_words(view, most) for view in views]
 
 
-def tags(subject: Subject, ids: Ids, place: Place) -> str:
+def tags(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    found = subject.slow(ids, place.layer, place.head)
-    return words.tag_words(subject.view(ids, place.layer, place.head), found.tags, found.no_tags)
+    found = [subject.slow(ids, place.layer, place.head) for subject in subjects]
+    colours = tag_colours([each.tags for each in found])
+    return [
+        words.tag_words(subject.view(ids, place.layer, place.head), each.tags, own, each.no_tags)
+        for subject, each, own in zip(subjects, found, colours, strict=True)
+    ]
 
 
-def constituents(subject: Subject, ids: Ids, place: Place, first: int) -> tuple[str, str]:
+def constituents(subjects: Sequence[Subject], ids: Ids, place: Place, first: int) -> list[tuple[str, str]]:
     """The head's constituents, their sum and its attention, from position `first` on; or why there are none."""
-    found: Slow = subject.slow(ids, place.layer, place.head)
-    if found.split is None:
-        return "", words.message(f"The logits cannot be split: {found.not_split}")
-    drawn = qk_panels(found.split, place.head, subject.read(ids).tokens, first=first)
-    return figure_json(drawn, {}), ""
+    drawn, refused = [], []
+    for subject in subjects:
+        found: Slow = subject.slow(ids, place.layer, place.head)
+        refused.append("" if found.split else words.message(f"The logits cannot be split: {found.not_split}"))
+        if found.split:
+            drawn.append(qk_panels(found.split, place.head, subject.read(ids).tokens, first=first))
+    sent = iter(_sent(drawn, f"constituents of the logits of {_name(place)} on this prompt"))
+    return [("", why) if why else (next(sent), "") for why in refused]
 
 
 def windows(ids: Ids) -> list[tuple[str, int]]:
@@ -128,12 +152,31 @@ def windows(ids: Ids) -> list[tuple[str, int]]:
     ]
 
 
-def spectrum(subject: Subject, place: Place) -> str:
+def spectrum(subjects: Sequence[Subject], place: Place) -> list[str]:
     """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
-    name = "spectrum_data" if "spectrum_data" in subject.run.arrays else "spectrum"
-    return figure_json(figures_spectra.spectrum(subject.run, place.layer, place.head, name), {})
+    drawn = [
+        figures_spectra.spectrum(
+            subject.run,
+            place.layer,
+            place.head,
+            "spectrum_data" if "spectrum_data" in subject.run.arrays else "spectrum",
+        )
+        for subject in subjects
+    ]
+    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(place)}")
 
 
-def propagation(subject: Subject, place: Place) -> str:
+def propagation(subjects: Sequence[Subject], place: Place) -> list[str]:
     """The propagation that the spectrum predicts, and the one measured on the text."""
-    return figure_json(figures_spectra.propagation(subject.run, place.layer, place.head), {})
+    drawn = [figures_spectra.propagation(subject.run, place.layer, place.head) for subject in subjects]
+    return _sent(drawn, f"signal propagation of {_name(place)}, predicted and measured")
+
+
+def _name(place: Place) -> str:
+    return head_name(place.layer, place.head)
+
+
+def _sent(drawn: Sequence[go.Figure], label: str) -> list[str]:
+    """The figures of all models on one scale, as JSON with what a screen reader says of them."""
+    figures.share_scales(drawn)
+    return [figure_json(figure.update_layout(meta=label), {}) for figure in drawn]

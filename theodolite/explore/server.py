@@ -17,7 +17,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from theodolite.errors import UsageError
 from theodolite.explore.page import build, theme
 from theodolite.explore.subject import Subject
-from theodolite.report.page import themes
+from theodolite.report.page import static_text, themes
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 7860, 100
@@ -113,7 +113,7 @@ def _script(text: str) -> Callable[[], fastapi.Response]:
 
 
 def _page_script() -> str:
-    return f"const THEMES = {json.dumps(themes())};\n" + _static("page.js")
+    return f"const THEMES = {json.dumps(themes())};\n" + static_text("numbers.js") + _static("page.js")
 
 
 def _static(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
@@ -29,7 +29,7 @@ from theodolite.report.data import Floats
 from theodolite.run import Run
 from theodolite.splitting import constituents_of_pass
 from theodolite.theory.attention import MASKED, softmax
-from theodolite.theory.colouring import principal_scores, rgb
+from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 
 
@@ -100,13 +100,15 @@ class Tags:
     """What the head writes, by token.
 
     Attributes:
-        colours: (T, 3), 0 to 255: three principal components of the output in the residual stream.
+        scores: (T, 3), on three principal components of the output in the residual stream.
+        kept: (T) the tokens that count for them: all but the first and the sinks.
         explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
         before: the same of the stream that enters the block.
         chance: what a random grouping explains on average.
     """
 
-    colours: np.ndarray
+    scores: Float[Tensor, "positions 3"]
+    kept: Bool[Tensor, " positions"]
     explained: float
     before: float
     chance: float
@@ -213,8 +215,27 @@ def head_tags(
     group = torch.from_numpy(view.group)[kept]
     stream = read.layers[view.layer].stream[0].double().cpu()
     return Tags(
-        colours=rgb(principal_scores(output, kept), kept).numpy(),
+        scores=principal_scores(output, kept),
+        kept=kept,
         explained=variance_explained(output[kept], group),
         before=variance_explained(stream[kept], group),
         chance=chance_explained(group),
     )
+
+
+def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
+    """Each model's tags as colours (T, 3), 0 to 255, turned as near as may be to those of the first that has some.
+
+    Empty for None. Turned by the tokens that count in both; where too few do, a model's colours are its own.
+    """
+    first = next((one for one in tags if one is not None), None)
+    made = []
+    for one in tags:
+        if one is None or first is None:
+            made.append(np.zeros((0, 3), np.uint8))
+            continue
+        shared = one.kept & first.kept
+        alone = one is first or int(shared.sum()) <= COLOURS
+        scores = one.scores if alone else turned(one.scores, first.scores, shared)
+        made.append(rgb(scores, one.kept).numpy())
+    return made

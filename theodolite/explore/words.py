@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import html
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jinja2
@@ -73,9 +74,16 @@ def text_line(run: Run) -> str:
     return f"{size} of {visible(corpus['name'], 60)}"
 
 
-def sink_words(view: HeadView) -> str:
-    """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence."""
-    most = max((float(value) for value in view.received if value > 0), default=1.0)
+def most_received(views: Sequence[HeadView]) -> float:
+    """The most that any token of any of the models gets."""
+    return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
+
+
+def sink_words(view: HeadView, most: float) -> str:
+    """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence.
+
+    `most`: what the deepest shade means.
+    """
     shades = np.nan_to_num(view.received) / most
     tokens = [_token(view, place, f"--a:{shade:.2f}") for place, shade in enumerate(shades)]
     learned = float(view.learned.mean())
@@ -89,11 +97,9 @@ def sink_words(view: HeadView) -> str:
     )
 
 
-def tag_words(view: HeadView, tags: Tags | None, why_not: str) -> str:
-    """The same tokens in the colours of what the head writes; and how far the sinks explain it."""
-    tokens = []
-    if tags is not None:
-        tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(tags.colours)]
+def tag_words(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
+    """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
+    tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(colours)]
     return _render(
         "tags.html.j2",
         tokens=tokens,

@@ -14,9 +14,6 @@ import warnings
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import adjusted_rand_score, silhouette_score
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
@@ -45,6 +42,11 @@ def clusters(
     Returns:
         The two numbers, NaN with fewer than two such labels; and each context's cluster, −1 for those left out.
     """
+    from sklearn.metrics import (  # a tenth of every start, if it were on top
+        adjusted_rand_score,
+        silhouette_score,
+    )
+
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     taken = (labels >= 0) & (counts[inverse] >= 2)
     found = torch.full_like(labels, -1)
@@ -71,6 +73,9 @@ def _thread_pools() -> ThreadpoolController:
 
 
 def _k_means(direction: np.ndarray, k: int, start: np.ndarray | None) -> np.ndarray:
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     if start is None:
         model = KMeans(k, n_init=STARTS, random_state=0)
     else:

@@ -307,7 +307,7 @@ def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
     return cards
 
 
-def provenance_rows(run: Run) -> list[tuple[str, str]]:
+def provenance_rows(whence: dict[str, Any]) -> list[tuple[str, str]]:
     """Where the run comes from: (name, value) pairs, nested names joined by dots."""
     rows: list[tuple[str, str]] = []
 
@@ -319,7 +319,7 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             rows.append((visible(prefix), visible(shown, LONG_VALUE)))
 
-    walk("", {key: value for key, value in run.provenance.items() if key != "fingerprint"})
+    walk("", {key: value for key, value in whence.items() if key != "fingerprint"})
     return rows
 
 

@@ -97,7 +97,8 @@ def scatter_patch(table: pd.DataFrame, dots: Dots) -> list[Patch]:
     """What changes in `scatter` for another table."""
     values = table[[dots.before, dots.after]].to_numpy(np.float64)
     values = np.maximum(values, FEWEST) if dots.shares else values
-    ends = [FEWEST if dots.shares else 0.0, float(np.nanmax(values, initial=1.0 if dots.shares else 0.1))]
+    farthest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
+    ends = [FEWEST if dots.shares else 0.0, farthest]
     patches: list[Patch] = [{"x": ends, "y": ends}]
     for status in STATUS_COLOURS:
         own = (table["status"] == status).to_numpy()
@@ -117,16 +118,13 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     """Entropy of every head as a share of the highest possible, before and after, and the change in nats."""
     grids = _entropy_grids(table)
     largest = float(np.nanmax(np.abs(grids[2]))) or 1.0
+    share = {"zmin": 0, "zmax": 1, "colorscale": style.MAGNITUDE}
     looks = [
-        ("before", {"zmin": 0, "zmax": 1, "colorscale": style.MAGNITUDE}, "of the highest"),
-        (
-            "after",
-            {"zmin": 0, "zmax": 1, "colorscale": style.MAGNITUDE, "showscale": False},
-            "of the highest",
-        ),
-        ("change", {"zmin": -largest, "zmax": largest, "colorscale": style.SIGNED}, "nats"),
+        ("before", share, "of the highest"),
+        ("after", share | {"showscale": False}, "of the highest"),
+        ("change in nats", {"zmin": -largest, "zmax": largest, "colorscale": style.SIGNED}, "nats"),
     ]
-    bars = [style.colour_bar("of the highest", x=0.605), None, style.colour_bar("nats", x=1.01)]
+    bars = [style.colour_bar("", x=0.605), None, style.colour_bar("", x=1.01)]
     traces, layout = [], _panels([name for name, _, _ in looks], [0.0, 0.335, 0.74], 0.26)
     for place, ((name, look, unit), grid, bar) in enumerate(zip(looks, grids, bars, strict=True)):
         own = str(place + 1) if place else ""
@@ -144,6 +142,7 @@ def entropies(table: pd.DataFrame) -> go.Figure:
         layout[f"yaxis{own}"] |= {
             "dtick": max(1, len(grid) // 12),
             "title": {"text": "" if place else "layer"},
+            "autorange": "reversed",
         }
     return style.figure(traces, height=min(640, max(280, 150 + 26 * len(grids[0]))), layout=layout)
 
@@ -228,7 +227,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
     for place, title in enumerate(titles):
         own = str(place + 1) if place else ""
         curves = (
-            {"overlap": style.MEASURED, "curve": style.POSITION}
+            {"overlap": style.GREEN, "curve": style.PURPLE}
             if place == 2
             else {"before": style.REFERENCE, "after": style.MEASURED}
         )
@@ -285,20 +284,22 @@ def side_by_side(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
         traces.append(figure.data[0].update(xaxis=f"x{own}", yaxis=f"y{own}", showscale=place == 0))
         for axis in ("xaxis", "yaxis"):
             layout[f"{axis}{own}"] |= _fewer_labels(figure.layout[axis].to_plotly_json())
+        if place % columns:
+            layout[f"yaxis{own}"] |= {"title": {"text": ""}}
         if square:
             layout[f"xaxis{own}"] |= {"constrain": "domain"}
             layout[f"yaxis{own}"] |= {"scaleanchor": f"x{own}", "constrain": "domain"}
-    layout["margin"] = {"l": 80, "t": 60, "b": 70}
-    return style.figure(traces, height=round(whole) + 130, layout=layout)
+    layout["margin"] = {"l": 80, "t": 40, "b": 70}
+    return style.figure(traces, height=round(whole) + 110, layout=layout)
 
 
 def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
-    """An axis with room beside others: of tokens only the sinks, of dimensions every fourth label; no title."""
+    """An axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
     labels = list(zip(axis["tickvals"], axis["ticktext"], strict=True))
     of_tokens = "tickangle" in axis
     kept = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
     names = {"tickvals": [place for place, _ in kept], "ticktext": [text for _, text in kept]}
-    return axis | names | {"title": {"text": ""}}
+    return axis | names
 
 
 def _panels(

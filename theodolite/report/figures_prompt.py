@@ -183,6 +183,9 @@ def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.
         colorbar=style.colour_bar("attention"),
         hovertemplate="layer %{y}, %{text}<br>%{z:.3f}<extra></extra>",
     )
-    layout = {"xaxis": _axis(tokens, sinks), "yaxis": {"showgrid": False, "dtick": max(1, len(values) // 12)}}
+    layout = {
+        "xaxis": _axis(tokens, sinks),
+        "yaxis": {"showgrid": False, "dtick": max(1, len(values) // 12), "autorange": "reversed"},
+    }
     height = min(640, max(260, 160 + 22 * len(values)))
     return style.figure([heat], "", "layer", height=height, layout=layout | {"margin": {"b": 100}})

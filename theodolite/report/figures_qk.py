@@ -286,12 +286,13 @@ def _axes(suffix: str, place: tuple[int, int, int], texts: list[str], *, bottom:
         "anchor": f"x{suffix}",
         "domain": [top - height + FOOTROOM / (PANEL * rows), top - HEADROOM / (PANEL * rows)],
         "autorange": "reversed",
-        "scaleanchor": f"x{suffix}",
         "showticklabels": column == 0,
         "constraintoward": "top",
     }
-    if suffix:  # all move with the first
+    if suffix:  # all move with the first, whose cells are square
         across["matches"], down["matches"] = "x", "y"
+    else:
+        down["scaleanchor"] = "x"
     return {f"xaxis{suffix}": across, f"yaxis{suffix}": down}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from theodolite.files import write_text, writing
@@ -45,11 +46,12 @@ PLOTLY = "plotly.min.js"
 
 @dataclass(frozen=True)
 class Block:
-    """One exhibit as the template needs it: its caption, its data, its pickers."""
+    """One exhibit as the template needs it: its caption, its data, its pickers; `broad`: panels side by side."""
 
     exhibit: Exhibit
     json: str
     height: int
+    broad: bool
     options: list[tuple[str, list[Option]]]
     chosen: Option | None
     small: list[Option]
@@ -114,7 +116,7 @@ def render(run: Run) -> str:
             "errors": any(tile.error for tile in tiles),
             "first_head": content.first_head(run),
             "cards": script_json(content.head_cards(run)),
-            "provenance": content.provenance_rows(run),
+            "provenance": content.provenance_rows(run.provenance),
             "plotly": PLOTLY,
         },
     )
@@ -125,8 +127,7 @@ def rendered(template: str, values: dict[str, Any]) -> str:
 
     The nonce is the digest of the page without it: fixed for a page, and nothing that a text could know.
     """
-    templates = resources.files("theodolite.report") / "templates"
-    css, *js = ((templates / name).read_text(encoding="utf-8") for name in STATIC)
+    css, *js = map(static_text, STATIC)
     shared = {"css": css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
     loaded = environment().get_template(template)
     whole = shared | values
@@ -135,6 +136,11 @@ def rendered(template: str, values: dict[str, Any]) -> str:
         return bare
     digest = hashlib.sha256(bare.encode("utf-8", "surrogatepass")).hexdigest()
     return loaded.render(whole, nonce=digest[:32])
+
+
+def static_text(name: str) -> str:
+    """The style or a script of the pages."""
+    return (resources.files("theodolite.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
@@ -153,7 +159,7 @@ def block_of(run: Run, exhibit: Exhibit) -> Block:
     figure, choice = exhibit.draw(run), exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
     if choice is None:
-        return Block(exhibit, figure_json(figure, {}), height, [], None, [])
+        return Block(exhibit, figure_json(figure, {}), height, _broad(figure), [], None, [])
     options = choice.options(run)
     json = figure_json(figure, {option.key: choice.patch(run, option.key) for option in options})
     groups: dict[str, list[Option]] = {}
@@ -163,8 +169,20 @@ def block_of(run: Run, exhibit: Exhibit) -> Block:
     by_key = {option.key: option for option in options}
     first = options[len(options) // 2 if choice.name == "layer" else 0]
     return Block(
-        exhibit, json, height, list(groups.items()), first, [by_key[key] for key in small if key in by_key]
+        exhibit,
+        json,
+        height,
+        _broad(figure),
+        list(groups.items()),
+        first,
+        [by_key[key] for key in small if key in by_key],
     )
+
+
+def _broad(figure: go.Figure) -> bool:
+    """Whether axes begin at several places: panels side by side, which a phone must not squeeze."""
+    domains = [axis.domain for axis in figure.select_xaxes()]
+    return len({domain[0] for domain in domains if domain is not None}) > 1
 
 
 def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, list[Finding]]]:

@@ -151,14 +151,14 @@ def figure(
     """A figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     drawn = go.Figure(traces)
     drawn.update_layout(template=template(), height=height, xaxis_title_text=x, yaxis_title_text=y)
+    if layout:
+        drawn.update_layout(layout)
     maps = list(drawn.select_traces({"type": "heatmap"}))
     if maps:  # nothing looks like the page, so that a map needs an edge
         drawn.update_xaxes(showline=True, mirror=True)
         drawn.update_yaxes(showline=True, mirror=True)
     if len(maps) == len(traces) == 1 and maps[0].xgap:
         drawn.update_layout(plot_bgcolor=HAIRLINE)  # between cells, and where there is no number
-    if layout:
-        drawn.update_layout(layout)
     return drawn
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from scipy import stats
+from scipy.special import ndtri, stdtrit  # `scipy.stats` has them too, and takes long to start
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -137,7 +137,7 @@ def dimension_limit(width: int, level: float) -> float:
 
         z = t_ν(1 − level/width) · √(1 + π/(2 width)).
     """
-    quantile = float(stats.t.isf(level / width, MAD_EFFICIENCY * width))
+    quantile = -float(stdtrit(MAD_EFFICIENCY * width, level / width))
     return quantile * math.sqrt(1 + math.pi / (2 * width))
 
 
@@ -181,7 +181,7 @@ def gaussian_spread(width: int) -> float:
 
     P(max |x| ≤ m) = (2Φ(m) − 1)^width.
     """
-    low, high = (float(stats.norm.ppf((1 + q ** (1 / width)) / 2)) for q in (0.25, 0.75))
+    low, high = (float(ndtri((1 + q ** (1 / width)) / 2)) for q in (0.25, 0.75))
     return math.log(high / low) / IQR_TO_SD
 
 

@@ -1,11 +1,12 @@
 // What the page does in the browser: draws the figures that Python sends as JSON, and tells of clicks in the map.
-// `THEMES` is put before this file by the server.
+// `THEMES`, and the report's `numbersOf`, are put before this file by the server.
 "use strict";
 window.theodolite = (() => {
   const isDark = () => document.body.classList.contains("dark");
   const touch = matchMedia("(pointer: coarse)").matches;
   const swapped = new RegExp(Object.keys(THEMES.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
   const figures = new Map();
+  const shown = new Map();  // what is drawn in each, for its table
 
   // Cosines travel as hundredths, a byte a cell, row by row; -128 is a missing one.
   function unpacked(z) {
@@ -15,20 +16,27 @@ window.theodolite = (() => {
       Array.from(bytes.subarray(row * columns, (row + 1) * columns), (step) => (step === -128 ? null : step / z.steps)));
   }
 
-  // On a phone a map keeps its width: fewer labels, and the colour bar goes below.
-  const FEW = 12;
+  // On a phone a map keeps its width: the colour bar goes below.
   const TILED = 1150;
   function narrowed(data, layout) {
     for (const trace of data) {
       if (!trace.colorbar) continue;
       trace.colorbar = { ...trace.colorbar, orientation: "h", y: -0.25, yanchor: "top", title: { text: "" } };
     }
-    for (const axis of [layout.xaxis, layout.yaxis]) {
-      axis.title = { text: "" };
-      const step = Math.ceil((axis.tickvals?.length ?? 0) / FEW);
-      for (const name of step > 1 ? ["tickvals", "ticktext"] : []) axis[name] = axis[name].filter((_, i) => i % step === 0);
-    }
+    for (const axis of [layout.xaxis, layout.yaxis]) axis.title = { text: "" };
     layout.margin = { ...layout.margin, l: 56, b: 92, r: 4 };
+  }
+
+  // As many tokens are written at an axis as can be read; sinks always are, and the room for them is made.
+  const LINE = 11;
+  function thinned(axis, room) {
+    if (!axis?.tickvals || !axis.ticktext) return;
+    const step = Math.ceil(axis.tickvals.length / Math.max(1, room / LINE));
+    if (step === 1) return;
+    const marked = axis.ticktext.map((text) => text.includes("▼"));
+    const kept = (i) => marked[i] || (i % step === 0 && !marked.some((sink, j) => sink && Math.abs(i - j) < step));
+    const [tickvals, ticktext] = [axis.tickvals, axis.ticktext].map((all) => all.filter((_, i) => kept(i)));
+    Object.assign(axis, { tickvals, ticktext });
   }
 
   // A figure may have been drawn before its column had found its width.
@@ -52,18 +60,35 @@ window.theodolite = (() => {
     layout.width = plot.clientWidth;
     layout.height = plot.clientHeight;
     if (touch) layout.dragmode = false;
-    if (plot.clientWidth < 460 && layout.yaxis?.scaleanchor && source.data.length === 1) narrowed(source.data, layout);
+    if (plot.classList.contains("square")) {
+      if (plot.clientWidth < 460) narrowed(source.data, layout);
+      const room = layout.width - layout.margin.l - layout.margin.r - (plot.clientWidth < 460 ? 0 : 60);
+      for (const axis of [layout.xaxis, layout.yaxis]) thinned(axis, room);
+    } else if (room < 1) {
+      const axes = Object.entries(layout).filter(([name]) => /^[xy]axis/.test(name));
+      for (const [, axis] of axes) thinned(axis, (layout.width / 3 - 40) / (axis.showticklabels ? 1 : Infinity));
+    }
+    plot.setAttribute("aria-label", layout.meta);
     window.Plotly.react(plot, source.data, layout, {
       displaylogo: false, displayModeBar: touch ? false : "hover",
       // Nothing leaves this page, so there is no button that sends a figure away.
       modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
     });
+    for (const button of plot.querySelectorAll(".modebar-btn")) button.setAttribute("aria-label", button.dataset.title ?? "");
+    shown.set(plot, source);
+    const numbers = plot.parentElement.querySelector(".numbers");
+    if (numbers?.open) listed(numbers, plot);
     resized.observe(plot);
     plot.dataset.drawn = String(Number(plot.dataset.drawn ?? 0) + 1);
     if ("picks" in plot.dataset && !plot.dataset.listens) {
       plot.dataset.listens = "yes";
       plot.on("plotly_click", ({ points: [point] }) => plot.pick(`L${point.y}H${point.x}`));
     }
+  }
+
+  function listed(numbers, plot) {
+    const { data, layout } = shown.get(plot) ?? { data: [], layout: {} };
+    numbers.replaceChildren(numbers.firstElementChild, ...numbersOf(data, layout, layout.meta ?? ""));
   }
 
   function whenThere(test, then) {
@@ -74,6 +99,8 @@ window.theodolite = (() => {
   function figure(element, props, watch, trigger) {
     const show = () => {
       const plot = element.querySelector(".plot");
+      const numbers = element.querySelector(".numbers");
+      numbers.ontoggle = () => { if (numbers.open) listed(numbers, plot); };
       plot.pick = (head) => trigger("select", { head });
       if (props.value) {
         figures.set(plot, props.value);

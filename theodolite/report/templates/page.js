@@ -79,6 +79,12 @@ document.addEventListener("DOMContentLoaded", () => {
       modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
     };
     window.Plotly.react(div, data, layout, config);
+    const room = div.parentElement;
+    if (room.scrollWidth > room.clientWidth + 1 && getComputedStyle(room).overflowX === "auto") {
+      room.tabIndex = 0;  // so that a keyboard can scroll it
+      room.setAttribute("role", "group");
+      room.setAttribute("aria-label", "figure, wider than the screen");
+    }
     if ("selectsHead" in div.dataset && !div.dataset.listens) {
       div.dataset.listens = "yes";
       div.on("plotly_click", ({ points: [point] }) => selectHead(point.y, point.x));
@@ -87,13 +93,14 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // The contents show which section is being read.
   const links = new Map(all("nav a[href^='#']").map((link) => [link.hash.slice(1), link]));
-  const reading = new IntersectionObserver((entries) => {
-    for (const { isIntersecting, target } of entries) {
-      if (!isIntersecting) continue;
-      links.forEach((link, id) => id === target.id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
-    }
-  }, { rootMargin: "0px 0px -70% 0px" });
-  all("section[id]").forEach((section) => reading.observe(section));
+  const sections = all("section[id]").filter(({ id }) => links.has(id));
+  function mark() {
+    const begun = sections.filter((section) => section.getBoundingClientRect().top < 0.3 * innerHeight);
+    const { id } = begun.at(-1) ?? sections[0] ?? {};
+    links.forEach((link, own) => own === id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
+  }
+  addEventListener("scroll", mark, { passive: true });
+  mark();
 
   // Figures are drawn when they come near the window, one at a time, so that the page can be read and used meanwhile:
   // Plotly's script, which is long, is waited for by nothing else.
