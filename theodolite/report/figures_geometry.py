@@ -25,6 +25,7 @@ SPIRAL_POSITIONS = 160
 SPIRAL_CONTEXTS = 250
 GRAM_CELLS = 900_000
 CURVES = 13
+ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4.0
 CUTOFFS = (10, 5, 3, 1)
 INHERITED = {
@@ -240,7 +241,7 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
 def singular_values(run: Run) -> go.Figure:
     """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
 
-    Song & Zhong 2024, Fig. 3, left.
+    What is nothing but rounding, such as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024, Fig. 3, left.
     """
     values, ranks = need(run, "singular_values"), column(run.layers, "rank")
     layers = evenly(len(values), CURVES)
@@ -249,7 +250,7 @@ def singular_values(run: Run) -> go.Figure:
         largest = values[layer].max()
         if not largest > 0:
             continue
-        relative = values[layer] / largest
+        relative = np.where(values[layer] > ROUNDING * largest, values[layer] / largest, np.nan)
         colour = order_colour(layer / max(1, len(values) - 1))
         index = np.arange(1, len(relative) + 1, dtype=np.int32)
         rank = 0 if ranks is None or np.isnan(ranks[layer]) else int(ranks[layer])
