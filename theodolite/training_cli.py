@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,10 @@ Positions = Annotated[str, typer.Option(help="learned or rotary.")]
 Series = Annotated[bool, typer.Option("--series", help="Keep weights along the way, as OUT/series.")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
 Threads = Annotated[int, typer.Option(help="Processor cores to use.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was trained as JSON and nothing else.")]
+
+RECORDS = ("training.json", "escape.json", "grid.json")
+"""What a trainer writes of itself into its folder; the embedded model's card is its README."""
 
 
 @training.command("embedded")
@@ -37,6 +42,7 @@ def embedded_command(
     rate: Rate = None,
     seed: Seed = 0,
     threads: Threads = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Train the model inside this package again, on the text inside every Python.
 
@@ -46,7 +52,7 @@ def embedded_command(
         from theodolite.train.command import train_embedded
 
         options = {"steps": steps, "batch": batch, "learning_rate": rate}
-        _say(train_embedded(out, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+        _say(train_embedded(out, options, seed=seed, threads=threads, console=_quiet_screen()), out, as_json)
 
 
 @training.command("characters")
@@ -60,6 +66,7 @@ def characters_command(
     series: Series = False,
     seed: Seed = 0,
     threads: Threads = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model of the characters of a text.
 
@@ -77,7 +84,11 @@ def characters_command(
             "learning_rate": rate,
             "series": series,
         }
-        _say(train_characters(out, text, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+        _say(
+            train_characters(out, text, options, seed=seed, threads=threads, console=_quiet_screen()),
+            out,
+            as_json,
+        )
 
 
 @training.command("addition")
@@ -91,6 +102,7 @@ def addition_command(
     series: Series = False,
     seed: Seed = 0,
     threads: Threads = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model that adds two numbers.
 
@@ -108,7 +120,11 @@ def addition_command(
             "learning_rate": rate,
             "series": series,
         }
-        _say(train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+        _say(
+            train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()),
+            out,
+            as_json,
+        )
 
 
 @training.command("few-shot")
@@ -121,6 +137,7 @@ def few_shot_command(
     series: Series = False,
     seed: Seed = 0,
     threads: Threads = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
 
@@ -139,7 +156,7 @@ def few_shot_command(
             "learning_rate": rate,
             "series": series,
         }
-        _say(train_few_shot(out, options, seed=seed, threads=threads, console=_quiet_screen()), out)
+        _say(train_few_shot(out, options, seed=seed, threads=threads, console=_quiet_screen()), out, as_json)
 
 
 @training.command("escape")
@@ -148,6 +165,7 @@ def escape_command(
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 2000].")] = None,
     seeds: Annotated[int, typer.Option(help="Models of each kind.")] = 3,
     threads: Threads = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Train models whose heads have an escape from attention, and models whose heads have none.
 
@@ -160,7 +178,11 @@ def escape_command(
         from theodolite.train.escape import DEFAULT, train_escapes
 
         config = DEFAULT if steps is None else replace(DEFAULT, steps=steps)
-        _say(train_escapes(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()), out)
+        _say(
+            train_escapes(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()),
+            out,
+            as_json,
+        )
 
 
 @training.command("locater")
@@ -190,6 +212,7 @@ def locater_command(
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
     side_by_side: Annotated[int, typer.Option(help="Trainings at a time, on a core each.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Train with LocAteR and without: every depth, width, κ₂ or weight decay, and seed.
 
@@ -215,7 +238,7 @@ def locater_command(
             side_by_side,
             device,
         )
-        _say(train_locater(out, options, _quiet_screen()), out)
+        _say(train_locater(out, options, _quiet_screen()), out, as_json)
 
 
 def _quiet_screen() -> Console:
@@ -226,6 +249,12 @@ def _quiet_screen() -> Console:
     return screen
 
 
-def _say(lines: list[str], out: Path) -> None:
-    for line in [*lines, str(out)]:
-        print(line)
+def _say(lines: list[str], out: Path, as_json: bool) -> None:
+    if not as_json:
+        for line in [*lines, str(out)]:
+            print(line)
+        return
+    records = (
+        json.loads((out / name).read_text(encoding="utf-8")) for name in RECORDS if (out / name).is_file()
+    )
+    print(json.dumps({"folder": str(out), "said": lines, "training": next(records, None)}, indent=2))

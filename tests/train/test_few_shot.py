@@ -145,6 +145,9 @@ def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     result = json.loads((tmp_path / "m" / "training.json").read_text())
     assert (result["task"], result["steps"], result["batch"], result["seed"]) == ("few-shot", 2, 3, 5)
     assert len(done.stdout.splitlines()) == 7
+    options[1] = str(tmp_path / "again")
+    told = json.loads(CliRunner().invoke(app, ["train", "few-shot", *options, "--json"]).stdout)
+    assert told == {"folder": options[1], "said": done.stdout.splitlines()[:-1], "training": result}
 
 
 def test_a_few_steps_learn_what_is_usual(tmp_path: Path):
