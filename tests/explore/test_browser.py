@@ -24,6 +24,7 @@ from theodolite.explore.subject import Subject, prompt_ids
 from theodolite.models import open_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
 pytest.importorskip("gradio", reason="gradio is not installed")
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no Chromium here: install Debian's package `chromium`"),
@@ -303,4 +304,8 @@ def test_it_fits_and_follows_the_readers_colours(chromium, serving, sharp, schem
     paper = opened.picture(ATTENTION)[2, 2]
     assert (sum(int(part) for part in ink.strip("rgb()").split(",")) > 382) == (scheme == "dark")
     assert (paper.sum() > 382) == (scheme == "light")
+    page.evaluate("document.querySelectorAll('.numbers').forEach((one) => { one.open = true; })")
+    page.locator(".numbers td").first.wait_for()
+    found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    assert [f"{rule['id']}: {node['target']}" for rule in found for node in rule["nodes"]] == []
     opened.close()

@@ -338,6 +338,8 @@ def theme() -> gr.themes.Base:
         block_border_width="0px",
         block_border_width_dark="0px",
         block_shadow="none",
+        block_info_text_color="#646a73",
+        block_info_text_color_dark="#9aa2ad",
         block_label_background_fill="transparent",
         input_background_fill="#ffffff",
         input_background_fill_dark="#1c222a",

@@ -23,7 +23,7 @@ from theodolite.report.page import environment
 from theodolite.report.text import counted, head_name, number, percent, token_text, visible
 from theodolite.run import Run
 
-LIGHT = 150.0  # perceived brightness (0 to 255) of a colour from which its text is dark
+LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,10 @@ def _named(view: HeadView, sink: Sink) -> str:
 
 def _coloured(colour: np.ndarray) -> str:
     red, green, blue = (int(part) for part in colour)
-    bright = 0.299 * red + 0.587 * green + 0.114 * blue >= LIGHT
-    return f"background:rgb({red},{green},{blue});color:{'#111' if bright else '#fff'}"
+    share = colour / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ (0.2126, 0.7152, 0.0722)
+    return f"background:rgb({red},{green},{blue});color:{'#000' if luminance >= LIGHT else '#fff'}"
 
 
 def _tag_line(view: HeadView, tags: Tags) -> str:

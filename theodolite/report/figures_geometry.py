@@ -241,7 +241,8 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
 def singular_values(run: Run) -> go.Figure:
     """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
 
-    What is nothing but rounding, such as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024, Fig. 3, left.
+    What is nothing but rounding, such as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024,
+    Fig. 3, left.
     """
     values, ranks = need(run, "singular_values"), column(run.layers, "rank")
     layers = evenly(len(values), CURVES)
