@@ -42,8 +42,7 @@ class Rule:
         first: only at position 0 (True), only later (False), wherever it stands (None).
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
-        share: of contexts that have this sink or massive activation (of a survey, at most that), or of tokens that have
-            this outlier.
+        share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
     """
 
     what: What

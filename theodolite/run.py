@@ -28,7 +28,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.files import write_whole, writing
 from theodolite.sealed import Damaged, read_sealed, write_sealed
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TABLES_SINCE = {
     "layers": 1,

@@ -59,15 +59,33 @@ def test_some_of_these_heads_have_sinks():
     assert state["sink"][0].nonzero().tolist() == [[0, 0], [1, 40]]
     assert state["sink"][0, [0, 1], [0, 40]].tolist() == [3.0, 2.0]
     weights, _, _ = dense(make("causal"))
-    expected = []
+    expected: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     received = weights.sum(-2) / (LENGTH - torch.arange(LENGTH))
     ids = tokens()
     for context, head, position in (
         ((received > 0.3) & (torch.arange(LENGTH) < LENGTH - 16)).nonzero().tolist()
     ):
-        expected.append((0, head, int(ids[context, position]), int(position == 0)))
-    assert {tuple(row[:4]) for row in state["sink_tokens"].tolist()} == set(expected)
-    assert int(state["sink_tokens"][:, 4].sum()) == len(expected)
+        key = (0, head, int(ids[context, position]), int(position == 0))
+        expected.setdefault(key, []).append((context, position))
+    found = {tuple(row[:4]): row[4:] for row in state["sink_tokens"].tolist()}
+    assert found == {
+        key: [len({context for context, _ in places}), len(places), sum(position for _, position in places)]
+        for key, places in expected.items()
+    }
+
+
+def test_a_token_that_is_a_sink_twice_is_in_one_context():
+    """And what is counted twice in one context is counted once, in whichever parts it came."""
+    sink = torch.zeros(2, 1, 6, dtype=torch.bool)
+    sink[0, 0, [0, 2, 4]] = sink[1, 0, 2] = True
+    ids = torch.tensor([[7, 1, 7, 1, 7, 1], [1, 1, 7, 1, 1, 1]])
+    whole, first, second = (AttentionStatistics(1, 1, 6, 0) for _ in range(3))
+    whole._sinks(0, sink, ids)
+    first._sinks(0, sink[:1], ids[:1])
+    second._sinks(0, sink[1:], ids[1:])
+    first.merge(second)
+    for one in (whole, first):
+        assert one.state()["sink_tokens"].tolist() == [[0, 0, 7, 0, 2, 3, 8], [0, 0, 7, 1, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "sink"])

@@ -71,8 +71,9 @@ class AttentionStatistics(LayerSums):
     sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; entropy_spread (L, H)
     sums over contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the
     largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
-    example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 6) int64 rows
-    (layer, head, token, is first, contexts, sum of positions).
+    example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows
+    (layer, head, token, is first, contexts, sinks, sum of their positions): a token may be a sink at several
+    positions of a context.
     """
 
     def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:
@@ -84,7 +85,7 @@ class AttentionStatistics(LayerSums):
         shapes |= {"gram_norm": (), "visible_keys": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
         self.examples = examples
-        self._sink_tokens: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+        self._sink_tokens: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
 
     def update(
         self, layer: int, inputs: AttentionInputs, tokens: Tokens, first_context: int
@@ -139,10 +140,16 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         self.add("sink_later", layer, sink[:, :, 1:].any(dim=-1).sum(dim=0))
+        seen: set[tuple[int, ...]] = set()
         for context, head, position in sink.nonzero().tolist():
             key = (layer, head, int(ids[context, position]), int(position == 0))
-            contexts, positions = self._sink_tokens.get(key, (0, 0))
-            self._sink_tokens[key] = (contexts + 1, positions + position)
+            another = (context, *key) not in seen
+            seen.add((context, *key))
+            self._count(key, (int(another), 1, position))
+
+    def _count(self, key: tuple[int, int, int, int], more: tuple[int, int, int]) -> None:
+        contexts, sinks, positions = self._sink_tokens.get(key, (0, 0, 0))
+        self._sink_tokens[key] = (contexts + more[0], sinks + more[1], positions + more[2])
 
     def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
         for context in range(first_context, min(first_context + len(received), self.examples)):
@@ -153,7 +160,7 @@ class AttentionStatistics(LayerSums):
     def state(self) -> State:
         """All tensors, stacked over layers, on the CPU; sink tokens as sorted rows."""
         rows = [[*key, *value] for key, value in sorted(self._sink_tokens.items())]
-        return super().state() | {"sink_tokens": torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)}
+        return super().state() | {"sink_tokens": torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)}
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
@@ -167,14 +174,13 @@ class AttentionStatistics(LayerSums):
             device = self._tensors["entropy"][layer].device
             self._between(layer, state["contexts"][layer].to(device), state["entropy"][layer].to(device))
         super().merge(other)
-        for key, (contexts, positions) in _sink_items(state):
-            own = self._sink_tokens.get(key, (0, 0))
-            self._sink_tokens[key] = (own[0] + contexts, own[1] + positions)
+        for key, more in _sink_items(state):
+            self._count(key, more)
 
 
-def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int]]]:
-    for layer, head, token, first, contexts, positions in state["sink_tokens"].tolist():
-        yield (layer, head, token, first), (contexts, positions)
+def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int]]]:
+    for layer, head, token, first, *counts in state["sink_tokens"].tolist():
+        yield (layer, head, token, first), (counts[0], counts[1], counts[2])
 
 
 def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:

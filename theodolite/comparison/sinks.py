@@ -43,7 +43,7 @@ def sinks(reference: Run, other: Run) -> Part:
     change = changes(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
-    table["se"] = _error(change["before"], change["after"], table["kind"] == "first", contexts)
+    table["se"] = _error(change["before"], change["after"], contexts)
     table["status"] = fates(table, LEAST_SHARE)
     table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
     table = table.reset_index(drop=True)
@@ -52,7 +52,7 @@ def sinks(reference: Run, other: Run) -> Part:
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
         "that is left, and is lost where less is, by more than two standard errors of the difference (contexts taken "
-        "as independent, later sinks as Poisson)",
+        "as independent)",
         table,
         "",
         weight="before",
@@ -79,13 +79,10 @@ def _joined(before: pd.DataFrame, after: pd.DataFrame, columns: list[str]) -> pd
     return table
 
 
-def _error(before: pd.Series, after: pd.Series, first: pd.Series, contexts: int) -> Floats:
-    """Of the difference of two shares, as if of two texts: a token may be a later sink several times in a context."""
-
-    def variance(share: pd.Series) -> pd.Series:
-        return (share * (1 - share)).clip(lower=0).where(first, share) / contexts
-
-    return np.asarray(np.sqrt(variance(before) + variance(after)))
+def _error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
+    """Of the difference of two shares of contexts, binomial, as if of two texts."""
+    variance = (before * (1 - before) + after * (1 - after)) / contexts
+    return np.asarray(np.sqrt(variance.clip(lower=0)))  # a sum of shares may be a rounding above 1
 
 
 def _sinks_sentence(part: Part) -> str:
@@ -160,7 +157,7 @@ def tags(reference: Run, other: Run) -> Part:
 def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
     """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
     before, after = table["share_before"], table["share_after"]
-    error = _error(before, after, table["kind"] == "first", contexts)
+    error = _error(before, after, contexts)
     return (after - before).abs() > ERRORS * error
 
 

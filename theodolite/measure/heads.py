@@ -60,7 +60,10 @@ def propagation_by_position(attention: State) -> Float[Tensor, "layers heads pos
 
 
 def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Which tokens became sinks: one row for each (layer, head, token, first or later position)."""
+    """Which tokens became sinks: one row for each (layer, head, token, first or later position).
+
+    `contexts` and `share`: in which the token is a sink at one position or more; `position`: the mean over all of them.
+    """
     rows = attention["sink_tokens"]
     contexts = float(attention["contexts"][0])
     table = pd.DataFrame(
@@ -72,7 +75,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
             "first": rows[:, 3].bool().numpy(),
             "contexts": rows[:, 4].numpy(),
             "share": (rows[:, 4] / contexts).numpy(),
-            "position": (rows[:, 5] / rows[:, 4]).double().numpy(),
+            "position": (rows[:, 6] / rows[:, 5]).double().numpy(),
         }
     )
     order = ["layer", "head", "contexts", "token_id"]
