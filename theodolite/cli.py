@@ -180,7 +180,10 @@ def trace_command(
         bool, typer.Option("--stretches", help="Also sinks that catch a part of a context only.")
     ] = False,
     seed: Seed = 0,
-    out: RunFolder = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks]."),
+    ] = None,
     as_json: AsJson = False,
     batch: Batch = None,
     text_column: TextColumnName = "text",

@@ -318,6 +318,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
     """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
+    if not callable(tokenizer):
+        raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
     bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
     full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
     for start in range(len(full) - len(bare) + 1):
@@ -366,7 +368,7 @@ def _streamed(name: str, config: str | None, split: str, text_column: str) -> It
 def _check_sizes(length: int, contexts: int | None) -> None:
     if length < 2:
         raise UsageError(
-            f"A context of {length} tokens has no attention to survey; use a --length of at least 2."
+            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
         )
     if contexts is not None and contexts < 1:
-        raise UsageError(f"{contexts} contexts were asked for; use --contexts of at least 1.")
+        raise UsageError(f"{contexts} contexts were asked for: use a number (--contexts) above 0")

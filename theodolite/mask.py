@@ -84,6 +84,8 @@ class Mask:
         """
         if not 0 <= least_share <= 1:
             raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
+        if not isinstance(run, Run | Outliers):
+            raise UsageError(f"a mask is made of a run or of outliers, not of {type(run).__name__}")
         provenance = run.numbers if isinstance(run, Outliers) else run.provenance
         if not provenance.get("corpus"):
             raise UsageError(

@@ -210,6 +210,10 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     Raises:
         UsageError: why.
     """
+    if not isinstance(model, OpenModel):
+        raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
+    if not isinstance(corpus, Corpus):
+        raise UsageError(f"this needs a Corpus, such as Corpus.from_files(…), not {type(corpus).__name__}")
     contexts, length = corpus.contexts.shape
     if model.vocabulary is None:
         raise UsageError(
@@ -223,7 +227,9 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     if length < LEAST_LENGTH:
         raise UsageError(f"contexts of {length} tokens are too short: use --length {LEAST_LENGTH} or more")
     if contexts < least_contexts:
-        raise UsageError(f"{contexts} contexts are too few: give at least {least_contexts}")
+        raise UsageError(
+            f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
+        )
     smallest, largest = (int(end) for end in corpus.contexts.aminmax())
     if smallest < 0 or largest >= model.vocabulary:
         raise UsageError(

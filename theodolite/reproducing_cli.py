@@ -182,6 +182,8 @@ def _surveyed(asked: _Asked, focus: Focus) -> tuple[Study, Path]:
     from theodolite.report.page import write_report
 
     model = asked.opened()
+    if focus.layer is not None or focus.head is not None:
+        model.check_place(focus.layer or 0, focus.head or 0)  # before a survey is made for nothing
     read = asked.text.read(model)
     length = read.contexts.shape[1]
     second = replace(asked.text, corpus=asked.other, length=length).read(model) if asked.other else None

@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.second_moments import covariance
@@ -40,7 +42,7 @@ def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) ->
     _refuse_overflow(inputs)
     attention, outliers = done.attention_statistics.state(), done.outliers.state()
     kept = (done.sample.slot >= 0).nonzero().flatten()
-    labels = corpus.labels[kept]
+    labels = _telling(corpus.labels)[kept]
     means = done.means.state()
     layers, arrays = geometry(means, residual, outliers, done.sample, labels)
     layers |= standard_errors(
@@ -167,3 +169,8 @@ def heads_table(
         "spectrum_of": [projections[layer] for layer in layers for _ in heads],
     }
     return pd.DataFrame({**index, **localization.columns, **measured})
+
+
+def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
+    """The labels, or none where all contexts have one, such as the name of the only file: it tells nothing apart."""
+    return labels if len(labels[labels >= 0].unique()) > 1 else torch.full_like(labels, -1)

@@ -14,13 +14,15 @@ from theodolite.screen import one_line_errors, screen
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, or a grid with LocAteR.\n\n"
+    "examples, models with an escape from attention, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the model and its tokenizer.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder for the model, or the models, and the tokenizer.")
+]
 Steps = Annotated[int | None, typer.Option(help="Training steps [default: as published].")]
 Batch = Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")]
 Rate = Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")]

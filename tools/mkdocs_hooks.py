@@ -52,6 +52,11 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     )
 
 
+def on_post_template(output_content: str, *, template_name: str, config: Any) -> str:
+    """Nor by the page for what is not found, which may be shown at any depth: it goes without."""
+    return output_content.replace(_SHIM, "")
+
+
 def _mathml(formula: str, block: bool, where: str) -> str:
     made = convert(html.unescape(formula).strip(), display="block" if block else "inline")
     unknown = re.search(r"<m\w+>\\\w+", made)

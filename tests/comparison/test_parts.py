@@ -70,7 +70,10 @@ def part(statuses: list[str], weights: list[float] | None = None, by_chance: flo
 def test_what_is_left():
     some = part(["survived", "lost", "lost", "new", "undecided"], [0.6, 0.1, 0.1, 9.0, 9.0])
     assert some.left == pytest.approx(0.6 / 0.8)
-    assert some.counts() == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within two standard errors)"
+    assert (
+        some.counts()
+        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within two standard errors)"
+    )
     assert part(["survived"] * 3 + ["lost"], by_chance=2.0).left == pytest.approx((3 - 2) / (4 - 2))
     assert part(["survived", "lost", "lost"], by_chance=2.0).left == 0  # worse than chance
     assert part(["survived", "new"]).left == 1

@@ -256,3 +256,32 @@ def test_without_massive_activations_their_figure_is_left_out(run: Run) -> None:
     }
     assert "massive-activations" not in keys
     assert "outlier-dimensions" in keys
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda run: figures.spiral(run, layer=9), "layer 9 does not exist: this figure has layers 0 to 3"),
+        (lambda run: figures.spiral(run, layer="2"), "layer '2' does not exist"),
+        (lambda run: figures.spiral(run, layer=1.5), "layer 1.5 does not exist"),
+        (lambda run: figures.gram(run, -1), "layer -1 does not exist"),
+        (lambda run: figures.head_shares(run, 3), "layer 3 does not exist: this figure has layers 0 to 2"),
+        (lambda run: figures.constituents(run, 0, 7), "head 7 does not exist: this figure has heads 0 to 3"),
+        (lambda run: figures.spectrum(run, 3, 0), "layer 3 does not exist: this figure has layers 0 to 2"),
+        (lambda run: figures.head_map(run, "spectrum_of"), "no measure 'spectrum_of': there are 'entropy'"),
+        (
+            lambda run: figures.attribution(run, "any"),
+            "no pattern 'any': there are 'induction', 'previous' and",
+        ),
+        (lambda run: figures.inherited_smoothness(run, 7), "no cutoff 7: there are 10, 5, 3 and 1"),
+        (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': there are '' and '_data'"),
+        (
+            lambda run: figures.spiral("runs/first"),
+            r"drawn of a Run, such as Run.load\(FOLDER\); this is str",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(draw, said: str, run: Run) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        draw(run)
+    assert "\n" not in str(refused.value)

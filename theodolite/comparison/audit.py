@@ -124,6 +124,13 @@ def compare(
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
+    given = [reference, other, *(run for run in (reference_trace, other_trace) if run is not None)]
+    if wrong := [run for run in given if not isinstance(run, Run)]:
+        raise UsageError(
+            f"runs are compared, from survey(…) or Run.load(FOLDER); this is {type(wrong[0]).__name__}"
+        )
+    if names is not None and len(names) != 2:
+        raise UsageError(f"two models are compared, and names has {len(names)}: give two")
     if (reference_trace is None) != (other_trace is None):
         raise UsageError("tags are compared from two traces: give both or neither")
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]

@@ -213,7 +213,11 @@ def open_model(
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
-        where = "" if local else " (and there is no folder of that name)"
+        where = (
+            ""
+            if local
+            else " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
+        )
         raise UsageError(f"cannot open {source}: {first_line(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]

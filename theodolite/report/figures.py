@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.errors import UsageError
 from theodolite.report import (
     figures_constituents,
     figures_geometry,
@@ -27,15 +30,25 @@ from theodolite.report import (
     figures_spectra,
     style,
 )
+from theodolite.report.data import blocks, heads_per_block
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES
-from theodolite.report.text import head_name
+from theodolite.report.text import head_name, listed
 
 if TYPE_CHECKING:
     from theodolite.run import Run
 
 _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
+_NAMES: dict[str, Sequence[object]] = {
+    "measure": tuple(HEAD_MEASURES),
+    "pattern": tuple(figures_constituents.PATTERNS),
+    "cutoff": figures_geometry.CUTOFFS,
+    "suffix": ("", "_data"),
+    "name": ("spectrum", "spectrum_data"),
+}
+"""What the arguments that are no places may be."""
+
 _KEYS = {"cosine_previous": "cosine"}  # figures that the page knows by another name than the function's
 
 
@@ -69,13 +82,38 @@ def _described(name: str, given: dict[str, Any]) -> tuple[str, str]:
     return exhibit.title + (f" · {of}" if of else ""), f"Look for {exhibit.look}"
 
 
+def _check(given: dict[str, Any], *, of_block: bool) -> None:
+    """Refuse arguments for which there is nothing to draw: no run, no such layer or head, an unknown name."""
+    run = given["run"]
+    if not isinstance(getattr(run, "heads", None), pd.DataFrame):
+        raise UsageError(
+            f"figures are drawn of a Run, such as Run.load(FOLDER); this is {type(run).__name__}"
+        )
+    for name, size in (
+        ("layer", blocks(run) if of_block else len(run.layers)),
+        ("head", heads_per_block(run)),
+    ):
+        value = given.get(name, 0)
+        if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
+            raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
+    for name, known in _NAMES.items():
+        if name in given and given[name] not in known:
+            raise UsageError(
+                f"no {name} {given[name]!r}: there are {listed([repr(one) for one in known], 60)}"
+            )
+
+
 def _alone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
+    signature = inspect.signature(draw)
+
     @functools.wraps(draw)
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
-        figure = draw(*args, **kwargs)
-        bound = inspect.signature(draw).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return style.alone(figure, *_described(draw.__name__, bound.arguments))
+        _check(
+            bound.arguments, of_block="head" in bound.arguments or draw is figures_constituents.head_shares
+        )
+        return style.alone(draw(*args, **kwargs), *_described(draw.__name__, bound.arguments))
 
     return drawn
 

@@ -6,6 +6,7 @@ They take plain arrays or a run and return Plotly figures. Nothing here computes
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
 LINE = 1.3
 PANEL_GAP = 0.035
 PANEL_ROW = 26  # pixels a row
+NARROW = 16  # letters in a line of the title of an axis beside others
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
 
@@ -113,7 +115,7 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
         left = place * (width + PANEL_GAP)
         layout[f"xaxis{suffix}"] = {
             "domain": [left, left + width],
-            "title": {"text": quantity},
+            "title": {"text": "<br>".join(textwrap.wrap(quantity, NARROW))},  # beside others
             "rangemode": "tozero",
             "nticks": 4,
         }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from theodolite.run import Run
 
 POSITION_BINS = 128
+LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 DIMENSIONS = 40
 
 
@@ -43,9 +44,9 @@ def sinks_by_position(run: Run) -> go.Figure:
         y=list(range(len(reduced))),
         customdata=[names] * len(reduced),
         zmin=0,
-        zmax=1,
+        zmax=max(float(reduced.max(initial=0.0)), LEAST_SCALE),
         colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("share of contexts"),
+        colorbar=style.colour_bar("share of contexts", tickformat=".0%"),
         hovertemplate="layer %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
     )
     ticks = evenly(len(names), 9)

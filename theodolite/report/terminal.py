@@ -37,8 +37,8 @@ HEAD_MEASURES = {
 SPECTRUM_COLUMNS = {
     "trace": "trace",
     "variance": "variance",
-    "xi_symmetric": "ξ",
-    "eta_symmetric": "η",
+    "xi_symmetric": "ξ sym.",
+    "eta_symmetric": "η sym.",
     "r": "r",
 }
 STRONGEST = 3
