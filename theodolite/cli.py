@@ -273,7 +273,10 @@ def report_command(
 def explain_command(
     what: Annotated[
         str | None,
-        typer.Argument(help="A name from the list, or a message. Without it: the list.", show_default=False),
+        typer.Argument(
+            help="A name from the list or a word of one, or a message. Without it: the list.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """What an error means, and what to do.
@@ -289,7 +292,9 @@ def explain_command(
         if what is None:
             print("\n".join(known))
             return
-        section = known.get(what) or section_of(what)
+        word = what.strip().lower()
+        named = next((known[name] for name in known if word and word in name), None)
+        section = section_of(what) or named
         if section is None:
             raise UsageError(f"nothing explains {what!r}: give one of {', '.join(known)}")
         Console().print(Markdown(f"## {section.title}\n{section.text}"))

@@ -117,7 +117,8 @@ def tiles(run: Run) -> list[Tile]:
 
     tell("rank", "dimensions of position", f"{model} {reference.rank[0]:g}")
     tell("relative_norm", "share of position", f"{model} {percent(reference.relative_norm[0])}", share=True)
-    tell("low_frequency_10", "smoothness", f"GPT-2 {percent(published.LOW_FREQUENCY[10])}", share=True)
+    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}, no other published"
+    tell("low_frequency_10", "smoothness", smooth, share=True)
     tell("incoherence_mean", "position · context", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
     tell("similarity_within", "alike within a label", f"{model} {reference.within[0]:g}")
     share = entropy_share(run)
