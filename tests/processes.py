@@ -29,6 +29,11 @@ SERVER.set_forkserver_preload(
 )
 
 
+def together(work: Callable[..., Any], args: tuple[Any, ...], processes: int) -> None:
+    """Run work(rank, *args) in several processes, until all have ended; what one raises is raised."""
+    torch.multiprocessing.start_processes(work, args, processes, start_method="forkserver")
+
+
 class Started:
     """A running process: its pid, and what it says into files of `folder`."""
 

@@ -16,6 +16,7 @@ from torch import distributed
 from transformers import GPT2LMHeadModel
 
 from tests import checkpoints
+from tests.processes import together
 from theodolite.errors import UsageError
 from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning
@@ -103,7 +104,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port, str(folder)), nprocs=PROCESSES)
+    together(work, (port, str(folder)), PROCESSES)
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 

@@ -14,6 +14,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import checkpoints
+from tests.processes import together
 from tests.train.test_regulariser import MEAN, RATE, SCALE, batch, dense_penalty, examples, trained
 from theodolite.train import Locater, LocaterCallback
 
@@ -67,7 +68,7 @@ def test_two_processes_make_the_step_of_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port, str(tmp_path)), nprocs=PROCESSES)
+    together(work, (port, str(tmp_path)), PROCESSES)
     for name in ("plain", "trainer"):
         expected, whole = copy.deepcopy(start).train(), batch(data)
         if name == "plain":
