@@ -67,3 +67,10 @@ def command(*words: Any) -> None:
 
     sys.argv = ["theodolite", *map(str, words)]
     main()
+
+
+def command_without(module: str, *words: Any) -> None:
+    """The same where a module cannot be imported."""
+    assert module not in sys.modules
+    sys.modules[module] = None  # type: ignore[assignment]
+    command(*words)

@@ -6,8 +6,6 @@ import json
 import math
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 
 pytest.importorskip("lm_eval")
 
+from tests.processes import Started, command_without
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.few_shot import few_shot_answers
@@ -261,23 +260,17 @@ def test_what_cannot_be_asked_is_said_in_a_line(opened, folder, tmp_path, monkey
         harness(opened("bert"), ["sums"], [0], folder=folder)
 
 
-def test_the_package_lives_without_lm_eval(checkpoint):
-    """Oracle: a process in which the import fails: all but its tasks work, and they say what to install."""
-    code = (
-        "import sys; sys.modules['lm_eval'] = None\n"
-        "from theodolite.cli import main\n"
-        "sys.argv = ['theodolite', 'evaluate', *sys.argv[1:]]\n"
-        "main()"
-    )
+def test_the_package_lives_without_lm_eval(checkpoint, tmp_path):
+    """All but its tasks work, and they say what to install."""
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, str(checkpoint("gpt2")), *options]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+    def run(*options: str) -> tuple[int | None, str, str]:
+        words = ("lm_eval", "evaluate", checkpoint("gpt2"), *options)
+        return Started(command_without, *words, folder=tmp_path).end()
 
-    done = run("--task", "few-shot", "--prompts", "5", "--json")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["scores"]) == 6
-    refused = run("--task", "arc_easy", "--shots", "0")
-    assert refused.returncode == 2
-    assert "pip install 'theodolite[evaluate]'" in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    code, printed, errors = run("--task", "few-shot", "--prompts", "5", "--json")
+    assert code == 0, errors
+    assert len(json.loads(printed)["scores"]) == 6
+    code, _, errors = run("--task", "arc_easy", "--shots", "0")
+    assert code == 2
+    assert "pip install 'theodolite[evaluate]'" in errors
+    assert len(errors.strip().splitlines()) == 1
