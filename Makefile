@@ -21,8 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # The environment is made again when the project's own requirements change.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) --editable '.[dev]'
+	$(PIP) torch --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/ready

@@ -394,7 +394,7 @@ main()
 def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
     """Ctrl-C reaches every process of a terminal's group; here it comes to a cluster that the command has started.
 
-    The same command, now by the workers of another cluster, ends with the tables of one process.
+    The same command without workers goes on from what they left, and ends with the tables of one process.
     """
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(
@@ -427,7 +427,7 @@ def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
     assert stderr.rstrip().endswith("error: interrupted; run the same command again to go on")
     assert "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=30)[1]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*map(str, read), "--out", str(out)])
     assert result.exit_code == 0, result.stderr
     alone = CliRunner().invoke(app, [*map(str, read), "--out", str(tmp_path / "alone")])
     assert alone.exit_code == 0, alone.stderr
