@@ -213,7 +213,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     if not isinstance(model, OpenModel):
         raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
     if not isinstance(corpus, Corpus):
-        raise UsageError(f"this needs a Corpus, such as Corpus.from_files(…), not {type(corpus).__name__}")
+        raise UsageError(f"this needs a Corpus, such as Corpus.from_path(…), not {type(corpus).__name__}")
     contexts, length = corpus.contexts.shape
     if model.vocabulary is None:
         raise UsageError(

@@ -10,6 +10,8 @@ from tests.report.synthetic import make_survey
 from theodolite import Corpus, Mask, compare, find_outliers, survey, trace_sinks
 from theodolite.errors import UsageError
 
+NO_CORPUS = rf"a Corpus, such as Corpus.{Corpus.from_path.__name__}\(…\), not str"
+
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
@@ -21,8 +23,8 @@ def corpus() -> Corpus:
     [
         (lambda model, corpus, run: survey("tiny", corpus), r"a model from open_model\(NAME\), not str"),
         (lambda model, corpus, run: trace_sinks("tiny", corpus), r"open_model\(NAME\), not str"),
-        (lambda model, corpus, run: find_outliers(model, "notes.txt"), "a Corpus, .* not str"),
-        (lambda model, corpus, run: survey(model, "notes.txt"), "a Corpus, .* not str"),
+        (lambda model, corpus, run: find_outliers(model, "notes.txt"), NO_CORPUS),
+        (lambda model, corpus, run: survey(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: compare(model, model), "runs are compared, .* this is OpenModel"),
         (lambda model, corpus, run: compare(run, run, names=("one",)), "names has 1: give two"),
         (lambda model, corpus, run: Mask.of(model), "not of OpenModel"),
