@@ -8,8 +8,8 @@ RUN := runs/demo
 export PYTHONDONTWRITEBYTECODE :=
 
 # Shapes and types of every call are checked where the formulas are tested; elsewhere that would double the time.
-TYPED := theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
-CHECKED := tests/theory tests/accumulate tests/measure tests/models
+TYPED := theodolite.attention,theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
+CHECKED := tests/attention tests/theory tests/accumulate tests/measure tests/models
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What is used is compiled as it is first imported; all of it would take longer than the rest.

@@ -33,20 +33,24 @@ import numpy as np
 import torch
 from rich.console import Console
 
-import theodolite.cli
-import theodolite.experiments.pruning
-import theodolite.experiments.tracing
+import theodolite.cli.app
+import theodolite.papers.catch_tag_release.traced_sinks
+import theodolite.passes.survey
 import theodolite.prune
 import theodolite.report.page
-import theodolite.surveyor
-import theodolite.tracer
+import theodolite.report.pruned_model
+import theodolite.sinks.trace
 from tests import checkpoints
-from theodolite.texts import Document
-from theodolite.train import escape, few_shot, grid, small, small_tasks
-from theodolite.train.grid_text import TextFiles
-from theodolite.train.localizing import Recipe, Setting
-from theodolite.train.tiny_model import TinyConfig
-from theodolite.train.tiny_text import Source
+from theodolite.corpus.documents import Document
+from theodolite.papers.catch_tag_release import escape_training as escape
+from theodolite.papers.catch_tag_release import few_shot_training as few_shot
+from theodolite.papers.localization import locater_grid as grid
+from theodolite.papers.localization.grid_text import TextFiles
+from theodolite.papers.localization.locater_training import Recipe, Setting
+from theodolite.papers.training import small_models as small
+from theodolite.papers.training import tasks as small_tasks
+from theodolite.papers.training.embedded_model import TinyConfig
+from theodolite.papers.training.embedded_text import Source
 
 IN_A_ROW = 2
 """Kills of one try, before it may end."""
@@ -96,9 +100,9 @@ def stages(folder: Path) -> list[Stage]:
 def _command(*arguments: str | Path) -> None:
     """Run a command on the last argument; progress is saved after every batch."""
     *words, out = map(str, arguments)
-    theodolite.surveyor.survey.__kwdefaults__["checkpoint_seconds"] = 0.0
-    theodolite.tracer.trace_sinks.__kwdefaults__["checkpoint_seconds"] = 0.0
-    theodolite.cli.app([*words, "--out", out], prog_name="theodolite")
+    theodolite.passes.survey.survey.__kwdefaults__["checkpoint_seconds"] = 0.0
+    theodolite.sinks.trace.trace_sinks.__kwdefaults__["checkpoint_seconds"] = 0.0
+    theodolite.cli.app.app([*words, "--out", out], prog_name="theodolite")
 
 
 def _trainings(text: Path) -> list[Stage]:

@@ -14,10 +14,10 @@ import torch
 from theodolite import open_model
 from theodolite.accumulate.second_moments import SKETCH, STRIPS
 from theodolite.accumulate.sums import GROUPS
-from theodolite.corpus import Corpus
-from theodolite.crew import packed, unpacked
-from theodolite.distribute import SHARDS, shards
-from theodolite.onepass import EXAMPLES, SAMPLED_BYTES, SAMPLED_CONTEXTS, SAMPLED_TOKENS, OnePass
+from theodolite.corpus.corpus import Corpus
+from theodolite.passes.ray_survey import SHARDS, shards
+from theodolite.passes.ray_workers import packed, unpacked
+from theodolite.passes.survey_pass import EXAMPLES, SAMPLED_BYTES, SAMPLED_CONTEXTS, SAMPLED_TOKENS, OnePass
 
 FLOAT = 8
 """Bytes of a number in a state: float64."""

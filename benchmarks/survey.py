@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from theodolite.allocator import keep_pages
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.models.structure import backbone
-from theodolite.onepass import OnePass
-from theodolite.surveyor import survey
+from theodolite.passes.survey import survey
+from theodolite.passes.survey_pass import OnePass
+from theodolite.system.allocator import keep_pages
 
 LENGTH = 512
 BATCH = 8

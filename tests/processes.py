@@ -16,14 +16,14 @@ SERVER.set_forkserver_preload(
     [
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",
-        "theodolite.cli",
+        "theodolite.cli.app",
         "theodolite.comparison",
-        "theodolite.crew",
-        "theodolite.experiments",
+        "theodolite.passes.ray_workers",
+        "theodolite.papers",
         "theodolite.prune",
         "theodolite.report.page",
-        "theodolite.surveyor",
-        "theodolite.tracer",
+        "theodolite.passes.survey",
+        "theodolite.sinks.trace",
         "theodolite.train",
     ]
 )
@@ -63,7 +63,7 @@ def _work(files: list[Path], threads: int, work: Callable[..., Any], args: tuple
 
 def command(*words: Any) -> None:
     """Run a command line, as `theodolite` would."""
-    from theodolite.cli import main
+    from theodolite.cli.app import main
 
     sys.argv = ["theodolite", *map(str, words)]
     main()

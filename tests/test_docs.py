@@ -12,11 +12,11 @@ import typer
 
 from tests.processes import Started
 from theodolite import __version__, open_model, survey
-from theodolite.cli import app
-from theodolite.corpus import Corpus
-from theodolite.experiments import EXPERIMENTS, reproduce, write_outcome
-from theodolite.experiments.page import RESULT
-from theodolite.experiments.study import theory_run
+from theodolite.cli.app import app
+from theodolite.corpus.corpus import Corpus
+from theodolite.papers import EXPERIMENTS, reproduce, write_outcome
+from theodolite.papers.experiment import theory_run
+from theodolite.report.outcome_page import RESULT
 from tools import families, gallery, outputs
 
 ROOT = Path(__file__).parent.parent

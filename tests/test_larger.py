@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests import checkpoints, dense
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
-from theodolite.onepass import OnePass
-from theodolite.run import Run
-from theodolite.surveyor import survey
-from theodolite.tracer import trace_sinks
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey
+from theodolite.passes.survey_pass import OnePass
+from theodolite.sinks.trace import trace_sinks
 
 TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
 

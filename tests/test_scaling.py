@@ -11,10 +11,10 @@ import torch
 from benchmarks import scaling
 from benchmarks.scaling import LARGE, Shape, flops_a_token, parameters, shard_bytes, state_bytes
 from tests import checkpoints
-from theodolite.corpus import Corpus
-from theodolite.crew import packed
-from theodolite.distribute import SHARDS
-from theodolite.onepass import OnePass
+from theodolite.corpus.corpus import Corpus
+from theodolite.passes.ray_survey import SHARDS
+from theodolite.passes.ray_workers import packed
+from theodolite.passes.survey_pass import OnePass
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 EMBEDDED = Shape(6, 4, 4, 32, 128, 512, 2048, 40, 20)

@@ -9,39 +9,48 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from theodolite.system import display
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from theodolite.comparison import compare as compare
-    from theodolite.corpus import Corpus as Corpus
+    from theodolite.corpus.corpus import Corpus as Corpus
     from theodolite.errors import TheodoliteError as TheodoliteError
-    from theodolite.mask import Mask as Mask
+    from theodolite.logits.constituents import constituents as constituents
     from theodolite.models import OpenModel as OpenModel
     from theodolite.models import open_model as open_model
-    from theodolite.outliers import find_outliers as find_outliers
+    from theodolite.passes.run import Run as Run
+    from theodolite.passes.survey import spectra as spectra
+    from theodolite.passes.survey import survey as survey
     from theodolite.report.page import write_report as write_report
-    from theodolite.run import Run as Run
-    from theodolite.splitting import constituents as constituents
-    from theodolite.surveyor import spectra as spectra
-    from theodolite.surveyor import survey as survey
+    from theodolite.sinks.exclusions import Mask as Mask
+    from theodolite.sinks.outliers import find_outliers as find_outliers
+    from theodolite.sinks.trace import trace_sinks as trace_sinks
     from theodolite.theory.decomposition import decompose as decompose
-    from theodolite.tracer import trace_sinks as trace_sinks
 
 _HOMES = {
-    "Corpus": "theodolite.corpus",
-    "Mask": "theodolite.mask",
+    "Corpus": "theodolite.corpus.corpus",
+    "Mask": "theodolite.sinks.exclusions",
     "OpenModel": "theodolite.models",
-    "Run": "theodolite.run",
+    "Run": "theodolite.passes.run",
     "TheodoliteError": "theodolite.errors",
     "compare": "theodolite.comparison",
-    "constituents": "theodolite.splitting",
+    "constituents": "theodolite.logits.constituents",
     "decompose": "theodolite.theory.decomposition",
-    "find_outliers": "theodolite.outliers",
+    "find_outliers": "theodolite.sinks.outliers",
     "open_model": "theodolite.models",
-    "spectra": "theodolite.surveyor",
-    "survey": "theodolite.surveyor",
-    "trace_sinks": "theodolite.tracer",
+    "spectra": "theodolite.passes.survey",
+    "survey": "theodolite.passes.survey",
+    "trace_sinks": "theodolite.sinks.trace",
     "write_report": "theodolite.report.page",
+}
+
+_MODULES = {
+    "interventions": "theodolite.sinks.interventions",
+    "prune": "theodolite.prune",
+    "theory": "theodolite.theory",
+    "train": "theodolite.train",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -50,10 +59,19 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("interventions", "prune", "theory", "train"):
-        return importlib.import_module(f"theodolite.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'theodolite' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _run_as_html(run: Any) -> str:
+    from theodolite.report.notebook import as_html
+
+    return as_html(run)
+
+
+display.show_with("run", _run_as_html)

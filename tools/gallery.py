@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from theodolite.experiments import ALIASES, EXPERIMENTS
-from theodolite.experiments.base import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
-from theodolite.experiments.page import KINDS, RESULT, SOURCES
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
+from theodolite.papers import ALIASES, EXPERIMENTS
+from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
@@ -178,7 +178,7 @@ def _folder_of(trained: tuple[str, str] | None) -> str:
 
 
 def _alone() -> set[str]:
-    from theodolite.experiments.registry import stand_alone
+    from theodolite.papers.catalogue import stand_alone
 
     return {name for name, experiment in EXPERIMENTS.items() if stand_alone([experiment])}
 

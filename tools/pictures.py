@@ -12,8 +12,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from theodolite.report import figures, figures_traces
-from theodolite.run import Run
+from theodolite.passes.run import Run
+from theodolite.report import figures
+from theodolite.report.drawing import traces as figures_traces
 from tools.chromium import browser, write_figure
 from tools.outputs import DOCS, FIRST, SINKS, make_runs
 

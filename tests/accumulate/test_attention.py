@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.theory.attention_kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, make
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, WIDTH, dense, make
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
-from theodolite.theory.attention import AttentionInputs, attend
+from theodolite.attention.inputs import AttentionInputs, attend
 
 
 def tokens() -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.accumulate.test_attention import KINDS, LENGTH, dense, make
 from theodolite.accumulate.catches import LEARNED, Catches, attend_and_catch, between_and_total
 from theodolite.accumulate.tags import HeadOutputs, Tags, measured, released
-from theodolite.theory.attention import AttentionInputs
+from theodolite.attention.inputs import AttentionInputs
 
 
 def random_catches(generator: np.random.Generator, length: int, heads: int = 2) -> Catches:

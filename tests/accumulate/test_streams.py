@@ -19,7 +19,7 @@ from theodolite.accumulate.second_moments import (
     low_rank,
 )
 from theodolite.accumulate.sums import GROUPS, Groups, Kept, each_part
-from theodolite.theory.attention import AttentionInputs
+from theodolite.attention.inputs import AttentionInputs
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
 

@@ -10,11 +10,11 @@ import torch
 
 from tests import planted
 from theodolite.comparison import read_outputs
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
-from theodolite.run import Run
-from theodolite.surveyor import survey
-from theodolite.tracer import trace_sinks
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey
+from theodolite.sinks.trace import trace_sinks
 
 IDS = planted.contexts(16)
 CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)

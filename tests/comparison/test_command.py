@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 from tests import checkpoints, planted
 from tests.comparison.conftest import CORPUS, IDS
-from theodolite.cli import app
+from theodolite.cli.app import app
 from theodolite.comparison import read_outputs
 from theodolite.comparison.candidates import candidates_of, look, without_term
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
-from theodolite.experiments.study import Focus
 from theodolite.models import open_model
+from theodolite.passes.prompts import Focus
+from theodolite.passes.survey import survey
 from theodolite.prune import prune_model
-from theodolite.surveyor import survey
-from theodolite.tracer import trace_sinks
+from theodolite.sinks.trace import trace_sinks
 
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 

@@ -18,10 +18,10 @@ from theodolite import compare
 from theodolite.comparison import read_outputs
 from theodolite.comparison.audit import most_lost
 from theodolite.errors import UsageError
-from theodolite.experiments.base import FAILS, HOLDS, IN_PART
+from theodolite.judging import FAILS, HOLDS, IN_PART
 from theodolite.models import open_model
-from theodolite.surveyor import survey
-from theodolite.tracer import trace_sinks
+from theodolite.passes.survey import survey
+from theodolite.sinks.trace import trace_sinks
 
 DESTROYED = (0, 2)
 UNSEEN = "What the heads write was not compared."
@@ -430,7 +430,7 @@ def test_what_an_audit_says_and_gives(pair):
 
 
 def test_an_intervention_is_named(damaged, pair):
-    from theodolite.interventions import masked_keys
+    from theodolite.sinks.interventions import masked_keys
 
     model = open_model(damaged())
     with masked_keys(model, 0, 2, [1, 2, 3, 4, 5]):

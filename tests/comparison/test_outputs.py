@@ -9,7 +9,7 @@ import torch
 from tests.comparison.conftest import CORPUS, IDS
 from theodolite import compare
 from theodolite.comparison import outputs, read_outputs
-from theodolite.experiments.base import HOLDS, IN_PART
+from theodolite.judging import HOLDS, IN_PART
 from theodolite.models import open_model
 
 CUT_OFF = (0, 2)

@@ -12,9 +12,9 @@ import pytest
 from tests.report.synthetic import make_survey
 from theodolite import compare
 from theodolite.comparison.page import experiment_of, outcome
-from theodolite.experiments.page import render
-from theodolite.report import figures_compare as drawing
-from theodolite.report import figures_prompt
+from theodolite.report.drawing import compare as drawing
+from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.outcome_page import render
 
 
 @pytest.fixture(scope="module")

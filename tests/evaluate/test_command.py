@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from theodolite.cli import app
-from theodolite.corpora import make_corpus
+from theodolite.cli.app import app
+from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
 from theodolite.evaluate import command
 from theodolite.evaluate.command import parse_shots, tables

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.corpora import make_corpus
+from theodolite.corpus.few_shot_task import RULES, TESTED
+from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers, few_shot_scores
 from theodolite.evaluate.scores import table
 from theodolite.models import open_model
-from theodolite.rules import RULES, TESTED
 
 
 def test_answers_are_those_of_each_prompt_alone(opened):

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("lm_eval")
 
 from tests.processes import Started, command_without
+from theodolite.corpus.few_shot_task import RULES, TESTED
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
 from theodolite.evaluate.scores import table
-from theodolite.rules import RULES, TESTED
 
 YAML = """
 task: {name}

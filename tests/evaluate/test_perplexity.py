@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from theodolite.errors import UsageError
-from theodolite.evaluate.kept import Kept
+from theodolite.evaluate.answers_file import Kept
 from theodolite.evaluate.scores import Score, mean_and_error, over_seeds, table
 
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from tests import checkpoints
-from theodolite.corpus import Corpus
-from theodolite.explore.brief import brief_survey
+from theodolite.corpus.corpus import Corpus
+from theodolite.explore.brief_survey import brief_survey
 from theodolite.explore.subject import Subject
 from theodolite.models import OpenModel, open_model
 

@@ -41,7 +41,7 @@ OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 @pytest.fixture(scope="module")
 def serving() -> Callable[..., str]:
     """serving(subject, …) → the address of a page of theirs."""
-    from theodolite.explore.quiet import quieten
+    from theodolite.explore.server_log import quieten
 
     quieten()
     from theodolite.explore.server import application, listen, serve

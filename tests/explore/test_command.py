@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
-from tests.test_cli import call
-from theodolite.corpus import Corpus
+from tests.cli.test_cli import call
+from theodolite.corpus.corpus import Corpus
 from theodolite.models import open_model
-from theodolite.surveyor import spectra, survey
+from theodolite.passes.survey import spectra, survey
 
 pytest.importorskip("gradio")
 COMMAND = [sys.executable, "-u", "-m", "theodolite", "explore", "--no-browser"]
@@ -95,7 +95,7 @@ def test_a_port_that_is_taken():
 def test_without_gradio_one_line_says_what_to_install():
     code = (
         "import sys; sys.modules['gradio'] = None\n"
-        "from theodolite.cli import main\nsys.argv = ['theodolite', 'explore']\nmain()"
+        "from theodolite.cli.app import main\nsys.argv = ['theodolite', 'explore']\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2

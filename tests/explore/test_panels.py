@@ -15,14 +15,15 @@ import torch
 from tests import checkpoints
 from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
-from theodolite.experiments.prompt_sinks import shipped_prompt
-from theodolite.explore import figures, panels, words
+from theodolite.explore import figures, panels
+from theodolite.explore import sentences as words
 from theodolite.explore.evidence import evidence, kind_of, opening_head, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Place, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import tag_colours
 from theodolite.models import open_model
+from theodolite.passes.prompts import shipped_prompt
 
 
 def place(layer: int = 0, head: int = 0) -> Place:

@@ -12,16 +12,16 @@ import transformers
 
 from tests import checkpoints, dense
 from tests.explore.conftest import PROMPT, SURVEYED
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.explore import panels
-from theodolite.explore.brief import brief_survey
+from theodolite.explore.brief_survey import brief_survey
 from theodolite.explore.panels import Place
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
-from theodolite.prompt_trace import LEFT_OUT, UNCAUGHT
-from theodolite.surveyor import survey
+from theodolite.passes.survey import survey
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 
 FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "qwen3", "mistral", "bert"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from theodolite.cli import app
-from theodolite.run import TABLES, Run
+from theodolite.cli.app import app
+from theodolite.passes.run import TABLES, Run
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 40
 
@@ -192,11 +192,11 @@ def test_another_seed_text_or_model_is_not_gone_on_with(
 ) -> None:
     """Oracle: the progress that lies there is of one survey, and is left as it is when another one asks for it."""
     code = (
-        "import sys, os, theodolite.run as r; own = r.Workspace.save_progress\n"
+        "import sys, os, theodolite.passes.run as r; own = r.Workspace.save_progress\n"
         "def save(self, notes, tensors): own(self, notes, tensors); os._exit(7)\n"
         "r.Workspace.save_progress = save\n"
-        "import theodolite.surveyor as s; s.survey.__kwdefaults__['checkpoint_seconds'] = 0.0\n"
-        "from theodolite.cli import main; main()"
+        "import theodolite.passes.survey as s; s.survey.__kwdefaults__['checkpoint_seconds'] = 0.0\n"
+        "from theodolite.cli.app import main; main()"
     )
     survey = ["survey", *words, "--batch", 1, "--out", tmp_path / "run"]
     done = subprocess.run([sys.executable, "-c", code, *map(str, survey)], capture_output=True, check=False)

@@ -10,8 +10,8 @@ import torch
 
 from tests.faults.test_folders import TEXT, contents
 from tests.processes import Started
-from theodolite.cli import app
-from theodolite.run import TABLES, Run
+from theodolite.cli.app import app
+from theodolite.passes.run import TABLES, Run
 
 
 def _run(threads: int, commands: list[str]) -> None:

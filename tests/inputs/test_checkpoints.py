@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.inputs import hostile
-from theodolite.cli import app
+from theodolite.cli.app import app
 
 MOST_MEGABYTES = 450
 """By which a process may grow: a config.json of 100 MB is read whole, as bytes and as text."""

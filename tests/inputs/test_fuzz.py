@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.checkpoints import byte_tokenizer
-from theodolite.cli import app
-from theodolite.corpus import Corpus
+from theodolite.cli.app import app
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.run import TABLES, Run
+from theodolite.passes.run import TABLES, Run
 
 TOKENIZER = byte_tokenizer()
 few = settings(

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import checkpoints
-from theodolite.cli import app
+from theodolite.cli.app import app
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),

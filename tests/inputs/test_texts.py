@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.checkpoints import byte_tokenizer
-from theodolite import texts
-from theodolite.cli import app
-from theodolite.corpus import Corpus
+from theodolite.cli.app import app
+from theodolite.corpus import documents as texts
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.run import Run
+from theodolite.passes.run import Run
 
 MEGABYTES = 100
 LONG = 20_000_000
@@ -95,8 +95,8 @@ def test_a_line_of_megabytes_takes_a_few_times_its_size(words: str, tmp_path: Pa
     (tmp_path / "short.txt").write_text("x y" * 1000)
     # The rest of the text is not tokenized twice: a few contexts are enough to see what reading costs.
     code = (
-        "import sys, resource, itertools; from pathlib import Path; from theodolite.texts import read_path; "
-        "from theodolite.corpus import _encode; from tests.checkpoints import byte_tokenizer; "
+        "import sys, resource, itertools; from pathlib import Path; from theodolite.corpus.documents import read_path; "
+        "from theodolite.corpus.corpus import _encode; from tests.checkpoints import byte_tokenizer; "
         "tokenizer = byte_tokenizer(); "
         "[list(itertools.islice(_encode(tokenizer, d.text), 50)) for d in read_path(sys.argv[1])]; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"

@@ -20,7 +20,7 @@ SCRIPT = """
 import json, sys
 from theodolite.errors import TheodoliteError
 from theodolite.models import open_model, open_weights
-from theodolite.surveyor import spectra
+from theodolite.passes.survey import spectra
 
 NAME, said = "some-lab/tiny", {}
 for revision in (None, "v2", sys.argv[1], "absent", "elsewhere"):

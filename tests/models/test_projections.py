@@ -8,7 +8,7 @@ import transformers
 
 from tests import checkpoints
 from theodolite.errors import UsageError
-from theodolite.models.probe import capture_calls, probe_layer
+from theodolite.models.head_weights import capture_calls, probe_layer
 from theodolite.models.projections import find_projections, replaced
 from theodolite.models.structure import find_structure
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.prune.families import opened_anew
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.prune import checkpoint, prune_model
 from theodolite.prune.checkpoint import Partial

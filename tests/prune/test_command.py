@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
-from tests.test_cli import TEXT, call, wait_for
 from theodolite.prune.checkpoint import Partial
-from theodolite.report.figures_pruning import error_map
+from theodolite.report.drawing.pruning import error_map
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
 

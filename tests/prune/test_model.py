@@ -15,13 +15,14 @@ from transformers.pytorch_utils import Conv1D
 
 from tests import checkpoints
 from tests.prune.families import DECODERS, FAMILIES, MORE, opened_anew
-from theodolite import interventions, surveyor
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
+from theodolite.models.block_matrices import block_matrices
 from theodolite.models.factored import read_pieces
-from theodolite.models.linears import block_matrices
+from theodolite.passes import survey as surveyor
 from theodolite.prune import Pruned, oats, prune_model
+from theodolite.sinks import interventions
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6

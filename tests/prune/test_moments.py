@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.prune.families import opened_anew
 from theodolite.errors import WorkError
-from theodolite.models.linears import Matrix, block_matrices, one_expert_at_a_time
+from theodolite.models.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.models.structure import backbone
 from theodolite.prune.moments import InputMoments, Moments
 

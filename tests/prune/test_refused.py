@@ -10,11 +10,11 @@ import torch
 
 from tests.prune.families import opened_anew
 from tests.prune.test_model import corpus_of
-from theodolite import interventions
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.prune import Pruned, load_factored, prune_model
+from theodolite.sinks import interventions
 
 
 def test_the_model_says_that_it_was_pruned_and_how(tmp_path):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.prune.families import FAMILIES, opened_anew
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
-from theodolite.models.linears import one_expert_at_a_time
+from theodolite.models.block_matrices import one_expert_at_a_time
 from theodolite.models.structure import backbone, first_tensor
 from theodolite.prune.sequential import BlockByBlock
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.synthetic import make_survey
-from theodolite.report import write_report
-from theodolite.run import Run
+from theodolite.passes.run import Run
+from theodolite.report.page import write_report
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.run import Run
+from theodolite.passes.run import Run
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -16,8 +16,8 @@ from tests.report.synthetic import make_survey
 from theodolite import compare
 from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
-from theodolite.experiments import EXPERIMENTS, Study, write_index, write_outcome
-from theodolite.run import Run
+from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
+from theodolite.passes.run import Run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (the dev extra)")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")

@@ -11,14 +11,14 @@ import pytest
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.errors import UsageError
+from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
 from theodolite.report.data import evenly
+from theodolite.report.drawing.constituents import PATTERNS
+from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibits import EXHIBITS
-from theodolite.report.figures_constituents import PATTERNS
-from theodolite.report.figures_heads import head_measures
 from theodolite.report.measures import HEAD_MEASURES, OTHER_TITLES
 from theodolite.report.payload import figure_json
-from theodolite.run import Run
 
 SIMPLE = sorted(set(figures.FIGURES) - {"head_map", "attribution"})
 

@@ -11,17 +11,17 @@ import pytest
 
 from tests.report.synthetic import PARTS, make_run
 from theodolite.errors import UsageError
+from theodolite.passes.run import Run
 from theodolite.report import figures, style
-from theodolite.report.exhibits import EXHIBITS
-from theodolite.report.figures_constituents import (
+from theodolite.report.drawing.constituents import (
     PANELS,
     attributed,
     constituents_traces,
     head_shares_traces,
 )
-from theodolite.report.figures_geometry import inherited_smoothness_traces
+from theodolite.report.drawing.geometry import inherited_smoothness_traces
+from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.published import LOW_FREQUENCY_QK
-from theodolite.run import Run
 
 
 def with_bias(run: Run) -> Run:

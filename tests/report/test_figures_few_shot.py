@@ -10,7 +10,7 @@ import pytest
 
 from theodolite.evaluate.scores import over_seeds
 from theodolite.report import style
-from theodolite.report.figures_few_shot import accuracy_by_shots
+from theodolite.report.drawing.few_shot import accuracy_by_shots
 from theodolite.report.payload import figure_json
 
 MODELS = ["dense", "oats", "wanda & co"]

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from theodolite.report import figures_localization as drawing
-from theodolite.report.figures_localization import Line
+from theodolite.report.drawing import localization as drawing
+from theodolite.report.drawing.localization import Line
 from theodolite.report.payload import figure_json
 
 X = np.linspace(0, 1, 5)

@@ -11,19 +11,19 @@ import torch
 
 from tests import checkpoints
 from tests.report.synthetic import HOSTILE
-from theodolite.corpus import Corpus
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
-from theodolite.report import figures_qk
-from theodolite.report.figures_qk import (
+from theodolite.report.drawing import qk as figures_qk
+from theodolite.report.drawing.qk import (
     constituent_panels,
     positional_tiles,
     qk_panels,
     shares_by_layer,
 )
 from theodolite.report.payload import figure_json
-from theodolite.splitting import constituents
-from theodolite.theory.attention import AttentionInputs
 from theodolite.theory.decomposition import PARTS
 
 CONTEXTS, LENGTH = 4, 20

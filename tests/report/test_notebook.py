@@ -10,9 +10,9 @@ import pytest
 
 from tests.report.synthetic import make_survey, weights_only
 from tests.report.test_page import Reader
+from theodolite.passes.run import Run
 from theodolite.report.notebook import strongest
 from theodolite.report.summary import health_line
-from theodolite.run import Run
 
 
 def texts(reader: Reader) -> str:

@@ -19,12 +19,11 @@ import pytest
 
 from tests.report.synthetic import HOSTILE, make_run, make_survey, weights_only
 from theodolite.errors import WorkError
-from theodolite.report import write_report
+from theodolite.passes.run import Run
 from theodolite.report.content import flowing, layers_table, tiles
 from theodolite.report.exhibits import EXHIBITS
-from theodolite.report.page import PLOTLY
+from theodolite.report.page import PLOTLY, write_report
 from theodolite.report.payload import figure_json, script_json
-from theodolite.run import Run
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "path", "circle"}
 

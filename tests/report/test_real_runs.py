@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests import checkpoints
-from theodolite.corpus import Corpus
-from theodolite.report import summarise, write_report
-from theodolite.surveyor import spectra, survey
+from theodolite.corpus.corpus import Corpus
+from theodolite.passes.survey import spectra, survey
+from theodolite.report.page import write_report
+from theodolite.report.summary import summarise
 
 # One of each kind of attention: other families differ in how they compute it, not in what a report shows of it.
 KINDS = ("gpt2", "bert", "bloom", "llama3", "qwen3", "gemma2", "gpt_oss")

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from tests.report.synthetic import make_run, make_survey, weights_only
-from theodolite.report import Finding, summarise
-from theodolite.run import Run
+from theodolite.passes.run import Run
+from theodolite.report.summary import Finding, summarise
 
 
 def told(run: Run, topic: str) -> str:

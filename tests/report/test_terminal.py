@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 
 from tests.report.synthetic import make_run, weights_only
+from theodolite.passes.run import Run
 from theodolite.report.terminal import show_run, tables_as_json
-from theodolite.run import Run
 
 
 def printed(run: Run, width: int) -> list[str]:

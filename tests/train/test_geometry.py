@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.live import undisturbed, unwrap
 from theodolite.models.structure import find_structure
+from theodolite.models.training_model import undisturbed, unwrap
 from theodolite.train.geometry import QUERIES, GeometryProbe
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))

@@ -1,153 +1,323 @@
-"""`locater_penalty` against the d×d matrices, the paper's printed gradients and closed forms; `Locater` on models."""
+"""`Locater` on models and `LocaterCallback` in the Trainer, against plain loops with the d×d penalty by name."""
 
 from __future__ import annotations
 
-import numpy as np
+import copy
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch import Tensor
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
+from tests import checkpoints
 from theodolite.errors import UsageError
-from theodolite.train import locater_penalty
+from theodolite.theory import qk_moments
+from theodolite.train import Locater, LocaterCallback, warm_up
+
+SCALE, MEAN, RATE = 0.02, 0.5, 0.1
 
 
-def factors(*shape: int, key_heads: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Gaussian factors in float64 that ask for gradients; the third last size is the number of heads."""
-    generator = torch.Generator().manual_seed(seed)
-    key_shape = (*shape[:-3], shape[-3] if key_heads is None else key_heads, *shape[-2:])
-    return tuple(
-        (0.4 * torch.randn(size, generator=generator, dtype=torch.float64)).requires_grad_()
-        for size in (shape, key_shape)
-    )
-
-
-def dense(w_q: Tensor, w_k: Tensor, scale: float, mean: float) -> Tensor:
-    """The definition, head by head, with the d×d matrix."""
+def dense_penalty(model: PreTrainedModel, layers: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+    """The definition with d×d matrices in float64, from a Llama's parameters by name; 2 or 4 key heads of 4."""
     total = torch.zeros((), dtype=torch.float64)
-    groups = w_q.shape[-3] // w_k.shape[-3]
-    for layer_q, layer_k in zip(
-        w_q.reshape(-1, *w_q.shape[-3:]), w_k.reshape(-1, *w_k.shape[-3:]), strict=True
-    ):
-        for head in range(len(layer_q)):
-            matrix = layer_q[head] @ layer_k[head // groups].T
-            total = total + scale * torch.trace(matrix.T @ matrix) + mean * (torch.trace(matrix) - 1) ** 2
+    for layer in layers:
+        attention = model.model.layers[layer].self_attn
+        w_q = attention.q_proj.weight.double().unflatten(0, (4, 8))
+        w_k = attention.k_proj.weight.double().unflatten(0, (-1, 8))
+        for head in range(4):
+            matrix = w_q[head].T @ w_k[head * len(w_k) // 4]
+            total = total + SCALE * matrix.square().sum() + MEAN * (torch.trace(matrix) - 1) ** 2
     return total
 
 
-@pytest.mark.parametrize(("shape", "key_heads"), [((3, 12, 4), 3), ((4, 12, 5), 2), ((2, 4, 9, 9), 1)])
-def test_value_and_gradient_are_those_of_the_dense_computation(shape, key_heads):
-    """Oracle: the d×d matrices in float64, and autograd through them; grouped keys and leading layers too."""
-    w_q, w_k = factors(*shape, key_heads=key_heads)
-    ours, theirs = locater_penalty(w_q, w_k, 100.0, 0.3), dense(w_q, w_k, 100.0, 0.3)
-    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
-    for got, expected in zip(*(torch.autograd.grad(p, (w_q, w_k)) for p in (ours, theirs)), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+def examples(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Random tokens; how many of them count in the loss differs from one to the next."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for number in range(count):
+        ids = torch.randint(checkpoints.VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: number % 7] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
 
 
-def test_gradient_of_the_first_term_is_the_printed_one():
-    """Oracle: section 6, ∇_WQ = 2 W_K W_Kᵀ W_Q and ∇_WK = 2 W_Q W_Qᵀ W_K, in the paper's layout (d_h × d)."""
-    w_q, w_k = factors(1, 12, 4)
-    got_q, got_k = torch.autograd.grad(locater_penalty(w_q, w_k, 1.0, 0.0), (w_q, w_k))
-    their_q, their_k = w_q[0].T, w_k[0].T
-    torch.testing.assert_close(got_q[0].T, 2 * their_k @ their_k.T @ their_q)
-    torch.testing.assert_close(got_k[0].T, 2 * their_q @ their_q.T @ their_k)
+def batch(data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([example[name] for example in data]) for name in data[0]}
 
 
-def test_published_gradient_of_the_second_term_is_the_printed_one_and_the_value_is_not_changed():
-    """Oracle: section 6 as printed, (tr − 1) tr W_K and (tr − 1) tr W_Q, head by head."""
-    w_q, w_k = factors(3, 12, 4)
-    published = locater_penalty(w_q, w_k, 0.0, 0.7, gradient="published")
-    torch.testing.assert_close(published, dense(w_q, w_k, 0.0, 0.7), rtol=1e-13, atol=0)
-    trace = (w_q * w_k).sum((-2, -1), keepdim=True)
-    got_q, got_k = torch.autograd.grad(published, (w_q, w_k))
-    torch.testing.assert_close(got_q, 0.7 * (trace - 1) * trace * w_k)
-    torch.testing.assert_close(got_k, 0.7 * (trace - 1) * trace * w_q)
-
-
-@pytest.mark.parametrize(("gradient", "start", "end"), [("exact", -0.5, 1.0), ("published", 0.4, 1.0)])
-def test_descent_on_the_second_term_ends_where_its_gradient_says(gradient, start, end):
-    """Oracle: one factor w with tr = w (the other is 1): dw/dt = −2 (w − 1), and as printed −(w − 1) w."""
-    weight = torch.tensor([[[start]]], dtype=torch.float64, requires_grad=True)
-    other = torch.ones(1, 1, 1, dtype=torch.float64)
-    for _ in range(500):
-        (slope,) = torch.autograd.grad(locater_penalty(weight, other, 0.0, 1.0, gradient=gradient), (weight,))
-        with torch.no_grad():
-            weight -= 0.05 * slope
-    assert weight.item() == pytest.approx(end, abs=1e-6)
-
-
-def test_published_gradient_rests_at_trace_zero_and_lowers_a_negative_trace():
-    """Oracle: (tr − 1) tr is 0 at tr = 0 and positive at tr = −½, where a descent step lowers the trace."""
-    other = torch.ones(1, 1, 1, dtype=torch.float64)
-    slopes = []
-    for start in (0.0, -0.5):
-        weight = torch.tensor([[[start]]], dtype=torch.float64, requires_grad=True)
-        penalty = locater_penalty(weight, other, 0.0, 1.0, gradient="published")
-        slopes.append(torch.autograd.grad(penalty, weight)[0].item())
-    assert slopes == [0.0, pytest.approx(0.75, rel=1e-14)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_precision_and_autocast_do_not_round_the_products(dtype):
-    """Oracle: the float64 value of the same rounded weights; bfloat16 products would be off by about 1e-3."""
-    w_q, w_k = (w.detach().to(dtype).requires_grad_() for w in factors(3, 64, 16))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        penalty = locater_penalty(w_q, w_k, 2.0, 0.5)
-    assert penalty.dtype == torch.float32
-    torch.testing.assert_close(
-        penalty.double(), dense(w_q.double(), w_k.double(), 2.0, 0.5), rtol=1e-6, atol=0
+def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Trainer:
+    """The model after training on `data` with plain gradient descent; one step unless told otherwise."""
+    options = {
+        "max_steps": 1,
+        "per_device_train_batch_size": len(data),
+        "max_grad_norm": 0.0,
+        "learning_rate": RATE,
+        "report_to": "none",
+    } | arguments
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=data,
+        callbacks=callbacks,
     )
-    assert torch.autograd.grad(penalty, w_q)[0].dtype == dtype
+    trainer.train()
+    return trainer
+
+
+def assert_same_weights(model: PreTrainedModel, other: PreTrainedModel, atol: float = 1e-6) -> None:
+    others = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter, others[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1,)])
+def test_penalty_of_a_model_and_its_gradient(family, layers):
+    """Oracle: the d×d matrices in float64 from the parameters by name, and autograd through them."""
+    model = checkpoints.build(family)
+    dense = dense_penalty(model, layers)
+    dense.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    penalty = Locater(model, SCALE, MEAN, layers=layers)()
+    penalty.backward()
+    torch.testing.assert_close(penalty.double(), dense, rtol=1e-6, atol=0)
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "gpt_oss", "vit"])
+def test_table_holds_the_moments_of_the_survey(family, opened):
+    """Oracle: `qk_moments` of the probe's weights."""
+    model = opened(family)
+    table = Locater(copy.deepcopy(model.hf).requires_grad_(), 1.0, 1.0).table()
+    for layer, rows in table.groupby("layer"):
+        weights = model.head_weights(layer)
+        moments = qk_moments(weights.w_q, weights.w_k)
+        torch.testing.assert_close(torch.tensor(rows["trace"].array), moments.trace, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(rows["frobenius_squared"].array), moments.frobenius_squared, rtol=1e-5, atol=0
+        )
+    assert len(table) == model.layers * model.heads
+
+
+def test_wrapped_models_are_unwrapped_and_left_as_they_are():
+    """Oracle: the penalty of the bare model; modes of every module and the state of the random numbers."""
+    model = checkpoints.build("llama3").train()
+    model.model.layers[1].eval()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    expected = Locater(model, SCALE, MEAN)()
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    for wrapped in (torch.nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert torch.equal(Locater(wrapped, SCALE, MEAN)(), expected)
+
+
+def test_strengths_may_be_functions_of_the_step():
+    """Oracle: the warm-up's line, in numbers; the penalty is linear in both strengths."""
+    model = checkpoints.build("llama2")
+    rising = warm_up(SCALE, 4)
+    assert [rising(step) for step in (0, 1, 4, 9)] == [0.0, SCALE / 4, SCALE, SCALE]
+    scheduled = Locater(model, rising, MEAN)
+    at_zero, at_end = Locater(model, 0.0, MEAN)(), Locater(model, SCALE, MEAN)()
+    torch.testing.assert_close(scheduled(0), at_zero)
+    torch.testing.assert_close(scheduled(1), at_zero + (at_end - at_zero) / 4)
+    with pytest.raises(UsageError, match="scale is a function of the step"):
+        scheduled()
+    with pytest.raises(UsageError, match=r"mean is -1\.0: give a number of 0 or more"):
+        Locater(model, SCALE, lambda step: -1.0)(0)
+    with pytest.raises(UsageError, match="scale is None: give a number of 0 or more"):
+        Locater(model, lambda step: None, MEAN)(0)
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "gradient", "words"),
+    ("arguments", "words"),
     [
-        ((12, 4), (12, 4), "exact", r"\(12, 4\)"),
-        ((3, 12, 4), (3, 12, 5), "exact", r"\(3, 12, 5\)"),
-        ((3, 12, 4), (2, 12, 4), "exact", "multiple"),
-        ((2, 3, 12, 4), (1, 3, 12, 4), "exact", "same leading layers"),
-        ((3, 12, 4), (3, 12, 4), "printed", "choose exact or published"),
+        ({"layers": [3]}, "layer 3 does not exist: this model has layers 0 to 2"),
+        ({"layers": [1, 1]}, "each once"),
+        ({"layers": []}, "one layer or more"),
+        ({"layers": 0}, r"layers is 0: give a list of whole numbers, as \[0, 1\]"),
+        ({"layers": "01"}, "layers is '01': give a list"),
+        ({"layers": [0.0]}, r"layers is \[0\.0\]: give a list"),
+        ({"layers": [True, False, False]}, "give a list of whole numbers"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
+        ({"scale": None}, "scale is None: give a number"),
+        ({"mean": 1j}, "mean is 1j: give a number"),
+        ({"gradient": "printed"}, "choose exact or published"),
     ],
 )
-def test_what_does_not_fit_is_refused(query, key, gradient, words):
+def test_a_wrong_call_is_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
-        locater_penalty(torch.ones(query), torch.ones(key), 1.0, 1.0, gradient=gradient)
+        Locater(checkpoints.build("llama2"), **({"scale": SCALE, "mean": MEAN} | arguments))
+    if "does not exist" not in words and "one" not in words and "once" not in words:
+        with pytest.raises(UsageError, match=words):  # at once, not when training begins
+            LocaterCallback(**({"scale": SCALE, "mean": MEAN} | arguments))
 
 
-def test_wrong_strengths_and_factors_are_refused():
-    one = torch.ones(1, 3, 2)
-    for wrong in (-1, float("nan"), "a", None, 1j, torch.tensor(-1.0), torch.ones(2)):
-        with pytest.raises(UsageError, match=r"scale is .*: give a number of 0 or more"):
-            locater_penalty(one, one, wrong, 1.0)
-        with pytest.raises(UsageError, match="mean is "):
-            locater_penalty(one, one, 1.0, wrong)
-    with pytest.raises(UsageError, match="w_k is complex: give real numbers"):
-        locater_penalty(one, one * 1j, 1.0, 1.0)
-    with pytest.raises(UsageError, match="w_q is a ndarray: give a tensor"):
-        locater_penalty(np.ones((1, 3, 2)), one, 1.0, 1.0)
+def test_models_that_cannot_be_penalised_are_refused():
+    with pytest.raises(UsageError, match="holds no model of transformers"):
+        Locater(torch.nn.Linear(3, 3), SCALE, MEAN)
+    with pytest.raises(UsageError, match="frozen"):
+        Locater(checkpoints.build("llama2").requires_grad_(False), SCALE, MEAN)
 
 
-def test_strengths_may_be_tensors_also_under_vmap():
-    """Oracle: the same strengths as numbers, and the penalty's gradient in κ₁, ‖W_QK‖_F²."""
-    w_q, w_k = (w.detach() for w in factors(2, 5, 3))
-    strengths = torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
-    together = torch.func.vmap(lambda s: locater_penalty(w_q, w_k, s, 0.7))(strengths)
-    expected = [locater_penalty(w_q, w_k, s, 0.7) for s in strengths.tolist()]
-    torch.testing.assert_close(together, torch.stack(expected))
-    slope = torch.func.grad(lambda s: locater_penalty(w_q, w_k, s, 0.7))(strengths[1])
-    torch.testing.assert_close(slope, (w_q @ w_k.mT).square().sum())
+class Adapted(torch.nn.Module):
+    """As an adapter does it: the old layer is kept inside the new one, and so still belongs to the model."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.weight = base, base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
 
 
-def test_second_derivatives_and_function_transforms():
-    """Oracle: finite differences of the gradient (gradgradcheck), and each head by itself under vmap."""
-    w_q, w_k = factors(2, 5, 3, key_heads=1)
-    assert torch.autograd.gradcheck(lambda q, k: locater_penalty(q, k, 0.3, 0.7), (w_q, w_k))
-    assert torch.autograd.gradgradcheck(lambda q, k: locater_penalty(q, k, 0.3, 0.7), (w_q, w_k))
-    many_q, many_k = (w.detach() for w in factors(4, 2, 5, 3))
-    slope = torch.func.grad(lambda q, k: locater_penalty(q, k, 0.3, 0.7))
-    together = torch.func.vmap(slope)(many_q, many_k)
-    for one, q, k in zip(together, many_q, many_k, strict=True):
-        leaf = q.clone().requires_grad_()
-        (alone,) = torch.autograd.grad(dense(leaf, k, 0.3, 0.7), leaf)
-        torch.testing.assert_close(one, alone)
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_a_model_that_was_changed_afterwards_is_refused(family):
+    """Replaced modules hold other weights than those found; moved, loaded and cast ones are the same modules."""
+    model = checkpoints.build(family)
+    locater = Locater(model, SCALE, MEAN)
+    layer = (model.model.layers if family == "llama3" else model.transformer.h)[1]
+    parent, name = (layer.self_attn, "k_proj") if family == "llama3" else (layer.attn, "c_attn")
+    old = getattr(parent, name)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.double().train()
+    expected = locater()
+    for new in (Adapted(old), copy.deepcopy(old)):
+        setattr(parent, name, new)
+        for use in (locater, locater.table):
+            with pytest.raises(UsageError, match=rf"{name}\.weight is no longer .* make a new Locater"):
+                use()
+    setattr(parent, name, old)
+    assert torch.equal(locater(), expected)
+    torch.nn.utils.parametrize.register_parametrization(old, "weight", torch.nn.Identity())
+    with pytest.raises(UsageError, match="is no longer the weight"):
+        locater()
+
+
+def test_weights_that_were_frozen_afterwards_are_refused():
+    model = checkpoints.build("llama2")
+    locater = Locater(model, SCALE, MEAN)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    assert locater().requires_grad
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"frozen .*: unfreeze those .* or make a new Locater"):
+        locater()
+    assert len(locater.table()) == 12  # reading them needs no gradient
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batches, tmp_path):
+    """Oracle: a plain loop with one batch, loss + d×d penalty, joint clipping. With 4 micro-batches as with 1."""
+    start, data = checkpoints.build("llama3"), examples(8)
+    expected = copy.deepcopy(start).train()
+    loss = expected(**batch(data), use_cache=False).loss + dense_penalty(expected)
+    loss.backward()
+    if clip:
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), clip)
+        assert norm > 2 * clip  # else clipping would not be tested
+    torch.optim.SGD(expected.parameters(), RATE).step()
+    trained(
+        start,
+        data,
+        tmp_path,
+        [LocaterCallback(SCALE, MEAN)],
+        per_device_train_batch_size=8 // micro_batches,
+        gradient_accumulation_steps=micro_batches,
+        max_grad_norm=clip,
+    )
+    assert_same_weights(start, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}, {}],
+    ids=["bfloat16", "compiled", "checkpointed"],
+)
+def test_the_penalty_moves_the_weights_by_its_exact_gradient(arguments, tmp_path):
+    """Oracle: of one step with and one without it, the difference is −rate times the float64 d×d gradient."""
+    models = [checkpoints.build("llama3") for _ in range(2)]
+    before = copy.deepcopy(models[0])
+    dense_penalty(before).backward()
+    for model, callbacks in zip(models, ([LocaterCallback(SCALE, MEAN)], []), strict=True):
+        if not arguments:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its name
+                model.gradient_checkpointing_enable()
+        trained(model, examples(4), tmp_path, callbacks, **arguments)
+    without = dict(models[1].named_parameters())
+    slopes = {name: p.grad for name, p in before.named_parameters()}
+    for name, parameter in models[0].named_parameters():
+        slope = torch.zeros_like(parameter) if slopes[name] is None else slopes[name]
+        torch.testing.assert_close(parameter - without[name], -RATE * slope, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
+    """Oracle: the strengths that the callback asked for, and the penalty of a copy at the first step."""
+    model, asked = checkpoints.build("llama2"), []
+    first = dense_penalty(model).item()
+
+    def scale(step: int) -> float:
+        asked.append(step)
+        return SCALE
+
+    trainer = trained(
+        model, examples(4), tmp_path, [LocaterCallback(scale, MEAN)], max_steps=3, learning_rate=0.01
+    )
+    assert asked == [0, 1, 2]
+    logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 3
+    assert logged[0] == pytest.approx(first, rel=1e-5)
+    assert logged[2] < logged[0]
+
+
+def test_the_penalty_reaches_tensorboard(tmp_path):
+    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log."""
+    model = checkpoints.build("llama2")
+    trainer = trained(
+        model, examples(4), tmp_path, [LocaterCallback(SCALE, MEAN)], max_steps=2, report_to="tensorboard"
+    )
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
+    found = events.Scalars("train/locater")
+    assert [event.step for event in found] == [1, 2]
+    assert [event.value for event in found] == pytest.approx(logged, rel=1e-6)
+
+
+def test_gradients_are_scaled_with_the_loss_in_float16():
+    """Oracle: a GradScaler's factor, 1024. (The Trainer's float16 needs a GPU, so the callback is called by hand.)"""
+    model = checkpoints.build("llama2")
+    dense_penalty(model).backward()
+    expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    callback = LocaterCallback(SCALE, MEAN)
+    callback.on_train_begin(SimpleNamespace(deepspeed=None, fsdp=None), TrainerState(), None, model=model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for times in (1, 2):  # the second adds to what is there
+        callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
+        got = model.model.layers[0].self_attn.q_proj.weight.grad
+        torch.testing.assert_close(got, times * 1024 * expected, rtol=1e-5, atol=1e-3)
+
+
+def test_sharded_training_is_refused():
+    callback = LocaterCallback(SCALE, MEAN)
+    with pytest.raises(UsageError, match="train with DDP"):
+        callback.on_train_begin(SimpleNamespace(deepspeed="zero.json", fsdp=None), TrainerState(), None)

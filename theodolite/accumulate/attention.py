@@ -1,6 +1,6 @@
 """What each head's attention does, computed together with its output and without a T×T matrix.
 
-`AttentionStatistics.update` has it summarised (`theory/attention_summary.py`): in blocks of queries whose weights are
+`AttentionStatistics.update` has it summarised (`attention/summary.py`): in blocks of queries whose weights are
 read once for the output, the entropy, the mass that each key receives and the head scores, and are then forgotten; or
 on a CUDA device, where no weights are ever written.
 """
@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
-from theodolite.theory import attention_triton
-from theodolite.theory.attention import BLOCK, AttentionInputs
-from theodolite.theory.attention_summary import (
+from theodolite.attention import triton as attention_triton
+from theodolite.attention.inputs import BLOCK, AttentionInputs
+from theodolite.attention.summary import (
     SINK_THRESHOLD,
     AttentionSummary,
     last_query,

@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
-from theodolite.theory.attention import MASKED, AttentionInputs, weigh
-from theodolite.theory.attention_summary import weights_and_rows
+from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
+from theodolite.attention.summary import weights_and_rows
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 

@@ -9,7 +9,7 @@ from theodolite.accumulate.sums import GROUPS, Groups, LayerSums
 from theodolite.theory.outliers import Thresholds, median
 
 PUBLISHED = Thresholds()
-"""A survey counts by the published thresholds; `theodolite.outliers` lets the caller set them."""
+"""A survey counts by the published thresholds; `theodolite.sinks.outliers` lets the caller set them."""
 
 
 class OutlierCounts(LayerSums):

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.threads import side_by_side
+from theodolite.system.threads import side_by_side
 
 Result = TypeVar("Result")
 

@@ -12,14 +12,17 @@ from typing import Any
 
 import pandas as pd
 
-from theodolite.comparison import heads, outputs, sinks, stream
+import theodolite.comparison.heads as heads
+import theodolite.comparison.outputs as outputs
+import theodolite.comparison.sinks as sinks
+import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
 from theodolite.comparison.parts import LOST, NEW, SURVIVED, UNDECIDED, Part
 from theodolite.errors import UsageError
-from theodolite.experiments.base import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
+from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
+from theodolite.passes.run import Run
 from theodolite.report.data import provenance
-from theodolite.report.text import counted, head_name, listed
-from theodolite.run import Run
+from theodolite.system.wording import counted, head_name, listed
 
 HARDEST, LEAST_PARTS = 3, 2
 """Heads that are named as hit hardest, where no more are alike, and the parts that one must lose something of, if its

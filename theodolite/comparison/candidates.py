@@ -18,18 +18,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.comparison.audit import refuse_shapes, shape_of
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.experiments.prompt_sinks import shipped_prompt
-from theodolite.experiments.qk import prompt_ids
-from theodolite.experiments.study import Focus
-from theodolite.interventions import Factors, without_low_rank
 from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
-from theodolite.prompt_trace import PromptTrace, trace_prompt
-from theodolite.provenance import describe_model, token_texts
+from theodolite.passes.prompts import Focus, prompt_ids, shipped_prompt
+from theodolite.passes.provenance import describe_model, token_texts
+from theodolite.passes.run import Run
 from theodolite.prune.checkpoint import SETTINGS, Pruned
-from theodolite.run import Run
+from theodolite.sinks.interventions import Factors, without_low_rank
+from theodolite.sinks.prompt import PromptTrace, trace_prompt
 
 PROMPT = "inference"
 """The prompt that the package carries of the kind that Fig. 5 shows."""

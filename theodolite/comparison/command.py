@@ -18,12 +18,13 @@ from theodolite.comparison.candidates import Work, candidates_of, check, look, m
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import TERM, experiment_of, outcome
 from theodolite.errors import UsageError
-from theodolite.experiments.base import UNTESTABLE, Experiment, Outcome, harmless
-from theodolite.experiments.page import MARKS, result, write_index, write_outcome
-from theodolite.experiments.study import Focus
-from theodolite.files import write_text, writing
-from theodolite.report.text import percent
-from theodolite.run import Run
+from theodolite.judging import UNTESTABLE, harmless
+from theodolite.passes.prompts import Focus
+from theodolite.passes.run import Run
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
+from theodolite.system.files import write_text, writing
+from theodolite.system.wording import percent
 
 SCHEMA_VERSION = 1
 FILE = "comparison.json"
@@ -38,7 +39,7 @@ class Compared:
     run: Run
 
     @property
-    def experiment(self) -> Experiment:
+    def experiment(self) -> Heading:
         """The head of the page."""
         return experiment_of(self.audits, self.outcome)
 

@@ -18,12 +18,12 @@ from theodolite.comparison.parts import (
     fates,
     of_all_pairs,
 )
-from theodolite.experiments.base import ERRORS
+from theodolite.judging import ERRORS
+from theodolite.passes.run import Run
 from theodolite.report import summary
 from theodolite.report.data import Floats, column, entropy_limits
 from theodolite.report.health import ENTROPY_COLLAPSE, UNIFORM
-from theodolite.report.text import counted, head_name, listed, number, percent
-from theodolite.run import Run
+from theodolite.system.wording import counted, head_name, listed, number, percent
 
 TENTH = 0.1
 """An entropy survives that changes by at most this share of the highest possible (ours)."""

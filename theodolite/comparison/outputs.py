@@ -20,14 +20,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.comparison.parts import LOST, SURVIVED, Part, changes, fates
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
 from theodolite.models.structure import backbone
-from theodolite.provenance import describe_model, describe_pass
-from theodolite.reading import (
+from theodolite.passes.corpus_pass import (
     Accumulator,
     Reading,
     ShowProgress,
@@ -38,10 +38,10 @@ from theodolite.reading import (
     read_into_run,
     refuse_bad_numbers,
 )
+from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.run import Run
 from theodolite.report.data import evenly
-from theodolite.report.text import counted, head_name, listed, number, percent, with_error
-from theodolite.run import Run
-from theodolite.theory.attention import AttentionInputs, attend
+from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 
 NAME = "head outputs"
 

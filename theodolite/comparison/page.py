@@ -10,35 +10,24 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.comparison import outputs
+import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import Look, Measured
 from theodolite.comparison.parts import HALF
 from theodolite.comparison.sinks import KEY
-from theodolite.experiments.base import (
-    ERRORS,
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    UNTESTABLE,
-    Experiment,
-    Outcome,
-    Verdict,
-)
-from theodolite.experiments.layers import by_name, exhibit
-from theodolite.report import figures_compare as drawing
-from theodolite.report import figures_prompt
-from theodolite.report.exhibit import Exhibit
+from theodolite.judging import ERRORS, FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.report.drawing import compare as drawing
+from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO, SONG, ZHANG
+from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.style import Patch
-from theodolite.report.text import counted, head_name, listed, number, percent, token_text, visible
+from theodolite.system.wording import counted, head_name, listed, number, percent, token_text, visible
 
-COMPARED = Experiment(
+COMPARED = Heading(
     "sinks/compare",
     "What of the mechanism survives",
     "",
-    (),
-    make=lambda study: Outcome([], [], {}),
 )
 """What the page is of; `theodolite compare` makes it, no study does."""
 
@@ -75,7 +64,7 @@ def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Lo
     return Outcome([], verdicts, tables, exhibits, dict(runs))
 
 
-def experiment_of(audits: Sequence[Audit], made: Outcome) -> Experiment:
+def experiment_of(audits: Sequence[Audit], made: Outcome) -> Heading:
     """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
     first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
     taken_out = any(verdict.claim == TERM for verdict in made.verdicts)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.experiments.base import (
+from theodolite.judging import (
     ERRORS,
     FAILS,
     HOLDS,
@@ -18,9 +18,9 @@ from theodolite.experiments.base import (
     UNTESTABLE,
     Answer,
 )
-from theodolite.experiments.base import UNDECIDED as NOT_DECIDED
+from theodolite.judging import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
-from theodolite.report.text import counted, percent
+from theodolite.system.wording import counted, percent
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 

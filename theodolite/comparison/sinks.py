@@ -19,12 +19,12 @@ from theodolite.comparison.parts import (
     changes,
     fates,
 )
-from theodolite.experiments.base import ERRORS
-from theodolite.mask import LEAST_SHARE
+from theodolite.judging import ERRORS
+from theodolite.passes.run import Run
 from theodolite.report.data import Floats
-from theodolite.report.figures_traces import sink_name
-from theodolite.report.text import counted, listed, number, percent
-from theodolite.run import Run
+from theodolite.report.drawing.traces import sink_name
+from theodolite.sinks.exclusions import LEAST_SHARE
+from theodolite.system.wording import counted, listed, number, percent
 
 KEY = ["layer", "head", "kind", "token_id"]
 """What makes two sinks the same one; what token stands first does not matter."""

@@ -20,12 +20,10 @@ from theodolite.comparison.parts import (
     fates,
     within_errors,
 )
-from theodolite.experiments.layers import value_of
-from theodolite.experiments.tables import overlap
 from theodolite.measure.geometry import OUTLIER_SHARE
-from theodolite.report.data import Floats, error_of, mean_over_layers, need
-from theodolite.report.text import counted, listed, number, percent
-from theodolite.run import Run
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, error_of, mean_over_layers, need, value_of
+from theodolite.system.wording import counted, listed, number, percent
 
 NAMED = 5
 """Dimensions that a sentence names."""
@@ -163,3 +161,21 @@ def _moved(table: pd.DataFrame, name: str) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return mean_over_layers(np.asarray(values))[0]
+
+
+def overlap(first: Run, second: Run) -> tuple[Floats, float]:
+    """‖VᵀV′‖_F²/k of the k leading right singular vectors of both positional bases, k the first one's rank, a layer.
+
+    And its mean for random directions, k/d.
+    """
+    ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
+    bases = [
+        torch.linalg.svd(
+            torch.from_numpy(need(run, "positional_basis")[:, 1:]).double(), full_matrices=False
+        ).Vh
+        for run in (first, second)
+    ]
+    parts = [
+        float((one[:k] @ other[:k].T).square().sum()) / k for one, other, k in zip(*bases, ranks, strict=True)
+    ]
+    return np.array(parts), float(ranks.mean()) / bases[0].shape[2]

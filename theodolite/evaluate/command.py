@@ -16,17 +16,17 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.errors import UsageError
+from theodolite.evaluate.answers_file import Kept
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
-from theodolite.evaluate.kept import Kept
 from theodolite.evaluate.perplexity import perplexity, perplexity_scores
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
-from theodolite.reading import ShowProgress, fingerprint_of
-from theodolite.report.text import counted, number, visible, with_error
-from theodolite.rules import NAME, RULES
+from theodolite.passes.corpus_pass import ShowProgress, fingerprint_of
+from theodolite.system.wording import counted, number, visible, with_error
 
 Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]
 """(title, unit) → a progress bar."""

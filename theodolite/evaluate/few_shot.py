@@ -1,22 +1,25 @@
-"""Accuracy after 0, 1, …, 5 examples on the offline task of `rules.py`, of any causal model.
+"""Accuracy after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`, of any causal model.
 
 The prompts follow from the seed alone, so that models are compared on the same ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from theodolite.corpus.few_shot_task import NAME, RULES, TESTED, Rules, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
-from theodolite.reading import ShowProgress
-from theodolite.rules import NAME, RULES, TESTED, Rules, prompt_ids
-from theodolite.train.few_shot import batch_of_prompts, right_answers
+from theodolite.passes.corpus_pass import TOKENS_A_BATCH, ShowProgress
 
 PROMPTS = 4000
 
@@ -113,3 +116,46 @@ def few_shot_accuracy(
         for score in few_shot_scores(model.id, right, rules=rules, seed=seed, batch=batch)
     ]
     return pd.DataFrame(rows)
+
+
+@torch.no_grad()
+def right_answers(
+    model: PreTrainedModel,
+    ids: Int[Tensor, "prompts positions"],
+    asked: Int[Tensor, "prompts words"],
+    labels: Int[Tensor, "prompts words"],
+    label_ids: list[int],
+    *,
+    batch: int | None = None,
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Bool[Tensor, "prompts words"]:
+    """Whether the likeliest of the labels is the right one, behind every colon.
+
+    Args:
+        model: causal, so that a word is not told what follows it.
+        ids: prompts in the model's own ids; asked: where the colons are; labels: the right ones, from 0.
+        label_ids: the model's ids of the labels.
+        batch: prompts a forward pass; None: 4096 tokens' worth.
+        show_progress: told (done, total) prompts before each batch; it may raise to stop.
+    """
+    batch = batch_of_prompts(ids.shape[1], batch)
+    right = []
+    for first in range(0, len(ids), batch):
+        show_progress(first, len(ids))
+        part = slice(first, first + batch)
+        logits = model(input_ids=ids[part].to(model.device), use_cache=False).logits[..., label_ids].cpu()
+        told = logits.gather(1, asked[part, :, None].expand(-1, -1, len(label_ids)))
+        right.append(told.argmax(dim=2) == labels[part])
+    show_progress(len(ids), len(ids))
+    return torch.cat(right)
+
+
+def batch_of_prompts(length: int, batch: int | None) -> int:
+    """The prompts of a forward pass: as asked for, or 4096 tokens' worth.
+
+    Raises:
+        UsageError: none would be read.
+    """
+    if batch is not None and batch < 1:
+        raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
+    return batch or max(1, TOKENS_A_BATCH // length)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
-from theodolite.reading import ShowProgress, batch_of, check_fit, next_token_losses
+from theodolite.passes.corpus_pass import ShowProgress, batch_of, check_fit, next_token_losses
 
 LARGEST = math.log(sys.float_info.max)
 """Loss whose exponential still is a number."""

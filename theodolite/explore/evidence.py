@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from theodolite.passes.run import Run
 from theodolite.report import health, summary
 from theodolite.report.data import column, entropy_share
-from theodolite.report.text import number, percent
-from theodolite.run import Run
+from theodolite.system.wording import number, percent
 from theodolite.theory.regimes import UNDEFINED
 
 

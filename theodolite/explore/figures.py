@@ -13,11 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.explore.view import HeadView
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.figures_heads import head_map
-from theodolite.report.text import for_plotly, token_text
-from theodolite.run import Run
+from theodolite.report.drawing.heads import head_map
+from theodolite.system.wording import for_plotly, token_text
 
 FAINTEST = 1e-5
 """Attention below it is drawn as this much on the logarithmic scale: five decades can be told apart."""

@@ -10,12 +10,13 @@ from typing import Any
 import gradio as gr
 
 from theodolite.errors import TheodoliteError
-from theodolite.explore import panels, words
+from theodolite.explore import panels
+from theodolite.explore import sentences as words
 from theodolite.explore.evidence import opening_head
 from theodolite.explore.panels import Place, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
-from theodolite.report.text import head_name
+from theodolite.system.wording import head_name
 
 FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"

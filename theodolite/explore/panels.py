@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.explore import figures, words
+from theodolite.explore import figures
+from theodolite.explore import sentences as words
 from theodolite.explore.subject import Slow, Subject
 from theodolite.explore.view import tag_colours
-from theodolite.report import figures_spectra
-from theodolite.report.figures_heads import head_measures
-from theodolite.report.figures_qk import MOST, qk_panels
+from theodolite.report.drawing import spectra as figures_spectra
+from theodolite.report.drawing.heads import head_measures
+from theodolite.report.drawing.qk import MOST, qk_panels
 from theodolite.report.measures import HEAD_MEASURES
 from theodolite.report.payload import figure_json
-from theodolite.report.text import head_name, visible
+from theodolite.system.wording import head_name, visible
 
 Ids = tuple[int, ...]
 

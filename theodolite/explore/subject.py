@@ -16,7 +16,6 @@ import torch
 
 from theodolite.comparison.audit import refuse_shapes, shape_of
 from theodolite.errors import TheodoliteError, UsageError
-from theodolite.experiments.prompt_sinks import shipped_prompt
 from theodolite.explore.view import (
     HeadView,
     LayerCatch,
@@ -30,10 +29,11 @@ from theodolite.explore.view import (
 )
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
-from theodolite.provenance import describe_model
-from theodolite.reading import LEAST_LENGTH
-from theodolite.report.text import counted
-from theodolite.run import Run
+from theodolite.passes.corpus_pass import LEAST_LENGTH
+from theodolite.passes.prompts import shipped_prompt
+from theodolite.passes.provenance import describe_model
+from theodolite.passes.run import Run
+from theodolite.system.wording import counted
 
 MOST_TOKENS = 512
 """A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""

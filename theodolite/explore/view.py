@@ -17,18 +17,18 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
 from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.inputs import MASKED, softmax
 from theodolite.errors import WorkError
+from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
-from theodolite.models.constituents import LayerPass, watch_layers
-from theodolite.prompt_trace import LEFT_OUT, groups_of
-from theodolite.provenance import token_texts
+from theodolite.models.query_key_parts import LayerPass, watch_layers
+from theodolite.passes.provenance import token_texts
+from theodolite.passes.run import Run
 from theodolite.report.data import Floats
-from theodolite.run import Run
-from theodolite.splitting import constituents_of_pass
-from theodolite.theory.attention import MASKED, softmax
+from theodolite.sinks.prompt import LEFT_OUT, groups_of
 from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 

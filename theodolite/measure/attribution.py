@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import each_part
+from theodolite.attention.inputs import AttentionInputs, softmax
 from theodolite.measure.constituents import COARSE, GROUPS, paired_groups, share_sums
-from theodolite.theory.attention import AttentionInputs, softmax
 from theodolite.theory.decomposition import PARTS
 
 ATTRIBUTED = (*GROUPS, "additive")

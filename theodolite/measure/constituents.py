@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.accumulate.sums import each_part
+from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
 from theodolite.errors import UsageError
-from theodolite.theory.attention import MASKED, AttentionInputs, softmax, weigh
 from theodolite.theory.decomposition import PARTS
 
 COARSE: dict[str, tuple[str, ...]] = {

@@ -28,9 +28,9 @@ from theodolite.measure.geometry import (
     screenot_bound,
     stream,
 )
+from theodolite.system.threads import side_by_side
 from theodolite.theory.singular import screenot_threshold
 from theodolite.theory.smoothness import lowest_frequencies
-from theodolite.threads import side_by_side
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:

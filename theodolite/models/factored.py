@@ -26,7 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
 from theodolite.models.packing import packed, unpacked
-from theodolite.sealed import read_sealed, write_sealed
+from theodolite.system.checksums import read_sealed, write_sealed
 
 DENSE = "dense.safetensors"
 BLOCK = "block-{:03d}.safetensors"

@@ -17,7 +17,10 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models.doors.transformers import tapped
+from theodolite.models.head_weights import Call, HeadWeights, capture_calls, probe_layer
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
@@ -31,11 +34,8 @@ from theodolite.models.loading import (
     quiet,
     refuse_bad_numbers,
 )
-from theodolite.models.outputs import read_output_weights, state_of
-from theodolite.models.probe import Call, HeadWeights, capture_calls, probe_layer
+from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
-from theodolite.models.tap import tapped
-from theodolite.theory.attention import AttentionInputs, attend
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
 """The model that the package carries."""

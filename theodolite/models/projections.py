@@ -1,6 +1,6 @@
 """Where a model keeps W_q, W_k and W_v of every head: to read them as views of its parameters, or to replace them.
 
-No parameter name is known here. As in `probe.py`, the tap tells: with a copy of the attention module whose
+No parameter name is known here. As in `head_weights.py`, the tap tells: with a copy of the attention module whose
 matrices hold markers (ones, their own number, each entry's row, each entry's column) in place of weights, what
 arrives at the tap for the input e_1 says which entries of which matrix it has picked, whatever the layout (fused,
 interleaved, grouped, transposed). A copy with random weights then verifies the finding. No weight is ever written
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
-from theodolite.models.probe import (
+from theodolite.models.doors.transformers import tapped
+from theodolite.models.head_weights import (
     Call,
     copied,
     norms_inside,
@@ -30,7 +31,6 @@ from theodolite.models.probe import (
     run_until_tap,
 )
 from theodolite.models.structure import Structure, first_tensor
-from theodolite.models.tap import tapped
 
 Purpose = Literal["penalty", "replacement"]
 """What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.tap import tapped
-from theodolite.theory.attention import AttentionInputs, attend
+from theodolite.models.doors.transformers import tapped
 
 
 @dataclass(frozen=True)

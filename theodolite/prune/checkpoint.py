@@ -23,8 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.files import write_text, write_whole, writing
-from theodolite.interventions import Factors
 from theodolite.models import OpenModel, open_model
 from theodolite.models.factored import (
     BLOCK,
@@ -36,7 +34,9 @@ from theodolite.models.factored import (
     write_pieces,
 )
 from theodolite.models.loading import quiet
-from theodolite.run import Workspace
+from theodolite.passes.run import Workspace
+from theodolite.sinks.interventions import Factors
+from theodolite.system.files import write_text, write_whole, writing
 
 SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pandas as pd
 
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.models.factored import Piece
-from theodolite.models.linears import Matrix, block_matrices, left_dense, one_expert_at_a_time
-from theodolite.provenance import describe_model, describe_pass
+from theodolite.passes.corpus_pass import ShowProgress, batch_of, check_fit, fingerprint_of
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
-from theodolite.reading import ShowProgress, batch_of, check_fit, fingerprint_of
 
 SCHEMA_VERSION = 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.errors import WorkError
-from theodolite.models.linears import Matrix, watching_products
+from theodolite.models.block_matrices import Matrix, watching_products
 from theodolite.prune.methods import HessianFactor, factor_hessian
 
 ROWS = 1024

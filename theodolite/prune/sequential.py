@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from theodolite.corpus import Corpus
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel
-from theodolite.models.probe import Call
+from theodolite.models.head_weights import Call
 from theodolite.models.structure import backbone, first_tensor
-from theodolite.reading import refuse_bad_numbers
+from theodolite.passes.corpus_pass import refuse_bad_numbers
 
 Hidden = Float[Tensor, "contexts positions width"]
 

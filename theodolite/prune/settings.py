@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.models.block_matrices import Matrix
 from theodolite.models.factored import Piece
-from theodolite.models.linears import Matrix
 from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factored, wanda
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats

@@ -27,7 +27,7 @@ from theodolite.report.measures import (
     SPECTRUM_DATA,
     heading,
 )
-from theodolite.report.text import (
+from theodolite.system.wording import (
     MISSING,
     head_name,
     number,
@@ -39,7 +39,7 @@ from theodolite.report.text import (
 )
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 EXAMPLE_CONTEXTS = 8
 EXAMPLE_TOKENS = 512

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.report.text import head_name
+from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,6 +53,12 @@ def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
     if values is None:
         raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
     return values
+
+
+def value_of(run: Run, name: str) -> Floats:
+    """A layer column, NaN where the run has none."""
+    values = column(run.layers, name)
+    return np.full(len(run.layers), np.nan) if values is None else values
 
 
 def error_of(run: Run, name: str) -> Floats:

@@ -6,17 +6,20 @@ no drawing, and no exhibit itself is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from theodolite.report.data import array, column
+from theodolite.report.data import array, column, evenly
 from theodolite.report.style import Patch
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
+
+
+GRID = 13  # residual layers drawn small, side by side: all of the twelve-block models of the paper
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,35 @@ def _has(run: Run, need: str) -> bool:
     if kind == "arrays":
         return array(run, name) is not None
     return column(getattr(run, kind), name) is not None
+
+
+def exhibit(
+    key: str,
+    title: str,
+    figure: go.Figure,
+    shows: str,
+    look: str,
+    source: str,
+    *,
+    choice: Choice | None = None,
+    wide: bool = False,
+) -> Exhibit:
+    """An exhibit of a figure that is drawn already."""
+    return Exhibit(key, "", title, (), lambda _: figure, shows, look, source, choice=choice, wide=wide)
+
+
+def by_name(
+    kind: str, names: Sequence[str], patch: Callable[[int], list[Patch]], *, grid: bool = False
+) -> Choice:
+    """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
+    return Choice(
+        kind,
+        lambda _: [Option(str(place), name) for place, name in enumerate(names)],
+        lambda _, key: patch(int(key)),
+        grid=(lambda _: [str(place) for place in evenly(len(names), GRID)]) if grid else None,
+    )
+
+
+def by_layer(count: int, patch: Callable[[int], list[Patch]], *, grid: bool = False) -> Choice:
+    """A picker over residual layers."""
+    return by_name("layer", [f"layer {layer}" for layer in range(count)], patch, grid=grid)

@@ -21,22 +21,20 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.report import (
-    figures_constituents,
-    figures_geometry,
-    figures_heads,
-    figures_layers,
-    figures_sinks,
-    figures_spectra,
-    style,
-)
+from theodolite.report import style
 from theodolite.report.data import blocks, heads_per_block
+from theodolite.report.drawing import constituents as figures_constituents
+from theodolite.report.drawing import geometry as figures_geometry
+from theodolite.report.drawing import heads as figures_heads
+from theodolite.report.drawing import layers as figures_layers
+from theodolite.report.drawing import sinks as figures_sinks
+from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES
-from theodolite.report.text import head_name, listed
+from theodolite.system.wording import head_name, listed
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from theodolite.report.data import column, entropy_share, head_labels, provenance
-from theodolite.report.text import counted, listed, number, percent, visible
+from theodolite.system.wording import counted, listed, number, percent, visible
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
 ENTROPY_COLLAPSE = 0.05  # share of the highest entropy below which a head looks at one key

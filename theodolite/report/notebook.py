@@ -15,10 +15,10 @@ from theodolite.report import content, health
 from theodolite.report.data import column, head_labels
 from theodolite.report.summary import health_line
 from theodolite.report.terminal import HEAD_MEASURES
-from theodolite.report.text import number, visible
+from theodolite.system.wording import number, visible
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 CONCERNS = 4
 """Concerns of health that are told; the report has all."""

@@ -17,14 +17,14 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from theodolite.files import write_text, writing
+from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
-from theodolite.report.text import visible
-from theodolite.run import Run
+from theodolite.system.files import write_text, writing
+from theodolite.system.wording import visible
 
 SECTIONS = {
     "position": "Position",

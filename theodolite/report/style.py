@@ -17,7 +17,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from theodolite.report.text import for_plotly
+from theodolite.system.wording import for_plotly
 
 Scale = list[list[Any]]
 Patch = dict[str, Any]  # what changes in one trace when a figure shows another layer, head or measure

@@ -24,7 +24,7 @@ from theodolite.report.data import (
     provenance,
 )
 from theodolite.report.summary_constituents import constituents
-from theodolite.report.text import (
+from theodolite.system.wording import (
     counted,
     listed,
     number,
@@ -36,7 +36,7 @@ from theodolite.report.text import (
 from theodolite.theory.regimes import UNDEFINED
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 Status = Literal["plain", "well", "look"]
 

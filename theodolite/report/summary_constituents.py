@@ -12,11 +12,11 @@ import pandas as pd
 
 from theodolite.measure.constituents import DISJOINT
 from theodolite.report.data import Floats, column
-from theodolite.report.figures_constituents import ADDITIVE, attributed
-from theodolite.report.text import counted, head_name, listed, number, percent
+from theodolite.report.drawing.constituents import ADDITIVE, attributed
+from theodolite.system.wording import counted, head_name, listed, number, percent
 
 if TYPE_CHECKING:
-    from theodolite.run import Run
+    from theodolite.passes.run import Run
 
 SLIGHT = 0.1  # a score below it is no pattern worth taking apart
 KEEPS = 0.5  # share of the score above even attention that a group alone must keep to be what makes the head

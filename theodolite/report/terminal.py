@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.report.text import rounded_with_error
-from theodolite.run import Run
+from theodolite.passes.run import Run
+from theodolite.system.wording import rounded_with_error
 
 LAYER_COLUMNS = {
     "layer": "layer",

@@ -6,7 +6,8 @@ published ones are explained in docs/errata.md.
 
 from __future__ import annotations
 
-from theodolite.theory.attention_summary import AttentionSummary, attention_summary
+from theodolite.attention.piecewise import empirical_propagation, piecewise_softmax
+from theodolite.attention.summary import AttentionSummary, attention_summary
 from theodolite.theory.averaging import (
     Averaged,
     AveragingModel,
@@ -14,23 +15,10 @@ from theodolite.theory.averaging import (
     averaging_model,
     mean_after,
 )
-from theodolite.theory.bounds import ScaleBound, TraceBound, scale_bound, trace_bound
 from theodolite.theory.decomposition import Decomposition, decompose
-from theodolite.theory.decoupling import Decoupling, RotatedEnergy, decouple
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.exact_propagation import propagation_exact, propagation_exact_head
-from theodolite.theory.kernel import (
-    FactorisationError,
-    KernelSetting,
-    factorisation_bound,
-    kernel_factorisation,
-)
-from theodolite.theory.propagation import (
-    empirical_propagation,
-    piecewise_softmax,
-    propagation,
-    propagation_finite,
-)
+from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.quadratic_form import probability_between
 from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins
 from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
@@ -57,26 +45,17 @@ __all__ = [
     "Averaged",
     "AveragingModel",
     "Decomposition",
-    "Decoupling",
-    "FactorisationError",
-    "KernelSetting",
     "QKMoments",
     "RegimeMargins",
-    "RotatedEnergy",
-    "ScaleBound",
     "ScreeNOT",
     "SmoothnessBound",
-    "TraceBound",
     "attention_summary",
     "averaging_error",
     "averaging_model",
     "dct2",
     "decompose",
-    "decouple",
     "empirical_propagation",
     "entropy_lower_bound",
-    "factorisation_bound",
-    "kernel_factorisation",
     "largest_singular_value",
     "low_frequency_ratio",
     "mean_after",
@@ -94,10 +73,8 @@ __all__ = [
     "qk_spectral_norm",
     "regime",
     "regime_margins",
-    "scale_bound",
     "screenot",
     "sinusoidal",
     "smoothness_bound",
     "stable_rank",
-    "trace_bound",
 ]

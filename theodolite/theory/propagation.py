@@ -11,29 +11,11 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.theory.checks import check_eta, check_length, check_real, checked_temperature
-
-
-def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
-    """S̃(ω)_i = clamp(ω_i/T − mean(ω)/T + 1/T, 0, 1) over the last dimension (Bao et al. 2024, section 2).
-
-    Give the logits of the visible keys only: T is their number, and a mask's −∞ would enter the mean.
-    """
-    return _expansion(logits).clamp(0, 1)
-
-
-def empirical_propagation(logits: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch keys"]:
-    """Which keys propagate for one query: s_i = ω_i/T − mean(ω)/T + 1/T in [0, 1], shape of `logits`.
-
-    Averaged over contexts, this is the measured ρ_i (Bao et al. 2024, definition 1 and Fig. 7). Visible keys
-    only, as in `piecewise_softmax`. A NaN logit makes the whole row false.
-    """
-    value = _expansion(logits)
-    return (value >= 0) & (value <= 1)
 
 
 def propagation(
@@ -141,12 +123,6 @@ def walk_moments(
     visible = positions * (2 * size + 1 - positions) / size
     own = (positions - visible + (size + 1) * (2 * size + 1) / (6 * size)) / size
     return cross, own
-
-
-def _expansion(logits: Tensor) -> Tensor:
-    """First-order expansion of softmax at zero logits, along the last dimension."""
-    logits = logits.double()
-    return (logits - logits.mean(-1, keepdim=True) + 1) / logits.shape[-1]
 
 
 def _normal_between(low: Tensor, high: Tensor) -> Tensor:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from theodolite.train.callbacks import GeometryCallback as GeometryCallback
-    from theodolite.train.locater import locater_penalty as locater_penalty
+    from theodolite.train.locater import Locater as Locater
+    from theodolite.train.locater import LocaterCallback as LocaterCallback
+    from theodolite.train.locater import warm_up as warm_up
+    from theodolite.train.locater_penalty import locater_penalty as locater_penalty
     from theodolite.train.monitor import GeometryMonitor as GeometryMonitor
-    from theodolite.train.regulariser import Locater as Locater
-    from theodolite.train.regulariser import LocaterCallback as LocaterCallback
-    from theodolite.train.regulariser import warm_up as warm_up
 
 _HOMES = {
     "GeometryCallback": "theodolite.train.callbacks",
     "GeometryMonitor": "theodolite.train.monitor",
-    "Locater": "theodolite.train.regulariser",
-    "LocaterCallback": "theodolite.train.regulariser",
-    "locater_penalty": "theodolite.train.locater",
-    "warm_up": "theodolite.train.regulariser",
+    "Locater": "theodolite.train.locater",
+    "LocaterCallback": "theodolite.train.locater",
+    "locater_penalty": "theodolite.train.locater_penalty",
+    "warm_up": "theodolite.train.locater",
 }
 
 __all__ = list(_HOMES)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from theodolite.models.live import unwrap
+from theodolite.models.training_model import unwrap
 from theodolite.train.alarms import Limits, told
 from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
 from theodolite.train.ranks import Ranks

@@ -20,18 +20,18 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import GROUPS, State
+from theodolite.attention.inputs import MASKED, AttentionInputs, attend, softmax
+from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns
 from theodolite.measure.localization import entropy_bound
 from theodolite.models import OpenModel
-from theodolite.models.live import undisturbed, unwrap
-from theodolite.models.probe import capture_calls
+from theodolite.models.doors.transformers import tapped
+from theodolite.models.head_weights import capture_calls
+from theodolite.models.hooks import watched
 from theodolite.models.structure import backbone, find_structure, first_tensor
-from theodolite.models.tap import tapped
-from theodolite.models.watch import watched
-from theodolite.theory.attention import MASKED, AttentionInputs, attend, softmax
-from theodolite.theory.propagation import empirical_propagation
+from theodolite.models.training_model import undisturbed, unwrap
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
 from theodolite.train.ranks import Ranks

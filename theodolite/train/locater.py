@@ -1,161 +1,268 @@
-"""LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
+"""LocAteR on a model of `transformers`: for a loop of one's own (`Locater`) and for the Trainer (`LocaterCallback`).
 
-`locater_penalty` works on the factors W_q and W_k, whoever holds them. It forms no d×d matrix, and it must not
-know of models: which parameters hold a head's factors is found in `theodolite.models.projections`.
-
-Bao et al. keep tokens in columns and write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and
-W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix and its transpose.
+The penalty itself is in `locater.py`, and where a model keeps its factors is found by `models/projections.py`.
+Nothing here computes either. No weight is changed: the optimizer does that.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-from typing import Any, Literal
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
-from theodolite.theory.checks import check_real, holds
+from theodolite.models.head_weights import capture_calls
+from theodolite.models.open import small_input
+from theodolite.models.projections import Place, find_projections
+from theodolite.models.structure import find_structure
+from theodolite.models.training_model import undisturbed, unwrap
+from theodolite.train.locater_penalty import (
+    Gradient,
+    check_gradient,
+    check_strength,
+    head_moments,
+    penalty_of_moments,
+)
+from theodolite.train.trackers import pass_on
 
-Gradient = Literal["exact", "published"]
+Strength = float | Callable[[int], float]
+"""κ: a number, or a function of how many optimizer steps are done."""
 
 
-def locater_penalty(
-    w_q: Float[Tensor, "*layers heads width head_width"],
-    w_k: Float[Tensor, "*layers key_heads width head_width"],
-    scale: float | Tensor,
-    mean: float | Tensor,
-    *,
-    gradient: Gradient = "exact",
-) -> Float[Tensor, ""]:
-    """κ₁ tr(W_QKᵀ W_QK) + κ₂ (tr W_QK − 1)², W_QK = W_q W_kᵀ, summed over all heads: a differentiable scalar.
+class Locater:
+    """The LocAteR penalty of a model, as a differentiable function of its own parameters.
+
+        locater = Locater(model, scale=1e-3, mean=1e-2)
+        loss = model(**batch).loss + locater()
 
     Args:
-        w_q: query factors (..., H, d, d_h), logit = x W_q W_kᵀ yᵀ/λ. Biases and the temperature λ have no part.
-        w_k: key factors (..., H, d, d_h), or (..., G, d, d_h) where each of G key heads serves H/G query heads
-            that follow one another; the pair of every query head counts.
-        scale: κ₁, the strength on the scale of the spectrum, in units of the loss.
-        mean: κ₂, the strength on its mean.
-        gradient: "exact", or "published" for the second term's gradient as printed in section 6,
-            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k. The printed one is wrong: it is no
-            gradient of this value, has a second fixed point at tr W_QK = 0 and drives a negative trace away from
-            1. For comparison with the paper only; the value is the same.
+        model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
+            `torch.compile`. Its weights may be trained, loaded and moved to another device afterwards; where modules
+            are replaced (by adapters or quantised ones), a call says so.
+        scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
+        mean: κ₂, on (tr W_QK − 1)².
+        layers: which attention layers, counted from 0; None: all.
+        gradient: "exact" or "published", as in `locater_penalty`.
 
-    Computed with autocast off, in float32, or in float64 where the factors are; the result has that dtype.
-    ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩, so the cost is two products of O(d d_h²) a head.
+    W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
 
     Raises:
-        UsageError: the shapes do not fit, the factors are no real tensors, a strength is negative or no number, or
-            `gradient` is neither of the two.
+        UsageError: no model of `transformers`, or sharded over ranks; no such layer; a layer whose logits are not
+            a form W_q W_kᵀ of its weights (normalised queries and keys, adapters, quantised weights); all of
+            these weights are frozen; κ is negative or no number; `layers` are no whole numbers.
     """
-    check_gradient(gradient)
-    check_strength("scale", scale)
-    check_strength("mean", mean)
-    return penalty_of_moments(*head_moments(w_q, w_k), scale, mean, gradient)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: Strength,
+        mean: Strength,
+        *,
+        layers: Iterable[int] | None = None,
+        gradient: Gradient = "exact",
+    ) -> None:
+        check_gradient(gradient)
+        self._strengths = {"scale": scale, "mean": mean}
+        self._gradient: Gradient = gradient
+        for name, strength in self._strengths.items():
+            if not callable(strength):
+                check_strength(name, strength)
+        asked = _listed(layers)
+        inner = unwrap(model)
+        with undisturbed(inner):
+            sample = small_input(inner, 1)
+            structure = find_structure(inner, sample)
+            calls = capture_calls(inner, structure, sample)
+            self.layers = _selected(asked, len(structure.attention))
+            self._projections = find_projections(inner, structure, calls, self.layers)
+        name_of = {id(module): name for name, module in inner.named_modules()}
+        self._model = inner
+        self._held = {
+            name_of[id(place.module)] + f".{place.name}": place
+            for layer in self._projections
+            for place in (layer.query, layer.key)
+        }
+        self._check_trained()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The matrices that the penalty depends on and that are trained, each once."""
+        held = (parameter for layer in self._projections for parameter in layer.parameters)
+        return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
+
+    def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
+        """The penalty now, in float32 or better, summed over heads and layers; `backward` reaches the parameters.
+
+        Args:
+            step: how many optimizer steps are done; needed where a strength is a function of it.
+
+        Raises:
+            UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
+                that holds the weights was replaced after this was made, or all the weights have been frozen.
+        """
+        self._check_held()
+        self._check_trained()
+        scale, mean = (self._strength(name, step) for name in ("scale", "mean"))
+        moments = [head_moments(*layer.factors()) for layer in self._projections]
+        device = moments[0][0].device  # layers may be spread over devices
+        traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
+        return penalty_of_moments(traces, squares, scale, mean, self._gradient)
+
+    def table(self) -> pd.DataFrame:
+        """tr W_QK and ‖W_QK‖_F² of every penalised head now: layer, head, trace, frobenius_squared."""
+        self._check_held()
+        rows: list[dict[str, float]] = []
+        with torch.no_grad():
+            for layer in self._projections:
+                pairs = zip(*(moment.tolist() for moment in head_moments(*layer.factors())), strict=True)
+                rows += [
+                    {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
+                    for head, (trace, square) in enumerate(pairs)
+                ]
+        return pd.DataFrame(rows)
+
+    def _check_held(self) -> None:
+        """By name, a few look-ups a layer: a replacement may keep the old module inside, as an adapter does."""
+        for name, place in self._held.items():
+            if not _is_held(self._model, name, place):
+                raise UsageError(
+                    f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
+                    "a new Locater after the model is changed"
+                )
+
+    def _check_trained(self) -> None:
+        if not self.parameters:
+            raise UsageError(
+                "all query and key weights of these layers are frozen (requires_grad=False): unfreeze those that "
+                "LocAteR is to change, or make a new Locater of other layers"
+            )
+
+    def _strength(self, name: str, step: int | None) -> float:
+        strength = self._strengths[name]
+        if not callable(strength):
+            return strength
+        if step is None:
+            raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
+        now = strength(step)
+        check_strength(name, now)
+        return now
 
 
-def check_gradient(gradient: str) -> None:
-    """Refuse a gradient that there is not.
+class LocaterCallback(TrainerCallback):
+    """LocAteR in the Trainer: `Trainer(…, callbacks=[LocaterCallback(scale=1e-3, mean=1e-2)])`.
+
+    At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
+    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
+    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
+    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
+    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers.
+
+    Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
+    beginning of training on.
+
+    Raises, when training begins:
+        UsageError: as `Locater` does, or DeepSpeed or FSDP shard the model.
+    """
+
+    def __init__(
+        self,
+        scale: Strength,
+        mean: Strength,
+        *,
+        layers: Iterable[int] | None = None,
+        gradient: Gradient = "exact",
+    ) -> None:
+        check_gradient(gradient)
+        for name, strength in (("scale", scale), ("mean", mean)):
+            if not callable(strength):
+                check_strength(name, strength)
+        self.locater: Locater | None = None
+        self._scale, self._mean = scale, mean
+        self._layers = _listed(layers)
+        self._gradient: Gradient = gradient
+        self._penalty: Tensor | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the weights."""
+        if args.deepspeed or args.fsdp:
+            raise UsageError(
+                "LocAteR needs whole query and key weights, and gradients that are the parameters' own: train "
+                "with DDP, without DeepSpeed and FSDP"
+            )
+        self.locater = Locater(
+            kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the penalty's gradient where those of the micro-batches will be added."""
+        assert self.locater is not None  # on_train_begin comes first
+        penalty = self.locater(state.global_step)
+        self._penalty = penalty.detach()
+        scaler = getattr(kwargs["optimizer"], "scaler", None)  # of float16; accelerate keeps it there
+        parameters = self.locater.parameters
+        # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
+        gradients = torch.autograd.grad(penalty if scaler is None else scaler.scale(penalty), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the penalty of the last step to what is logged of the training loss."""
+        logs = kwargs.get("logs") or {}
+        if self._penalty is not None and "loss" in logs:
+            logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
+            pass_on(args, state, control, {"locater": self._penalty.item()})  # the trackers had `logs` before
+
+
+def warm_up(strength: float, steps: int) -> Callable[[int], float]:
+    """κ that grows linearly from 0 at step 0 to `strength` at step `steps`, and stays there.
 
     Raises:
-        UsageError: it is neither exact nor published.
+        UsageError: the strength is negative or no number, or there are no steps.
     """
-    if gradient not in ("exact", "published"):
-        raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
+    check_strength("strength", strength)
+    if steps < 1:
+        raise UsageError(f"steps is {steps}: a warm-up needs one or more")
+    return lambda step: strength * min(step / steps, 1.0)
 
 
-def check_strength(name: str, strength: float | Tensor) -> None:
-    """Refuse a strength that is not one finite number of 0 or more.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if isinstance(strength, Tensor):
-        fits = strength.numel() == 1 and not strength.is_complex()
-        fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
-    else:
-        fits = isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0
-    if not fits:
-        shown = repr(strength) if isinstance(strength, str) else strength
-        raise UsageError(f"{name} is {shown}: give a number of 0 or more")
+def _is_held(model: nn.Module, name: str, place: Place) -> bool:
+    module = name.rpartition(".")[0]
+    try:
+        # A parametrisation moves the parameter away and leaves a property of its name.
+        return model.get_submodule(module) is place.module and place.name in place.module._parameters
+    except AttributeError:  # there is nothing of that name any more
+        return False
 
 
-def penalty_of_moments(
-    traces: Float[Tensor, "*heads"],
-    squares: Float[Tensor, "*heads"],
-    scale: float | Tensor,
-    mean: float | Tensor,
-    gradient: Gradient,
-) -> Float[Tensor, ""]:
-    """`locater_penalty` of what `head_moments` gives."""
-    away = (traces - 1).square()
-    if gradient == "published":
-        # The derivative of t³/3 − t²/2 is the printed (t − 1) t; the difference is exactly zero in value.
-        printed = traces.pow(3) / 3 - traces.square() / 2
-        away = away.detach() + (printed - printed.detach())
-    return scale * squares.sum() + mean * away.sum()
+def _listed(layers: Iterable[int] | None) -> list[int] | None:
+    if layers is None:
+        return None
+    try:
+        layers = layers if isinstance(layers, str) else list(layers)
+        if any(isinstance(layer, bool) for layer in layers):  # a mask, whose 0 and 1 would pass for layers
+            raise TypeError
+        return [operator.index(layer) for layer in layers]
+    except TypeError as error:
+        raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
 
 
-def head_moments(
-    w_q: Float[Tensor, "*layers heads width head_width"],
-    w_k: Float[Tensor, "*layers key_heads width head_width"],
-) -> tuple[Float[Tensor, "*layers heads"], Float[Tensor, "*layers heads"]]:
-    """tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
-
-    Raises:
-        UsageError: the shapes do not fit, or the factors are no real tensors.
-    """
-    check_real("w_q", w_q)
-    check_real("w_k", w_k)
-    if w_q.ndim < 3 or w_q.ndim != w_k.ndim or w_q.shape[-2:] != w_k.shape[-2:]:
-        raise UsageError(_unfit(w_q, w_k))
-    heads, key_heads = w_q.shape[-3], w_k.shape[-3]
-    if key_heads == 0 or heads % key_heads or w_q.shape[:-3] != w_k.shape[:-3]:
-        raise UsageError(_unfit(w_q, w_k))
-    with torch.autocast(w_q.device.type, enabled=False):
-        dtype = torch.promote_types(torch.promote_types(w_q.dtype, w_k.dtype), torch.float32)
-        # A key head is multiplied out once, and meets its query heads by broadcasting.
-        w_q = w_q.to(dtype).unflatten(-3, (key_heads, heads // key_heads))
-        w_k = w_k.to(dtype).unsqueeze(-3)
-        traces = (w_q * w_k).sum((-2, -1))
-        squares, _, _ = _FrobeniusSquared.apply(w_q, w_k)
-    return traces.flatten(-2), squares.flatten(-2)
-
-
-class _FrobeniusSquared(torch.autograd.Function):
-    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
-
-    Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, where automatic differentiation of
-    the Gram matrices takes two and adds: half of the penalty's whole cost.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
-        return (gram_q * gram_k).sum((-2, -1)), gram_q, gram_k
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, gram_q, gram_k = output
-        ctx.mark_non_differentiable(gram_q, gram_k)
-        ctx.save_for_backward(*inputs, gram_q, gram_k)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        w_q, w_k, gram_q, gram_k = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
-            gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
-        slope = 2 * slope[..., None, None]
-        return w_q @ (slope * gram_k), w_k @ (slope * gram_q).sum(dim=-3, keepdim=True)
-
-
-def _unfit(w_q: Tensor, w_k: Tensor) -> str:
-    return (
-        f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give (heads, d, d_h) for both, with the "
-        "same leading layers if any, and as many query heads as key heads or a multiple"
-    )
+def _selected(layers: list[int] | None, count: int) -> list[int]:
+    selected = list(range(count)) if layers is None else layers
+    wrong = [layer for layer in selected if not 0 <= layer < count]
+    if wrong:
+        raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")
+    if not selected or len(set(selected)) < len(selected):
+        raise UsageError(f"layers is {selected}: name one layer or more, each once")
+    return selected

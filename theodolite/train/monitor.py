@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.files import write_text, writing
+from theodolite.system.files import write_text, writing
 from theodolite.train.alarms import Alarm, Alarms, Limits, told
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryProbe
 from theodolite.train.ranks import Ranks

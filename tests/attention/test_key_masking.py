@@ -1,0 +1,264 @@
+"""Edits of a layer's attention: whoever listens, in whatever order, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests import checkpoints
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.attention.key_masking import hiding_keys, kept_where_blind
+from theodolite.errors import UsageError
+from theodolite.models.doors.transformers import edited, tapped, unedited
+from theodolite.models.head_weights import capture_calls, probe_layer
+from theodolite.models.output_weights import read_output_weights
+from theodolite.models.structure import find_structure
+
+LAYER = 1
+
+
+def _ids(contexts: int = 2, length: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(checkpoints.VOCABULARY, (contexts, length), generator=generator)
+
+
+def _attention(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        return find_structure(model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}).attention[LAYER]
+
+
+def _times(factor: float):
+    return lambda inputs, answer: factor * answer(inputs)
+
+
+def _plus(number: float):
+    return lambda inputs, answer: answer(inputs) + number
+
+
+def _scaled_by_hook(model: torch.nn.Module, factor: float) -> torch.Tensor:
+    """Oracle: a hook on GPT-2's output projection of that layer."""
+    hook = model.transformer.h[LAYER].attn.c_proj.register_forward_pre_hook(
+        lambda m, args: (factor * args[0],)
+    )
+    try:
+        return model(_ids()).logits
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def test_a_plain_call_is_edited_and_afterwards_it_is_not():
+    model = checkpoints.build("gpt2")
+    own, expected = model(_ids()).logits, _scaled_by_hook(model, 3.0)
+    with edited(model, _attention(model), _times(3.0)):
+        got = model(_ids()).logits
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(got, own, atol=1e-2)
+    assert torch.equal(model(_ids()).logits, own)
+
+
+@torch.no_grad()
+def test_edits_and_listeners_compose_in_either_order():
+    """Oracle: the same hook; and a listener that sees every layer once, and what the heads themselves computed."""
+    model = checkpoints.build("gpt2")
+    expected = _scaled_by_hook(model, 3.0)
+    attention, seen = _attention(model), []
+
+    def listener(module, inputs):
+        seen.append(module)
+        return attend(inputs)
+
+    with edited(model, attention, _times(3.0)), tapped(model, listener):
+        inside = model(_ids()).logits
+    with tapped(model, listener), edited(model, attention, _times(3.0)):
+        outside = model(_ids()).logits
+    assert torch.equal(inside, outside)
+    torch.testing.assert_close(inside, expected, rtol=1e-5, atol=1e-4)
+    assert len(seen) == 6
+    assert seen[LAYER] is attention
+
+
+@torch.no_grad()
+def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_come_before_all():
+    """Oracle: 3 (o + 1) and 3 o + 1 differ."""
+    model = checkpoints.build("gpt2")
+    attention, answers = _attention(model), []
+
+    def final(inputs, answer):
+        answers.append((attend(inputs), answer(inputs)))
+        return answers[-1][1]
+
+    def without_values(inputs, answer):
+        return answer(inputs) * 0
+
+    with edited(model, attention, _plus(1.0)), edited(model, attention, _times(3.0)):
+        with edited(model, attention, final):
+            model(_ids())
+        with edited(model, attention, without_values, of_inputs=True), edited(model, attention, final):
+            model(_ids())
+    (own, got), (_, of_nothing) = answers
+    torch.testing.assert_close(got, 3 * (own + 1))
+    assert torch.equal(of_nothing, torch.full_like(own, 3.0))
+
+
+@torch.no_grad()
+def test_another_model_inside_is_neither_edited_nor_listened_to_by_mistake():
+    """Each model's calls go to its own listener, whatever was opened last."""
+    one, two = checkpoints.build("gpt2"), checkpoints.build("llama2")
+    own, seen = two(_ids()).logits, []
+
+    def listener(module, inputs):
+        seen.append(type(module).__name__)
+        return attend(inputs)
+
+    attention = _attention(two)
+    with tapped(one, listener), edited(two, attention, _times(1.0)):
+        got = two(_ids()).logits
+        one(_ids())
+    torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-4)
+    assert seen == ["GPT2Attention"] * 3
+
+
+@torch.no_grad()
+def test_a_call_from_another_thread_is_edited():
+    """`generate` with a streamer runs in one. Oracle: the hook."""
+    model = checkpoints.build("gpt2")
+    expected, got = _scaled_by_hook(model, 3.0), []
+
+    def call():
+        with torch.no_grad():
+            got.append(model(_ids()).logits)
+
+    with edited(model, _attention(model), _times(3.0)):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_looks_at_the_weights_inside_are_those_of_the_model_itself():
+    """Oracle: the same look outside."""
+    for family in ("gpt2", "bert", "bloom"):
+        model = checkpoints.build(family)
+        sample = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
+        structure = find_structure(model, sample)
+
+        def look(model=model, structure=structure, sample=sample):
+            call = capture_calls(model, structure, sample)[LAYER]
+            read = read_output_weights(model, structure, LAYER, call, sample)
+            return read, probe_layer(model, structure, LAYER, call).w_v
+
+        def never(inputs, answer):
+            raise AssertionError
+
+        expected = look()
+        with edited(model, structure.attention[LAYER], never):
+            inside = look()
+            with unedited():
+                model(_ids())
+        assert all(torch.equal(got, own) for got, own in zip(inside, expected, strict=True))
+
+
+def test_an_error_inside_leaves_no_edit():
+    for family in ("gpt2", "bloom"):
+        model = checkpoints.build(family)
+        attention, before = _attention(model), model.config.to_dict()
+        with torch.no_grad():
+            own = model(_ids()).logits
+            with pytest.raises(ZeroDivisionError), edited(model, attention, _times(1 / 3)):
+                raise ZeroDivisionError
+            assert torch.equal(model(_ids()).logits, own)
+        assert model.config.to_dict() == before
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_bloom_with_a_cache_is_refused_and_without_one_it_generates():
+    """Oracle: greedy continuation with logits of whole passes."""
+    model = checkpoints.build("bloom")
+    with edited(model, _attention(model), _times(0.5)):
+        with pytest.raises(UsageError, match=r"without a cache, so earlier keys .* use_cache=False"):
+            model.generate(_ids(), max_new_tokens=4, do_sample=False)
+        model(_ids())  # one pass that fills a cache of its own is right
+        got = model.generate(_ids(), max_new_tokens=4, do_sample=False, use_cache=False)
+        expected = _ids()
+        for _ in range(4):
+            best = model(expected, use_cache=False).logits[:, -1:].argmax(-1)
+            expected = torch.cat([expected, best], dim=1)
+    assert torch.equal(got, expected)
+
+
+def _inputs(**options) -> AttentionInputs:
+    """Logits of up to a few hundred, so that what hides a key must be low."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (4 * torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
+    defaults = {"scaling": 8**-0.5, "causal": True}
+    return AttentionInputs(query=query, key=key, value=value, **(defaults | options))
+
+
+def _dense(inputs: AttentionInputs, extra: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention outputs by hand, (batch, heads, queries, value_width); `extra` is added to the logits."""
+    key, value = (t.repeat_interleave(2, dim=1).double() for t in (inputs.key, inputs.value))
+    logits = inputs.query.double() @ key.mT * inputs.scaling
+    if inputs.softcap is not None:
+        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+    if inputs.bias is not None:
+        logits = logits + inputs.bias
+    if inputs.mask is not None:
+        logits = logits.masked_fill(~inputs.mask, -torch.inf)
+    elif inputs.causal:
+        logits = logits.masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf)
+    logits = logits if extra is None else logits + extra
+    if inputs.sink is not None:
+        column = inputs.sink.double().view(1, -1, 1, 1).expand(2, 4, 20, 1)
+        return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ value
+    return logits.softmax(-1) @ value
+
+
+WINDOW = torch.ones(20, 20, dtype=torch.bool).tril().triu(-3)[None, None]
+CASES = {
+    "causal": {},
+    "window": {"causal": False, "mask": WINDOW},
+    "padding": {"causal": False, "mask": WINDOW & torch.ones(2, 1, 20, 20, dtype=torch.bool)},
+    "window a head": {"causal": False, "mask": WINDOW.repeat(1, 4, 1, 1)},
+    "both ways": {"causal": False},
+    "soft-capped": {"softcap": 5.0},
+    "ALiBi": {"bias": torch.arange(20.0) * torch.tensor([0.5, 0.25, 2.0, 1.0])[None, :, None, None]},
+    "relative": {"bias": torch.randn(1, 4, 20, 20, generator=torch.Generator().manual_seed(3))},
+    "sink column": {"sink": torch.tensor([1.0, 80.0, -3.0, 0.0])},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("heads", [[2], [0, 1, 2, 3]])
+def test_hidden_keys_get_no_weight_and_queries_without_a_key_keep_what_they_had(case, heads):
+    """Oracle: dense attention in float64 with −∞ for hidden keys, and without for queries that would see none."""
+    inputs = _inputs(**CASES[case])
+    hidden = torch.zeros(2, 20, dtype=torch.bool)
+    hidden[0, [0, 1, 2, 3, 4, 9]] = True
+    hidden[1, [0, 7]] = True
+    got = kept_where_blind(inputs, hidden, heads, attend(hiding_keys(inputs, hidden, heads, False)))
+    extra = torch.zeros(2, 4, 20, 20, dtype=torch.float64)
+    extra[:, heads] = extra[:, heads].masked_fill(hidden[:, None, None], -torch.inf)
+    visible = torch.ones(20, 20, dtype=torch.bool)
+    if inputs.mask is not None:
+        visible = inputs.mask[0, 0]
+    elif inputs.causal:
+        visible = visible.tril()
+    blind = ~(visible & ~hidden[:, None]).any(-1)
+    expected = torch.where(blind[:, None, :, None], _dense(inputs), _dense(inputs, extra)).transpose(1, 2)
+    assert bool(blind.any()) == (case != "both ways")
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_listener_sees_weights_of_exactly_zero():
+    inputs = _inputs()
+    hidden = torch.zeros(1, 20, dtype=torch.bool)
+    hidden[0, 5] = True
+    for block in hiding_keys(inputs, hidden, [1], False).blocks():
+        weights = block.logits.softmax(-1)
+        assert not weights[:, 1, 6 - block.start :, 5].any()
+        assert weights[:, 0, 6 - block.start :, 5].any()

@@ -1,0 +1,261 @@
+"""What attention does, without a T×T matrix, against the matrices themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
+from theodolite.attention import summary as attention_summary
+from theodolite.attention.summary import (
+    AttentionSummary,
+    summarise,
+    weights_at,
+)
+from theodolite.errors import UsageError
+
+module = sys.modules["theodolite.attention.inputs"]
+
+
+def dense_summary(inputs) -> dict[str, torch.Tensor]:
+    logits = dense_logits(inputs)
+    weights, output, learned = dense(inputs)
+    whole = logits
+    if inputs.sink is not None:
+        column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        whole = torch.cat([logits, column], dim=-1)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1) - torch.special.xlogy(learned, learned)
+    seen = logits.isfinite().sum(-2)
+    batch, heads, _, keys = logits.shape
+    propagates = torch.zeros(batch, heads, keys, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            row = logits[b, h, -1]
+            t = int(row.isfinite().sum())
+            omega = row[row.isfinite()]
+            s = omega / t - omega.mean() / t + 1 / t
+            propagates[b, h, row.isfinite()] = (s >= 0) & (s <= 1)
+    return {
+        "output": output,
+        "entropy": entropy,
+        "log_sum_exp": whole.logsumexp(-1),
+        "largest": logits.amax(-1),
+        "mass": weights.sum(-2),
+        "received": weights.sum(-2) / seen.clamp_min(1),
+        "sinks": (weights.sum(-2) / seen.clamp_min(1) > 0.3) & (seen - 1 >= 16),
+        "propagates": propagates,
+    }
+
+
+def compare(got: AttentionSummary, inputs, tolerance: float) -> None:
+    expected = dense_summary(inputs)
+    for name, value in expected.items():
+        found = getattr(got, name)
+        if value.dtype == torch.bool:
+            assert torch.equal(found, value), name
+        else:
+            torch.testing.assert_close(
+                found.double(),
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+    if inputs.sink is not None:
+        torch.testing.assert_close(got.learned.double(), dense(inputs)[2], rtol=tolerance, atol=tolerance)
+    else:
+        assert got.learned is None
+
+
+@pytest.mark.parametrize("entries", [1, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_what_its_matrices_say(kind, entries, monkeypatch):
+    """`entries`: a head (or a group of them) at a time, as of long contexts, or all at once."""
+    monkeypatch.setattr(module, "BLOCK_ENTRIES", entries)
+    inputs = make(kind)
+    assert len(list(inputs.head_parts())) == (1 if entries > 1 else 2 if kind == "grouped" else HEADS)
+    compare(summarise(inputs), inputs, 1e-10)
+
+
+def test_there_are_sinks_and_none_is_left_out():
+    assert summarise(make("causal")).sinks.nonzero().tolist() == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [1, 1, 40],
+        [2, 0, 0],
+        [2, 1, 40],
+    ]
+
+
+def test_padding_may_differ_between_contexts():
+    inputs = make("padded")
+    mask = inputs.mask.repeat(BATCH, 1, 1, 1)
+    mask[1, :, :, 70:90] = False
+    mask[1, :, 70:90, 0] = True
+    inputs = replace(inputs, mask=mask)
+    compare(summarise(inputs), inputs, 1e-10)
+
+
+def test_large_logits_lose_no_digits():
+    """Entropies of logits around 10⁴: the definition needs more than the logarithms of weights."""
+    inputs = make("causal")
+    inputs = replace(inputs, query=inputs.query * 1e4)
+    compare(summarise(inputs), inputs, 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_pairs(kind):
+    inputs = make(kind)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randint(LENGTH, (2, 300), generator=generator)
+    got = weights_at(inputs, summarise(inputs).log_sum_exp, query, key)
+    torch.testing.assert_close(got, dense(inputs)[0][:, :, query, key], rtol=1e-10, atol=1e-12)
+
+
+def test_from_queries_and_keys_alone():
+    inputs = make("causal")
+    alone = attention_summary(inputs.query, inputs.key)
+    assert alone.output.shape == (BATCH, LENGTH, HEADS, 0)
+    torch.testing.assert_close(alone.entropy, dense_summary(inputs)["entropy"], rtol=1e-10, atol=1e-10)
+    assert torch.equal(alone.propagates, summarise(inputs).propagates)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "words"),
+    [
+        ((2, 4, 8, 16), (2, 4, 8, 15), "key is \\(2, 4, 8, 15\\): give 2 × 4 × 8 × 16"),
+        ((2, 4, 8, 16), (1, 4, 8, 16), "key is \\(1, 4, 8, 16\\): give 2 × 4 × 8 × 16"),
+        ((2, 4, 0, 16), (2, 4, 0, 16), "do not go together"),
+        ((2, 4, 8, 16), (2, 3, 8, 16), "4 query heads cannot share 3 key heads"),
+        ((2, 4, 8, 16), (2, 4, 9, 16), "8 queries and 9 keys: say by a mask"),
+        ((4, 8, 16), (4, 8, 16), "give \\(batch, heads"),
+    ],
+)
+def test_bad_calls(query, key, words):
+    with pytest.raises(UsageError, match=words):
+        attention_summary(torch.zeros(query), torch.zeros(key))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask": torch.ones(1, 1, 1, 10, dtype=torch.bool)}, "give 1 or 3 × 1 or 2 × 10 × 10"),
+        ({"mask": torch.ones(1, 1, 10, 9, dtype=torch.bool)}, "give 1 or 3 × 1 or 2 × 10 × 10"),
+        ({"mask": torch.ones(10, 10, dtype=torch.bool)}, "mask is"),
+        ({"mask": torch.ones(1, 1, 10, 10)}, "give booleans"),
+        ({"bias": torch.ones(1, 3, 10, 10)}, "bias is"),
+        ({"sink": torch.ones(1)}, "sink is \\(1,\\): give 2"),
+        ({"value": torch.ones(3, 1, 10, 4)}, "value is"),
+        ({"value": torch.ones(3, 2, 10, 4).double()}, "one floating-point type"),
+        ({"softcap": 0.0}, "softcap 0.0 is not positive"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(UsageError, match=words):
+        attention_summary(torch.zeros(3, 2, 10, 4), torch.zeros(3, 2, 10, 4), **options)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_kinds_together(data):
+    """Oracle: numpy in float64, from a softmax over keys and column of each query by itself; some see no key at all."""
+    draw = data.draw
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    length = draw(st.sampled_from([1, 5, 64, 65, 130]))
+    heads, group = draw(st.sampled_from([(2, 1), (4, 2), (3, 3)]))
+    q = random.standard_normal((2, heads, length, 4)) * draw(st.sampled_from([1.0, 30.0]))
+    k, v = random.standard_normal((2, 2, heads // group, length, 4))
+    position = np.arange(length)
+    distance = position[:, None] - position
+    mask = np.broadcast_to(
+        (distance >= 0) & (distance < draw(st.sampled_from([3, 200]))), (2, 1, length, length)
+    )
+    left = random.integers(0, length + 1, 2) if draw(st.booleans()) else np.zeros(2, dtype=int)
+    mask = mask & (position >= left[:, None])[:, None, None, :]
+    cap = draw(st.sampled_from([None, 2.0]))
+    bias = -0.1 * np.abs(distance) * np.arange(1, heads + 1)[:, None, None] if draw(st.booleans()) else None
+    hides = draw(st.booleans())
+    sink = random.standard_normal(heads) * 30 if draw(st.booleans()) else None
+
+    logits = np.einsum("bhqd,bhkd->bhqk", q, np.repeat(k, group, axis=1)) / 2
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    logits = logits if bias is None else logits + bias
+    logits = np.where(mask, logits, -np.inf)
+    mass, entropy = np.zeros((2, heads, length)), np.zeros((2, heads, length))
+    normaliser, output = np.full((2, heads, length), -np.inf), np.zeros((2, length, heads, 4))
+    for b, h, t in np.ndindex(2, heads, length):
+        row = logits[b, h, t] if sink is None else np.append(logits[b, h, t], sink[h])
+        if np.isneginf(row).all():
+            continue
+        normaliser[b, h, t] = row.max() + np.log(np.exp(row - row.max()).sum())
+        p = np.exp(row - normaliser[b, h, t])
+        entropy[b, h, t] = -(p[p > 0] * (row - normaliser[b, h, t])[p > 0]).sum()
+        mass[b, h] += p[:length]
+        output[b, t, h] = p[:length] @ v[b, h // group]
+
+    def tensor(array):
+        return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+
+    if hides:  # the mask by a bias of −∞, as others write it
+        hidden = np.where(np.repeat(mask, heads, axis=1), 0.0 if bias is None else bias, -np.inf)
+        how = {"bias": tensor(hidden), "causal": False}
+    else:
+        how = {"bias": None if bias is None else tensor(bias[None]), "mask": tensor(mask)}
+    strided = tensor(q.transpose(0, 2, 1, 3)).transpose(1, 2)
+    got = attention_summary(strided, tensor(k), tensor(v), softcap=cap, sink=tensor(sink), **how)
+    for name, expected in (
+        ("output", output),
+        ("entropy", entropy),
+        ("mass", mass),
+        ("log_sum_exp", normaliser),
+    ):
+        np.testing.assert_allclose(getattr(got, name), expected, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ENTRIES", 1)
+    inputs, threads = make("grouped"), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(summarise(inputs))
+    finally:
+        torch.set_num_threads(threads)
+    for name in ("output", "entropy", "log_sum_exp", "largest", "mass"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name))
+
+
+LONG = """
+import resource, sys, torch
+from theodolite.attention import summary as attention_summary
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+length = int(sys.argv[1])
+query, key, value = torch.randn(3, 1, 4, length, 16).unbind()
+attention_summary(query[:, :, :64], key[:, :, :64], value[:, :, :64])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+attention_summary(query, key, value)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length():
+    """By the operating system's count, in KiB: a T×T matrix of one head would take 256 MiB at T = 8192."""
+    more = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", LONG, str(length)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for length in (4096, 8192)
+    ]
+    assert more[1] < 64 * 1024
+    assert more[1] < 3 * max(more[0], 8 * 1024)

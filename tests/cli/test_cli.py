@@ -1,0 +1,389 @@
+"""The command line as its users meet it: results, one-line errors with their exit status, interruptions."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.processes import Started, command
+from theodolite import __version__, models
+from theodolite.cli.app import app
+from theodolite.cli.options import opened_model
+from theodolite.errors import UsageError
+from theodolite.passes import survey as surveyor
+from theodolite.passes.run import Run
+
+TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_survey_writes_a_run_and_a_report(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    command = (
+        "survey",
+        checkpoint("llama3"),
+        "--corpus",
+        text,
+        "--length",
+        32,
+        "--contexts",
+        6,
+        "--out",
+        out,
+    )
+    status, stdout, _ = call(*command)
+    assert status == 0
+    assert "Residual stream, by layer" in stdout
+    assert stdout.rstrip().endswith(f"Report: {out}/report/index.html")
+    assert (out / "report" / "index.html").is_file()
+    assert Run.load(out).provenance["corpus"]["contexts"] == 6
+    before = (out / "arrays.safetensors").stat().st_mtime_ns
+    assert call(*command)[0] == 0
+    assert (out / "arrays.safetensors").stat().st_mtime_ns == before  # done already, and not done again
+
+
+def test_json_is_json_and_nothing_else(checkpoint, text, tmp_path):
+    status, stdout, _ = call(
+        "survey",
+        checkpoint("qwen3"),
+        "--corpus",
+        text,
+        "--length",
+        32,
+        "--contexts",
+        4,
+        "--json",
+        "--out",
+        tmp_path / "run",
+    )
+    assert status == 0
+    tables = json.loads(stdout)
+    assert len(tables["layers"]) == 4
+    assert len(tables["heads"]) == 12
+    assert tables["layers"][0]["cosine_previous"] is None
+    assert tables["heads"][0]["spectrum_of"] == "projection before norm"
+
+
+def test_spectra_need_no_text(checkpoint, tmp_path):
+    status, stdout, _ = call("spectra", checkpoint("vit"), "--json")
+    assert status == 0
+    assert set(json.loads(stdout)) == {"provenance", "heads"}
+    status, stdout, _ = call("spectra", checkpoint("gpt2"), "--out", tmp_path / "run")
+    assert status == 0
+    assert "Query-key spectra, by head" in stdout
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
+
+
+def test_report_renders_a_run_again(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    call("survey", checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 4, "--out", out)
+    page = out / "report" / "index.html"
+    first = page.read_bytes()
+    page.unlink()
+    assert call("report", out)[0] == 0
+    assert page.read_bytes() == first
+    status, stdout, _ = call("report", out, "--json")
+    assert status == 0
+    assert len(json.loads(stdout)["heads"]) == len(Run.load(out).heads)
+    status, stdout, _ = call("mask", out, "--json", "--out", tmp_path / "mask.json")
+    assert status == 0
+    assert json.loads(stdout) == json.loads((tmp_path / "mask.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (("me/model@v2", None), ("me/model", "v2")),
+        (("me/model", "v2"), ("me/model", "v2")),
+        (("me/model", None), ("me/model", None)),
+        ((None, None), (None, None)),
+        (("embedded", None), (None, None)),
+    ],
+)
+def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        models, "open_model", lambda name, **options: asked.append((name, options["revision"]))
+    )
+    opened_model(given[0], "auto", None, None, given[1])
+    assert asked == [read]
+
+
+def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
+    status, _, stderr = call("survey", "me/model@v2", "--revision", "v3")
+    assert status == 2
+    assert "me/model@v2 has a revision, and so has --revision" in stderr
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a@b").mkdir()
+    assert "a@b is no checkpoint" in call("survey", "a@b")[2]
+
+
+def test_version_and_help():
+    assert call("--version")[1].strip() == __version__
+    for name in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
+        status, stdout, _ = call(name, "--help")
+        assert status == 0
+        assert f"Example: theodolite {name}" in stdout
+
+
+def test_survey_needs_no_arguments(monkeypatch, tmp_path):
+    def asked(model, corpus, out, **options):
+        raise UsageError(f"asked for {model.id}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("theodolite.passes.survey.survey", asked)
+    status, _, stderr = call("survey")
+    assert status == 2
+    assert "asked for theodolite/topics" in stderr
+
+
+def test_a_shell_can_complete_commands_and_options():
+    """As bash asks: the words so far, and which of them the cursor is on."""
+
+    def completed(words: str) -> set[str]:
+        asked = {"_THEODOLITE_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        asked["COMP_CWORD"] = str(len(words.split()) - 1)
+        return set(CliRunner().invoke(app, env=asked, prog_name="theodolite").stdout.split())
+
+    assert completed("theodolite sur") == {"survey"}
+    assert {"spectra", "survey"} <= completed("theodolite s")
+    assert "--contexts" in completed("theodolite survey --con")
+
+
+def test_reproduce_lists_what_there_is():
+    status, stdout, _ = call("reproduce")
+    assert status == 0
+    assert "geometry/table1" in stdout
+    assert "geometry/figure13" in stdout
+    listed = json.loads(call("reproduce", "--json")[1])
+    assert {"geometry/table1", "geometry/figure24", "geometry/claims"} <= {row["name"] for row in listed}
+
+
+def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    options = ("--corpus", text, "--length", 40, "--contexts", 8, "--out", out)
+    names = "geometry/table1,geometry/table2,geometry/figure2"
+    status, stdout, _ = call("reproduce", names, checkpoint("gpt2"), *options)
+    assert status == 0
+    assert "paper" in stdout
+    assert "here" in stdout
+    assert "criterion: at most" in " ".join(stdout.split())
+    left_out = "geometry/figure2 is left out: geometry/figure2 needs contexts with at least two labels"
+    assert left_out in " ".join(stdout.split())
+    assert stdout.rstrip().endswith(f"Page: {out}/reproduce/index.html")
+    assert (out / "report" / "index.html").is_file()
+    before = (out / "arrays.safetensors").stat().st_mtime_ns
+    status, stdout, _ = call("reproduce", "geometry/table4", checkpoint("gpt2"), *options, "--json")
+    assert status == 0
+    result = json.loads(stdout)
+    assert result == json.loads((out / "reproduce" / "geometry-table4" / "result.json").read_text())
+    assert len(result["tables"]["this_run"]) == len(Run.load(out).layers)
+    assert (out / "arrays.safetensors").stat().st_mtime_ns == before
+    others = [
+        path.name for path in (out / "reproduce").iterdir() if path.name.startswith("on-random_tokens-")
+    ]
+    assert len([name for name in others if "." not in name]) == 1
+
+
+def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
+    out = tmp_path / "run"
+    options = ("--prompt", "one two three four one two three four", "--out", out)
+    status, _, _ = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2)
+    assert status == 0
+    assert [path.name for path in out.iterdir()] == ["reproduce"]
+    page = (out / "reproduce" / "sinks-figure2" / "index.html").read_text()
+    assert "on a prompt" in page
+    assert '<th scope="col">paper</th>' not in page  # nothing is printed there
+    status, _, stderr = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--corpus", text)
+    assert status == 2
+    assert "reads its prompt and no text: leave out --corpus" in " ".join(stderr.split())
+
+
+def test_traces_of_stretches_have_a_folder_of_their_own(checkpoint, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--corpus", text, "--length", 40, "--contexts", 4)
+    for more in ((), ("--stretches",)):
+        assert call("trace", checkpoint("gpt2"), *options, *more)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "gpt2-text.txt-sinks",
+        "gpt2-text.txt-stretches",
+    ]
+
+
+def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("the angle is read twice and the mean of both is kept as the angle " * 400)
+    grid = tmp_path / "grid"
+    train = ("train", "locater", "--text", words, "--held-out", words, "--vocabulary", "words", "--out", grid)
+    status, stdout, stderr = call(*train, "--steps", 1, "--means", "0,1", "--decays", "0.01", "--seeds", 2)
+    assert status == 0, stderr
+    assert stdout.count("held-out perplexity") == 6
+    assert stdout.rstrip().endswith(str(grid))
+    status, stdout, stderr = call("reproduce", "localization/fig8,localization/fig9,localization/fig1", grid)
+    assert status == 0, stderr
+    said = " ".join(stdout.split())
+    assert "With stronger κ₂ the attention entropy increases" in said
+    assert "localization/figure9 is left out: the grid has no training of 3 layers" in said
+    assert said.endswith(f"Page: {grid}/reproduce/index.html")
+    assert (grid / "reproduce" / "localization-figure1" / "index.html").is_file()
+    status, stdout, _ = call("reproduce", "localization/fig7", grid, "--json")
+    assert json.loads(stdout)["name"] == "localization/figure7"
+
+
+def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
+    def file(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    out = tmp_path / "run"
+    survey = ["survey", model, "--out", out, "--corpus"]
+    return {
+        "missing text": ([*survey, tmp_path / "no.txt"], "no file or folder"),
+        "empty text": ([*survey, file("empty.txt", b"")], "empty"),
+        "binary text": ([*survey, file("binary.txt", b"\x00\x01\x02" * 50)], "binary.txt"),
+        "not UTF-8": ([*survey, file("latin.txt", "déjà vu ".encode("latin-1") * 50)], "UTF-8"),
+        "short text": (
+            [*survey, file("short.txt", b"too short"), "--length", 64],
+            "shorter than one context",
+        ),
+        "unknown suffix": ([*survey, file("text.pdf", b"%PDF")], "text.pdf"),
+        "no such column": (
+            [*survey, file("rows.jsonl", b'{"body": "x"}\n'), "--text-column", "text"],
+            "body",
+        ),
+        "malformed rows": ([*survey, file("bad.jsonl", b'{"text": "x"}\n{"text"\n')], "2"),
+        "context beyond positions": ([*survey, text, "--length", 500], "longer than the 128"),
+        "length 1": ([*survey, text, "--length", 1], "length"),
+        "length 0": ([*survey, text, "--length", 0], "length"),
+        "batch 0": ([*survey, text, "--length", 32, "--batch", 0], "--batch 1 or more"),
+        "negative seed": ([*survey, text, "--seed", -1], "--seed 0 or more"),
+        "out is no run": ([*survey, text, "--length", 32, "--out", text], "is no run: choose another --out"),
+        "no contexts": ([*survey, text, "--contexts", 0], "contexts"),
+        "missing model": (["survey", tmp_path / "nowhere"], "no checkpoint at"),
+        "model without config": (["survey", tmp_path], "config.json"),
+        "not a run": (["report", tmp_path], "no run at"),
+        "unknown experiment": (["reproduce", "geometry/tabel1", model], "did you mean geometry/table1"),
+        "experiment on no model": (
+            ["reproduce", "geometry/table1", tmp_path / "nowhere"],
+            "no checkpoint at",
+        ),
+        "experiment into a file": (
+            ["reproduce", "geometry/table1", model, "--corpus", text, "--length", 32, "--out", text],
+            "is no run: choose another --out",
+        ),
+        "option of others": (
+            ["reproduce", "geometry/table1", model, "--prompt", "so"],
+            "--prompt is not for geometry/table1: only geometry/figure6",
+        ),
+        "head without layer": (
+            ["reproduce", "geometry/figure6", model, "--head", 1],
+            "both --layer and --head",
+        ),
+        "a grid's figure without a grid": (
+            ["reproduce", "localization/figure8", model],
+            "give the folder that `theodolite train locater` wrote",
+        ),
+        "theory with a model": (["reproduce", "localization/figure1", model], "leave out MODEL"),
+        "a grid of nothing": (
+            [
+                "train",
+                "locater",
+                "--text",
+                text,
+                "--held-out",
+                text,
+                "--means",
+                "",
+                "--decays",
+                "",
+                "--out",
+                out,
+            ],
+            "at least one",
+        ),
+        "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
+        "bad dtype": (["survey", model, "--dtype", "float7"], "float7"),
+        "bad device": (["survey", model, "--device", "abacus"], "abacus"),
+        "unwritable": (
+            [*survey, text, "--length", 32, "--out", text / "run"],
+            "is a file, not a folder",
+        ),
+    }
+
+
+def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
+    for name, (arguments, words) in _bad_calls(tmp_path, checkpoint("gpt2"), text).items():
+        before = sorted(tmp_path.rglob("*"))
+        status, stdout, stderr = call(*arguments)
+        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert status in (1, 2), name
+        assert len(errors) == 1, (name, stderr)
+        assert words in errors[0], (name, errors)
+        assert "Traceback" not in stderr, name
+        assert "surveying" not in stderr, name
+        assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
+        assert not stdout, name
+        assert sorted(tmp_path.rglob("*")) == before, name
+
+
+def test_an_option_that_does_not_exist_is_status_2():
+    assert call("survey", "--no-such-option")[0] == 2
+
+
+def _survey_saving_always(*words: Any) -> None:
+    surveyor.survey = functools.partial(surveyor.survey, checkpoint_seconds=0.0)
+    command(*words)
+
+
+def wait_for(path: Path, process: Started) -> None:
+    """Until a process has written a file."""
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.running(), process.end()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, tmp_path):
+    model = checkpoint("gpt2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    reading = ["--corpus", text, "--length", 32, "--batch", 1, "--contexts", 24]
+    assert call("survey", model, *reading, "--out", whole)[0] == 0
+    process = Started(_survey_saving_always, "survey", model, *reading, "--out", parts, folder=tmp_path)
+    wait_for(tmp_path / "parts.partial" / "progress.safetensors", process)
+    os.kill(process.pid, number)
+    status, _, stderr = process.end()
+    assert status == (130 if number == signal.SIGINT else -9)
+    assert not parts.exists()
+    if number == signal.SIGINT:
+        assert "error: interrupted; run the same command again to go on" in stderr
+    assert call("survey", model, *reading, "--out", parts)[0] == 0
+    for name in (
+        "layers.parquet",
+        "heads.parquet",
+        "sinks.parquet",
+        "arrays.safetensors",
+        "examples.parquet",
+    ):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["parts", "whole"]

@@ -1,0 +1,208 @@
+"""Oracles: files made by hand, `read_text`, `inspect.getdoc` of the running interpreter."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import textwrap
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from theodolite.corpus import documents as texts
+from theodolite.corpus.documents import (
+    Document,
+    docstrings,
+    joined_articles,
+    python_topics,
+    read_path,
+    stdlib_docstrings,
+    stdlib_sources,
+)
+from theodolite.errors import UsageError
+
+
+def test_topics_are_those_of_pydoc() -> None:
+    from pydoc_data.topics import topics
+
+    assert {document.label: document.text for document in python_topics()} == topics
+
+
+def test_stdlib_sources_are_the_interpreter_s_own_files_without_tests() -> None:
+    sources = {document.label: document.text for document in stdlib_sources()}
+    assert sources["textwrap.py"] == Path(textwrap.__file__).read_text(encoding="utf-8")
+    assert list(sources) == sorted(sources)
+    assert not [label for label in sources if {"test", "site-packages", "pydoc_data"} & set(label.split("/"))]
+
+
+def test_docstrings_are_those_that_inspect_shows() -> None:
+    prose = {document.label: document.text for document in stdlib_docstrings()}["textwrap.py"]
+    shown = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap, textwrap.dedent)
+    places = [prose.index(inspect.getdoc(thing) or "?") for thing in shown]
+    assert places == sorted(places)  # in reading order
+    assert docstrings("def f(:") == ""
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffOne\r\ntwo\rthree é\n".encode())
+    assert list(read_path(path)) == [Document("One\ntwo\nthree é\n", "a.txt")]
+
+
+def test_a_folder_is_read_in_sorted_order_with_relative_labels(tmp_path: Path) -> None:
+    for name in ("b.md", "a.txt", "sub/c.TXT", ".hidden/d.txt", "e.csv", "f.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "f.txt" else name)
+    assert list(read_path(tmp_path)) == [Document(name, name) for name in ("a.txt", "b.md")] + [
+        Document("sub/c.TXT", "sub/c.TXT")
+    ]
+
+
+ROWS = [{"text": "one", "label": "x"}, {"text": None, "label": "x"}, {"text": "two", "label": None}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tables_give_a_document_a_row(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n\n".join(json.dumps(row) for row in ROWS))
+    else:
+        pd.DataFrame(ROWS).to_parquet(path)
+    assert list(read_path(path)) == [Document("one", "x"), Document("two", f"t.{suffix}")]
+    assert [document.text for document in read_path(path, text_column="label")] == ["x", "x"]
+
+
+def test_numbers_label_too_and_topic_is_a_label(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "a", "topic": 3}\n{"text": "b", "topic": "z", "label": 0}\n')
+    assert [document.label for document in read_path(path)] == ["3", "0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.pdf", b"x", r"a\.pdf is not one of \.txt \.md \.jsonl \.parquet"),
+        ("a.txt", b"", "is empty"),
+        ("a.txt", b" \n\t", "is empty"),
+        ("a.txt", b"abc\0def", r"binary \(byte 3 is NUL\)"),
+        ("a.md", b"abcd\xff", r"not UTF-8 \(at byte 4\)"),
+        ("a.jsonl", b"\n\n", "is empty"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"not UTF-8 \(at byte 24\)"),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text' \(it has: body, id\)"),
+        ("a.jsonl", b'{"text": 7}\n', "holds int, not text"),
+        ("a.parquet", b"", "is empty"),
+        ("a.parquet", b"PAR1 not really", "not a Parquet file"),
+        ("missing.txt", None, "no file or folder"),
+    ],
+)
+def test_bad_files_are_named_in_one_line(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=says) as error:
+        list(read_path(path))
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_parquet_file_without_the_column_or_with_numbers_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pd.DataFrame({"body": ["a"], "id": [1]}).to_parquet(path)
+    with pytest.raises(UsageError, match=r"no column 'text' \(it has: body, id\)"):
+        list(read_path(path))
+    with pytest.raises(UsageError, match="holds int, not text"):
+        list(read_path(path, text_column="id"))
+    pd.DataFrame({"text": []}).to_parquet(path)
+    with pytest.raises(UsageError, match="is empty"):
+        list(read_path(path))
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"holds no file of \.txt \.md \.jsonl \.parquet"):
+        list(read_path(tmp_path))
+    for name in ("b.txt", "c.jsonl", "d.parquet"):
+        (tmp_path / name).write_bytes(b"" if name == "d.parquet" else b" \n")
+    assert list(read_path(tmp_path)) == []
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.setitem(texts.READERS, ".txt", denied)
+    with pytest.raises(UsageError, match=r"a\.txt cannot be read \(Permission denied\)"):
+        list(read_path(tmp_path))
+
+
+WIKITEXT = """ 
+ = Du Fu = 
+ 
+ A poet .
+ = 1 and a nominal k = 
+ more of him .
+ 
+ = = Life = = 
+ 
+ He lived .
+ 
+ = <unk> = 
+ 
+ One .
+ 
+ = <unk> = 
+ 
+ Another .
+"""
+
+
+def test_wikitext_gives_its_articles(tmp_path: Path) -> None:
+    """Oracle: the text cut by hand. Sections and formulas open nothing; two of the same title are told apart."""
+    (tmp_path / "wiki.txt").write_text(WIKITEXT)
+    found = list(read_path(tmp_path / "wiki.txt"))
+    assert [document.label for document in found] == ["Du Fu", "<unk>", "<unk> (2)"]
+    cuts = [WIKITEXT.index(" = Du"), WIKITEXT.index(" = <unk>"), WIKITEXT.rindex(" = <unk>"), None]
+    assert [document.text for document in found] == [WIKITEXT[a:b] for a, b in itertools.pairwise(cuts)]
+    (tmp_path / "wiki.txt").write_text("before\n\n" + WIKITEXT)
+    assert [document.label for document in read_path(tmp_path)] == ["wiki.txt", "Du Fu", "<unk>", "<unk> (2)"]
+
+
+def test_one_title_does_not_make_a_text_wikitext(tmp_path: Path) -> None:
+    text = " = Alone = \n\nand its text\n"
+    (tmp_path / "a.txt").write_text(text)
+    assert list(read_path(tmp_path)) == [Document(text, "a.txt")]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("ends", ["\n", ""])
+def test_rows_that_are_lines_of_wikitext_are_joined(tmp_path: Path, suffix: str, ends: str) -> None:
+    """Oracle: the same text as a file. On the hub its rows are lines, and empty where the line is."""
+    (tmp_path / "wiki.txt").write_text(WIKITEXT)
+    rows = pd.DataFrame({"text": [line + ends if line.strip() else "" for line in WIKITEXT.split("\n")[:-1]]})
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(json.dumps({"text": text}) for text in rows.text))
+    else:
+        rows.to_parquet(path)
+    expected = [
+        Document(document.text.replace("\n \n", "\n\n"), document.label)
+        for document in read_path(tmp_path / "wiki.txt")
+    ]
+    assert list(read_path(path)) == expected
+
+
+def test_rows_with_labels_or_without_a_leading_title_stay_rows() -> None:
+    """Oracle: the rows themselves, read no further than they are asked for."""
+    labelled = [Document(" = A = \n", "x"), Document("", "x"), Document("b", "y")]
+    assert list(joined_articles(labelled)) == labelled
+    plain = [Document(""), Document("a"), Document(""), Document(" = A = \n"), Document("")]
+    assert list(joined_articles(plain)) == plain
+    assert list(joined_articles([])) == []
+    endless = joined_articles(Document(str(number)) for number in itertools.count())
+    assert [next(iter(endless)).text for _ in range(3)] == ["0", "1", "2"]

@@ -1,0 +1,134 @@
+"""Planted heads: what carries a pattern is known, and attribution must find it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests import checkpoints
+from theodolite.logits.attribution import COLUMNS, PATTERNS, attribution_table, pattern_scores_of
+from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.measure.constituents import DISJOINT
+from theodolite.models import open_model
+
+TOKENS = POSITIONS = 40
+
+WHOLE = (*DISJOINT, "additive")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A GPT-2 of one layer: head 0 attends to the position before, head 1 to equal tokens.
+
+    Position t is e_t and token v is e_{40+v}, so that what a head reads of either is known from its weights.
+    """
+    width = TOKENS + POSITIONS
+    config = GPT2Config(
+        vocab_size=TOKENS,
+        n_positions=POSITIONS,
+        n_embd=width,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config)
+    half, strength = width // 2, 8.0
+    weight = torch.zeros(width, 3 * width)
+    for t in range(POSITIONS):
+        if t:
+            weight[t, t - 1] = strength  # the query of position t asks for t − 1
+        weight[t, width + t] = 1.0  # the key of position t says t
+        weight[POSITIONS + t, half + t] = strength  # the query of a token asks for it
+        weight[POSITIONS + t, width + half + t] = 1.0
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(torch.eye(POSITIONS, width))
+        model.transformer.wte.weight.copy_(torch.eye(TOKENS, width).roll(POSITIONS, dims=1))
+        model.transformer.h[0].attn.c_attn.weight.copy_(weight)
+        model.transformer.h[0].attn.c_attn.bias.zero_()
+    folder = tmp_path_factory.mktemp("planted")
+    model.save_pretrained(folder)
+    return open_model(folder)
+
+
+@pytest.fixture(scope="module")
+def table(planted):
+    """With the exact mean and pos of what enters the block: those of all token sequences."""
+    positions, tokens = torch.eye(80, dtype=torch.float64).split(40)
+    middle = positions[1:].mean(0)
+    mean, pos = middle + tokens.mean(0), positions - middle
+    scores = pattern_scores_of(planted, POSITIONS, 0)
+    table, refused = attribution_table(planted, scores, mean.expand(2, -1), pos.expand(2, -1, -1), 0)
+    assert not refused
+    return table
+
+
+def _row(table, head: int, pattern: str, group: str):
+    chosen = table[(table["head"] == head) & (table["pattern"] == pattern) & (table["group"] == group)]
+    assert len(chosen) == 1
+    return chosen.iloc[0]
+
+
+def test_a_previous_token_head_of_positions_is_carried_by_pos_pos(table):
+    """Known from the weights: head 0 reads positions only."""
+    row = _row(table, 0, "previous", "pos-pos")
+    assert row["score"] > 0.9
+    assert row["only"] > 0.95 * row["score"]
+    assert row["without"] == pytest.approx(row["uniform"], abs=0.01)
+    assert row["share"] > 0.95
+    other = _row(table, 0, "previous", "cvec-cvec")
+    assert other["without"] == pytest.approx(row["score"], abs=0.02)
+    assert other["only"] < row["uniform"] + 0.02
+
+
+def test_a_head_of_equal_tokens_is_carried_by_cvec_cvec(table):
+    """Known from the weights: head 1 reads tokens only; it sees the token itself too, so half is the most."""
+    row = _row(table, 1, "same", "cvec-cvec")
+    assert row["score"] > 0.3
+    assert row["only"] > 0.95 * row["score"]
+    assert row["without"] == pytest.approx(row["uniform"], abs=0.01)
+    assert row["share"] > 0.95
+    assert _row(table, 1, "same", "pos-pos")["only"] == pytest.approx(row["uniform"], abs=0.01)
+
+
+def test_uniform_attention_is_the_mean_of_one_over_visible_keys(table):
+    """Closed form: query i of a causal head sees i + 1 keys."""
+    expected = sum(1 / (i + 1) for i in range(1, POSITIONS)) / (POSITIONS - 1)
+    assert _row(table, 0, "previous", "pos-pos")["uniform"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_head_has_a_row_for_each_group(table):
+    assert list(table.columns) == COLUMNS
+    for _, rows in table.groupby(["layer", "head", "pattern"]):
+        assert tuple(rows["group"]) == ATTRIBUTED
+        assert rows["share"][rows["group"].isin(WHOLE)].sum() == pytest.approx(1)
+    bias = table[table["group"] == "additive"]
+    assert (bias["share"] == 0).all()  # GPT-2 has none, so that it carries nothing
+    assert bias["without"].to_numpy() == pytest.approx(bias["score"].to_numpy())
+    assert bias["only"].to_numpy() == pytest.approx(bias["uniform"].to_numpy())
+
+
+@pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
+def test_every_family_is_attributed(family, opened):
+    """Seven groups of at least three heads for each of three patterns, or all heads; shares sum to 1."""
+    model = opened(family)
+    scores = pattern_scores_of(model, 32, 0)
+    assert scores.shape == (3, 3, 4)
+    mean, pos = torch.zeros(4, 32), 0.1 * torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(0))
+    table, refused = attribution_table(model, scores, mean, pos, 0)
+    assert not refused
+    assert set(table["pattern"]) == set(PATTERNS)
+    grouped = table[table["group"].isin(WHOLE)].groupby(["layer", "head", "pattern"])["share"].sum()
+    assert len(grouped) >= 9
+    assert grouped.to_numpy() == pytest.approx(1, abs=1e-4)
+
+
+def test_where_nothing_can_be_repeated_there_are_no_rows(opened):
+    model = opened("gpt2")
+    scores = pattern_scores_of(model, 3, 0)
+    assert scores.isnan().all()
+    table, refused = attribution_table(model, scores, torch.zeros(4, 32), torch.zeros(4, 3, 32), 0)
+    assert table.empty
+    assert list(table.columns) == COLUMNS
+    assert not refused

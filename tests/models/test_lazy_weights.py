@@ -1,0 +1,309 @@
+"""Weights read from the shards, a layer at a time: the model's own, and nothing else is read or kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from benchmarks.shards import measured, write_layout
+from tests import checkpoints
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import lazy_weights as reading
+from theodolite.models import open_model, open_weights
+from theodolite.models.loading import on_meta
+from theodolite.models.skeleton import build_skeleton, filled
+from theodolite.models.structure import backbone
+from theodolite.passes.run import Run
+from theodolite.passes.survey import spectra, survey
+
+PARTS = ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+OTHERS = {
+    "Mixtral": {**SMALL, "num_local_experts": 4},
+    "Qwen3Moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Gemma3": {**SMALL, "head_dim": 16},
+    "Olmo2": SMALL,
+}
+"""Experts that a checkpoint holds one by one, other names, norms of queries and keys."""
+
+
+def _refused(line: str) -> None:
+    raise AssertionError(f"opened whole: {line}")
+
+
+def _opened(folder: Path):
+    return open_weights(folder, say=_refused)
+
+
+def _assert_same(got: Run, expected: Run) -> None:
+    assert got.provenance == expected.provenance
+    assert got.heads.equals(expected.heads)
+    assert got.arrays.keys() == expected.arrays.keys()
+    for name, tensor in expected.arrays.items():
+        torch.testing.assert_close(got.arrays[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def _assert_the_models_own(folder: Path) -> None:
+    weights, model = _opened(folder), open_model(folder, device="cpu")
+    assert all(p.is_meta for p in weights.hf.parameters())
+    for layer in range(model.layers):
+        got, expected = weights.head_weights(layer), model.head_weights(layer)
+        assert all(torch.equal(getattr(got, part), getattr(expected, part)) for part in PARTS)
+        assert (got.scaling, got.projection) == (expected.scaling, expected.projection)
+    assert all(p.is_meta for p in weights.hf.parameters())
+    _assert_same(spectra(weights), spectra(model))
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_weights_from_shards_are_the_models_own(family, checkpoint):
+    """Oracle: the model opened whole. Weights, tables, spectra and provenance are equal to the bit."""
+    _assert_the_models_own(checkpoint(family))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_names_that_transformers_changes_on_loading(family, tmp_path):
+    config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_class)(**OTHERS[family])
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _assert_the_models_own(tmp_path)
+
+
+def test_a_backbone_read_as_another_head_would_have_it(checkpoint, tmp_path):
+    """Names without the prefix of the backbone, as the first GPT-2 checkpoints have them, and no architecture."""
+    checkpoints.build("gpt2").base_model.save_pretrained(tmp_path)
+    _assert_the_models_own(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    _assert_the_models_own(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in ("architectures", "dtype")})
+    )
+    _assert_the_models_own(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype, tmp_path):
+    checkpoints.write("llama3", tmp_path, dtype=getattr(torch, dtype))
+    _assert_the_models_own(tmp_path)
+    assert open_weights(tmp_path, dtype="float32").hf.dtype == torch.float32
+
+
+def test_other_tensors_are_not_read(checkpoint, tmp_path):
+    """What is not of the attention may be NaN: it is not looked at. What is, may not, and is named."""
+    folder = shutil.copytree(checkpoint("llama3"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    expected = spectra(open_model(folder, device="cpu"))
+    for name, tensor in weights.items():
+        if "self_attn" not in name:
+            tensor.fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WorkError, match="holds NaN"):
+        open_model(folder)
+    assert spectra(_opened(folder)).heads.equals(expected.heads)
+    weights["model.layers.1.self_attn.k_proj.weight"][2, 3] = math.inf
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    opened = _opened(folder)
+    opened.head_weights(0)
+    with pytest.raises(WorkError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight holds infinite"):
+        spectra(opened)
+
+
+def test_buffers_are_those_of_the_opened_model(checkpoint):
+    """Oracle: `from_pretrained`. What a skeleton computes by itself is what the model has."""
+    for family in checkpoints.FAMILIES:
+        source = checkpoint(family)
+        model = open_model(source, device="cpu").hf
+        skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
+        stored, expected = set(model.state_dict()), dict(model.named_buffers())
+        got = dict(skeleton.named_buffers())
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected.keys() - stored), family
+        assert skeleton.num_parameters() == model.num_parameters()
+
+
+@pytest.mark.parametrize("scale", [0.0, 2**-6])
+def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
+    """Oracle: the same model whose parameters hold the same numbers, each in a place of its own."""
+    source = checkpoint("llama3")
+    model = open_model(source, device="cpu").hf
+    skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
+    ids = torch.arange(6)[None]
+    with torch.inference_mode():
+        with filled(skeleton, scale):
+            entries = {
+                name: p.clone(memory_format=torch.contiguous_format)
+                for name, p in skeleton.named_parameters()
+            }
+            got = backbone(skeleton)(input_ids=ids)[0]
+        model.load_state_dict(entries)
+        torch.testing.assert_close(got, backbone(model)(input_ids=ids)[0], rtol=1e-5, atol=1e-7)
+    assert all(p.is_meta for p in skeleton.parameters())
+
+
+def test_a_model_opened_for_its_weights_reads_no_text(checkpoint, opened):
+    from theodolite.corpus.corpus import Corpus
+
+    with pytest.raises(UsageError, match="opened for its weights only"):
+        survey(_opened(checkpoint("llama3")), Corpus.random_tokens(checkpoints.VOCABULARY, 12, 4))
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        _opened(checkpoint("llama3")).head_weights(3)
+
+
+def _whole(folder: Path) -> str:
+    said: list[str] = []
+    got = open_weights(folder, say=said.append)
+    _assert_same(spectra(got), spectra(open_model(folder, device="cpu")))
+    (line,) = said
+    assert "\n" not in line
+    return line
+
+
+def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint("llama3")
+    real = reading.attend
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "attend", lambda inputs: real(inputs) * 1.01)
+        assert "layer 0 (model.layers.0.self_attn): the attention output recomputed" in _whole(folder)
+    with monkeypatch.context() as patch:
+        other = reading.call_until_tap
+
+        def moved(module, call):
+            inputs = other(module, call)
+            inputs.key.add_(1.0)
+            return inputs
+
+        patch.setattr(reading, "call_until_tap", moved)
+        assert "model.layers.0.self_attn depend on weights outside it" in _whole(folder)
+
+
+def test_a_transformers_whose_loader_is_another_opens_the_whole_model(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "theodolite.models.lazy_weights", None)
+    assert "this version of transformers is not known" in _whole(checkpoint("llama3"))
+
+
+def test_checkpoints_that_do_not_fit_are_refused_as_when_opened_whole(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+
+    def refused(error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words) as caught:
+            open_weights(folder)
+        assert "\n" not in str(caught.value)
+
+    lacking = {k: v for k, v in weights.items() if k != "transformer.h.2.attn.c_attn.weight"}
+    save_file(lacking, folder / "model.safetensors", {"format": "pt"})
+    refused(WorkError, "lacks 1 of the model's tensors .*h.2.attn.c_attn.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "n_layer": 2}))
+    refused(WorkError, "tensors of layers that its config.json does not have .*h.2.")
+    (folder / "config.json").write_text(json.dumps({**config, "n_embd": 64}))
+    refused(UsageError, "cannot open")
+    (folder / "config.json").write_text("{not json")
+    refused(UsageError, "cannot open")
+    (folder / "config.json").write_text(json.dumps(config))
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(UsageError, "cannot open")
+    with pytest.raises(UsageError, match="unknown dtype int8"):
+        open_weights(folder, dtype="int8")
+    with pytest.raises(UsageError, match="no checkpoint at"):
+        open_weights(tmp_path / "nowhere")
+
+
+def test_quantised_attention_is_not_taken_for_weights(checkpoint, tmp_path):
+    """Eight-bit floats wait for their scales; where only experts are quantised, attention is read as it is."""
+    folder = shutil.copytree(checkpoint("llama2"), tmp_path / "fp8")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert _whole(folder) == "opened whole, since model.layers.0.self_attn is quantised"
+    folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "experts")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".experts." in name]:
+        weights[name + "_blocks"] = weights.pop(name).to(torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    expected = spectra(open_model(checkpoint("gpt_oss"), device="cpu"))
+    assert spectra(_opened(folder)).heads.equals(expected.heads)
+    weights["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said: list[str] = []
+    with pytest.raises((UsageError, WorkError)):  # no such checkpoint is opened whole here
+        open_weights(folder, say=said.append)
+
+
+def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
+    """A hole in a file reads as zeros: no spectrum, and attention that is uniform."""
+    model = checkpoints.build("llama2")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    run = spectra(_opened(tmp_path))
+    _assert_same(run, spectra(open_model(tmp_path, device="cpu")))
+    zeros = run.heads[run.heads.layer == 1]
+    assert (zeros.frobenius_squared == 0).all()
+    assert (run.arrays["spectrum"][1] == 0).all()
+    assert set(zeros.regime) == {"uniform"}
+
+
+def test_memory_does_not_grow_with_layers(tmp_path):
+    """The operating system's count of two processes: many layers of holes and of attention, against few."""
+    peaks, sizes, few, many = [], [], 2, 24
+    for layers in (few, many):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        config = transformers.LlamaConfig(
+            hidden_size=1024,
+            intermediate_size=12288,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=100_000,
+        )
+        parameters, _ = write_layout(config, folder)
+        sizes.append(2 * parameters)
+        code = (
+            "import sys; from theodolite.models import open_weights; from theodolite.passes.survey import spectra; "
+            "run = spectra(open_weights(sys.argv[1], say=sys.exit)); assert (run.heads.frobenius_squared > 0).all()"
+        )
+        memory, *_ = measured([sys.executable, "-c", code, str(folder)])
+        peaks.append(memory)
+    attention = 4 * 1024**2 * 2
+    assert sizes[1] - sizes[0] > 1.5 * 2**30
+    assert peaks[1] - peaks[0] < (many - few) * attention / 2  # repeated runs differ by 60 MB
+    bare, *_ = measured([sys.executable, "-c", "import theodolite.models, theodolite.passes.survey"])
+    assert peaks[1] - bare < 40 * attention
+
+
+def test_the_command_reads_by_layers(checkpoint, tmp_path):
+    """Also what is not of the attention being NaN shows that the command does not open the model."""
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if ".attn." not in name:
+            tensor.fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    command = [sys.executable, "-m", "theodolite", "spectra", str(folder), "--json"]
+    got = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(got.stdout)["heads"]
+    expected = spectra(open_model(checkpoint("gpt2"), device="cpu")).heads
+    assert [row["trace"] for row in rows] == pytest.approx(expected.trace.tolist(), rel=1e-12)
+    whole = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True)
+    assert whole.returncode == 1
+    assert "holds NaN" in whole.stderr

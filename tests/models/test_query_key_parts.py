@@ -1,0 +1,332 @@
+"""Constituents against the logits of transformers' own eager attention, and against splits written by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests import checkpoints
+from theodolite.errors import UsageError, WorkError
+from theodolite.logits.constituents import constituents
+from theodolite.models import open_model
+from theodolite.theory.decomposition import Decomposition, decompose
+
+LENGTH = 20
+FLOAT64 = [f for f in checkpoints.TEXT_FAMILIES if f != "gpt_oss"]  # torch has no grouped experts in float64
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(checkpoints.VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def opened64(checkpoint):
+    cache = {}
+
+    def model(family):
+        if family not in cache:
+            cache[family] = open_model(checkpoint(family), dtype="float64")
+        return cache[family]
+
+    return model
+
+
+def _eager_logits(model, ids, monkeypatch) -> list[torch.Tensor]:
+    """What each layer's eager attention gives to its softmax; it is called for nothing else on four dimensions."""
+    seen = []
+    softmax = nn.functional.softmax
+
+    def keep(values, *args, **kwargs):
+        if values.ndim == 4:
+            seen.append(values.double().clone())
+        return softmax(values, *args, **kwargs)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "softmax", keep)
+        model.hf(input_ids=ids)
+    assert len(seen) == model.layers
+    return seen
+
+
+def _compare(model, ids, monkeypatch, tolerance) -> None:
+    before = model.hf.config._attn_implementation
+    model.hf.set_attn_implementation("eager")
+    try:
+        _compare_eager(model, ids, monkeypatch, tolerance)
+    finally:
+        model.hf.set_attn_implementation(before)
+
+
+def _compare_eager(model, ids, monkeypatch, tolerance) -> None:
+    for layer, own in enumerate(_eager_logits(model, ids, monkeypatch)):
+        split = constituents(model, ids, layer)
+        summed = split.logits.sum(dim=(2, 3)) + split.additive
+        assert float((summed - split.total).norm() / split.total.norm()) < 1e-12
+        if split.inputs.softcap is not None:
+            summed = split.inputs.softcap * torch.tanh(summed / split.inputs.softcap)
+        own = own[..., :LENGTH]  # without a sink column
+        visible = own > -1e30
+        assert torch.equal(visible, split.visible)
+        if split.inputs.sink is not None:  # gpt-oss takes the largest logit of a row away
+            counts = visible.sum(-1, keepdim=True)
+            own, summed = (
+                x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / counts for x in (own, summed)
+            )
+        error = float((summed - own)[visible].norm() / own[visible].norm())
+        assert error < tolerance, f"layer {layer}: {error}"
+
+
+@pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
+def test_constituents_sum_to_the_models_own_logits(family, opened, ids, monkeypatch):
+    """Oracle: the argument of the softmax in transformers' eager attention, float32."""
+    _compare(opened(family), ids, monkeypatch, 2e-6)
+
+
+@pytest.mark.parametrize("family", FLOAT64)
+def test_constituents_sum_to_the_models_own_logits_in_float64(family, opened64, ids, monkeypatch):
+    """Oracle: as above, in float64."""
+    _compare(opened64(family), ids, monkeypatch, 1e-12)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "deepseek", "gemma3", "cohere_norm"])
+def test_norms_inside_attention_are_frozen(family, tmp_path, ids, monkeypatch):
+    """Oracle: as above; norms over the whole width, between projections, by head, with one gain a head."""
+    sizes = {**checkpoints._SIZES, **checkpoints._NO_SPECIAL, "num_key_value_heads": 2}
+    low_rank = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 3,
+    }
+    options = {
+        "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", sizes),
+        "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**sizes, "head_dim": 12}),
+        "cohere_norm": ("CohereForCausalLM", "CohereConfig", {**sizes, "use_qk_norm": True}),
+        "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**sizes, **low_rank}),
+    }
+    monkeypatch.setitem(checkpoints.FAMILIES, family, options[family])
+    _compare(open_model(checkpoints.write(family, tmp_path)), ids, monkeypatch, 2e-6)
+
+
+def test_half_precision_keeps_its_own_logits(checkpoint, ids):
+    """The parts sum to the very queries and keys of a bfloat16 model; its rounding is said and is in resid."""
+    model = open_model(checkpoint("qwen3"), dtype="bfloat16")
+    split = constituents(model, ids, 1)
+    own = split.inputs.query.double() @ split.inputs.key.double().repeat_interleave(2, 1).transpose(-1, -2)
+    torch.testing.assert_close(split.logits.sum((2, 3)), own * split.inputs.scaling)
+    assert 1e-4 < split.rounding < 3e-2
+
+
+def _parts(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """mean, pos, ctx, resid of hidden states, position 0 apart, as the survey's means are."""
+    mean = hidden[:, 1:].mean((0, 1))
+    pos = hidden.mean(0) - mean
+    ctx = (hidden - mean - pos)[:, 1:].mean(1)[:, None]
+    named = {"mean": mean.expand_as(hidden), "pos": pos.expand_as(hidden), "ctx": ctx.expand_as(hidden)}
+    return named | {"resid": hidden - mean - pos - ctx}
+
+
+def _check_parts(split, query, key, heads: int) -> None:
+    key = {name: part.repeat_interleave(heads // part.shape[1], 1) for name, part in key.items()}
+    for a, name in enumerate(split.names):
+        torch.testing.assert_close(split.query[a], query[name], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(split.key[a], key[name], rtol=1e-9, atol=1e-9)
+        for b, other in enumerate(split.names):
+            expected = query[name] @ key[other].transpose(-1, -2) * split.inputs.scaling
+            torch.testing.assert_close(split.logits[:, :, a, b], expected, rtol=1e-8, atol=1e-8)
+
+
+def test_each_part_of_gpt2(opened64, ids):
+    """Oracle: LayerNorm and projection written out, weights by parameter name."""
+    model = opened64("gpt2")
+    layer = 1
+    with torch.no_grad():
+        hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[layer]
+    state = model.hf.state_dict()
+    prefix = f"transformer.h.{layer}."
+    gain, beta = state[prefix + "ln_1.weight"], state[prefix + "ln_1.bias"]
+    weight, bias = state[prefix + "attn.c_attn.weight"], state[prefix + "attn.c_attn.bias"]
+    scale = (hidden.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    image = {
+        name: gain * (part - part.mean(-1, keepdim=True)) * scale @ weight
+        for name, part in _parts(hidden).items()
+    }
+    image["bias"] = (beta @ weight + bias).expand(3, LENGTH, -1)
+    query, key = (
+        {
+            name: x[..., 32 * n : 32 * n + 32].unflatten(-1, (4, 8)).transpose(1, 2)
+            for name, x in image.items()
+        }
+        for n in range(2)
+    )
+    _check_parts(constituents(model, ids, layer), query, key, heads=4)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """RoPE on (C, heads, T, width), base 10000, halves paired."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(LENGTH, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(half, dtype=torch.float64) / half
+    )
+    one, other = x[..., :half], x[..., half:]
+    return torch.cat(
+        [one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], dim=-1
+    )
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen3"])
+def test_each_part_of_rotary_families(family, opened64, ids):
+    """Oracle: RMSNorm, projection, (Qwen 3) the norm of each head, and rotation, written out."""
+    model = opened64(family)
+    layer = 2
+    with torch.no_grad():
+        hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[layer]
+    state = model.hf.state_dict()
+    prefix = f"model.layers.{layer}."
+    gain = state[prefix + "input_layernorm.weight"]
+    # input_layernorm has no bias, and neither have the projections of these: the part "bias" is zero.
+    normed = {
+        name: gain * part * (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        for name, part in _parts(hidden).items()
+    }
+    normed["bias"] = torch.zeros_like(hidden)
+    sides = []
+    for side in ("q", "k"):
+        weight = state[f"{prefix}self_attn.{side}_proj.weight"]
+        width = model.head_width
+        image = {n: (x @ weight.T).unflatten(-1, (-1, width)).transpose(1, 2) for n, x in normed.items()}
+        if family == "qwen3":
+            whole = sum(image.values())
+            scale = (whole.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            own = state[f"{prefix}self_attn.{side}_norm.weight"]
+            image = {name: own * x * scale for name, x in image.items()}
+        sides.append({name: _rotated(x) for name, x in image.items()})
+    split = constituents(model, ids, layer)
+    # Norms and rotation of these families compute in float32: that is the rounding, and it is all in resid.
+    for a, name in enumerate(split.names):
+        key = sides[1][name].repeat_interleave(4 // sides[1][name].shape[1], 1)
+        torch.testing.assert_close(split.query[a], sides[0][name], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(split.key[a], key, rtol=1e-5, atol=2e-6)
+
+
+def test_one_context_leads_with_heads(opened, ids):
+    model = opened("llama3")
+    whole = constituents(model, ids, 1)
+    given = Decomposition(*(getattr(decompose(torch.zeros(2, LENGTH, 32)), n) for n in _FIELDS))
+    one, also = (constituents(model, x, 1, decomposition=given) for x in (ids[0], ids[:1]))
+    assert whole.logits.shape == (3, 4, 5, 5, LENGTH, LENGTH)
+    assert one.logits.shape == (4, 5, 5, LENGTH, LENGTH)
+    assert one.logits_of(2).shape == (5, 5, LENGTH, LENGTH)
+    assert one.total.shape == one.additive.shape == one.attention.shape == (4, LENGTH, LENGTH)
+    assert torch.equal(one.logits, also.logits)
+    torch.testing.assert_close(one.total, whole.total[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.logits_of(3), one.logits[3])
+    with pytest.raises(UsageError, match="head 4 does not exist"):
+        one.logits_of(4)
+
+
+_FIELDS = ("mean", "pos", "ctx", "resid")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "bloom"])
+def test_attention_of_constituents_is_the_models_own(family, opened, ids):
+    """Oracle: attention weights of transformers' eager attention; caps, sinks, windows and ALiBi among them."""
+    model = opened(family)
+    before = model.hf.config._attn_implementation
+    model.hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model.hf(input_ids=ids, output_attentions=True).attentions
+    model.hf.set_attn_implementation(before)
+    for layer in range(model.layers):
+        got = constituents(model, ids, layer).attention
+        torch.testing.assert_close(got, own[layer].double(), rtol=1e-5, atol=2e-6)
+
+
+def test_the_decomposition_of_these_contexts_is_taken_as_it_is(opened64, ids):
+    """Oracle: `decompose` of the hidden states, position 0 among them, each part sent through LayerNorm by hand."""
+    model = opened64("gpt2")
+    with torch.no_grad():
+        hidden = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[1]
+    parts = decompose(hidden)
+    split = constituents(model, ids, 1, decomposition=parts)
+    state = model.hf.state_dict()
+    scale = (hidden.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    ctx = parts.ctx[:, None].expand_as(hidden)
+    weight = state["transformer.h.1.attn.c_attn.weight"][:, :32]
+    expected = state["transformer.h.1.ln_1.weight"] * (ctx - ctx.mean(-1, keepdim=True)) * scale @ weight
+    got = split.query[split.names.index("ctx")]
+    torch.testing.assert_close(got, expected.unflatten(-1, (4, 8)).transpose(1, 2), rtol=1e-9, atol=1e-9)
+
+
+class _Squashed(nn.Module):
+    """No norm: it bends."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(x))
+
+
+def test_what_is_not_affine_is_refused_by_the_layers_name(checkpoint, ids):
+    model = open_model(checkpoint("gpt2"))
+    model.hf.transformer.h[1].ln_1 = _Squashed(model.hf.transformer.h[1].ln_1)
+    constituents(model, ids, 0)
+    with pytest.raises(
+        WorkError, match=r"layer 1 \(transformer.h.1.attn\): its logits cannot be split: _Squashed"
+    ):
+        constituents(model, ids, 1)
+    model.hf.transformer.h[2].attn.c_attn = nn.Sequential(model.hf.transformer.h[2].attn.c_attn, nn.Tanh())
+    with pytest.raises(WorkError, match=r"layer 2 .* no affine function of its residual stream"):
+        constituents(model, ids, 2)
+
+
+def test_the_model_is_left_as_it_was(opened, ids):
+    for family in ("qwen3", "bloom"):
+        model = opened(family)
+        modules = [id(module) for module in model.hf.modules()]
+        implementation = model.hf.config._attn_implementation
+        constituents(model, ids, 1)
+        assert [id(module) for module in model.hf.modules()] == modules
+        assert model.hf.config._attn_implementation == implementation
+        for module in model.hf.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+            assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layer", "message"),
+    [
+        (torch.zeros(2, 5, dtype=torch.int64), 3, "layers 0 to 2"),
+        (torch.zeros(5, dtype=torch.int64), 0, "one context cannot be decomposed by itself"),
+        (torch.zeros(2, 2, 5, dtype=torch.int64), 0, "give token ids of one context"),
+        (torch.zeros(2, 0, dtype=torch.int64), 0, "give token ids of one context"),
+        (torch.zeros(2, 5), 0, "give token ids of one context"),
+        (torch.full((2, 5), 300), 0, "between 0 and 299"),
+        (torch.zeros(2, 200, dtype=torch.int64), 0, "more than the 128"),
+    ],
+)
+def test_calls_that_cannot_be_answered(opened, ids, layer, message):
+    with pytest.raises(UsageError, match=message):
+        constituents(opened("gpt2"), ids, layer)
+
+
+def test_models_without_tokens_are_refused(opened):
+    with pytest.raises(UsageError, match="reads pixel_values"):
+        constituents(opened("vit"), torch.zeros(2, 5, dtype=torch.int64), 0)
+
+
+def test_rotation_by_hand_keeps_lengths():
+    """Of the oracle itself: a rotation keeps norms and leaves position 0 alone."""
+    x = torch.randn(1, 1, LENGTH, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(_rotated(x).norm(dim=-1), x.norm(dim=-1))
+    assert math.isclose(float((_rotated(x) - x)[:, :, 0].norm()), 0.0)

@@ -1,0 +1,207 @@
+"""Oracles: tables made up by hand, the construction itself, and whole calls at a fraction of the size."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.papers.catch_tag_release import averaging_construction, averaging_measures
+from theodolite.papers.catch_tag_release import averaging_models as averaging
+from theodolite.papers.catch_tag_release.averaging_measures import (
+    DIRECTIONS,
+    EVALUATED,
+    measured,
+    random_directions,
+)
+from theodolite.papers.catch_tag_release.averaging_models import NORMED, PAPERS, STANDARD, judged
+from theodolite.papers.catch_tag_release.averaging_training import (
+    Kind,
+    Published,
+    Trained,
+    draw,
+    train_averaging,
+)
+from theodolite.papers.experiment import Study, theory_run
+from theodolite.theory.averaging import averaging_model, mean_after
+
+RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
+GROWN = {"sink": 0.99, "outlier": 9.0, "second_value": 0.01, "second_query_key": 0.01, "left_blind": 1.0}
+
+
+def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
+    """Trained models: kind, share of variance left, and what differs from a model that has grown everything."""
+    table = pd.DataFrame(
+        [
+            {"kind": kind, "seed": seed, "left": left, "error": left / 5, "left_untagged": 1.0}
+            | GROWN
+            | RANDOM
+            | other
+            for seed, (kind, left, other) in enumerate(rows)
+        ]
+    )
+    table["solved"] = table["left"] <= 0.1
+    for name in ("second_value", "second_query_key"):
+        table[f"{name}_begun"] = 0.5
+    return table
+
+
+def verdict(table: pd.DataFrame, words: str) -> str:
+    found = [verdict.verdict for verdict in judged(table) if words in verdict.claim]
+    return found[0]
+
+
+def test_one_model_without_a_sink_decides() -> None:
+    grown = [(STANDARD, 0.01, {}), (STANDARD, 0.02, {}), (PAPERS, 0.01, {}), (PAPERS, 0.02, {})]
+    assert verdict(models(*grown), "necessitate") == HOLDS
+    assert verdict(models(*grown, (NORMED, 0.05, {"sink": 0.1})), "necessitate") == FAILS
+    assert verdict(models(*grown, (NORMED, 0.5, {"sink": 0.1})), "necessitate") == HOLDS
+    assert verdict(models((PAPERS, 0.5, {})), "necessitate") == UNTESTABLE
+    assert verdict(models((PAPERS, 0.5, {})), "can be trained") == FAILS
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("sink", 0.1, "forms an attention sink"),
+        ("outlier", 2.0, "outlier feature dimension"),
+        ("second_value", 0.5, "W_V¹ is low rank"),
+        ("second_query_key", 0.5, "W_K² is low rank"),
+        ("left_blind", 0.01, "sink is what makes the tags"),
+        ("left_untagged", 0.01, "tags are what the second layer reads"),
+    ],
+)
+def test_each_claim_has_its_number(column: str, value: float, words: str) -> None:
+    """Oracle: one column moved to the wrong side; the first verdict of a claim is the paper's architecture's."""
+    rows = [(kind, 0.01, {}) for kind in [PAPERS] * 5 + [STANDARD] * 5]
+    assert verdict(models(*rows), words) == HOLDS
+    moved = models(*rows)
+    moved[column] = [*(value * (1 + step / 100) for step in range(5)), *moved[column][5:]]
+    assert verdict(moved, words) == FAILS
+
+
+def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
+    """Oracle: by hand. All five need the direction, but any other one as well; or too few models are better."""
+    words = "tags are what the second layer reads"
+    table = models(*[(PAPERS, 0.01, {})] * 5)
+    assert verdict(table, words) == HOLDS
+    assert verdict(table.assign(as_costly=0.06), words) == FAILS
+    assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
+    assert verdict(table.assign(solved=False), words) == UNTESTABLE
+    evidence = next(found.evidence for found in judged(table) if words in found.claim)
+    assert "variance left 0.200" in evidence
+
+
+def test_the_sink_before_training_is_said_beside_the_one_after():
+    table = models(*[(PAPERS, 0.01, {"sink_begun": 0.75})] * 3)
+    found = next(v for v in judged(table) if "forms an attention sink" in v.claim)
+    assert "(before training 0.750)" in found.evidence
+    said = averaging._compared(table.assign(left_mean_of_all=0.7, eta=0.5))[1].here
+    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in said
+
+
+def construction() -> Published:
+    model, built = Published([torch.Generator().manual_seed(0)]), averaging_model(12.0, d=0.1)
+    with torch.no_grad():
+        model.value_1.copy_(built.value_1)
+        model.query_2.copy_(built.query_key)
+        model.key_2.copy_(torch.eye(2))
+        model.value_2.copy_(built.value_2)
+        model.s_num.fill_(0)
+        model.s_tag.fill_(12)
+    return model
+
+
+def test_random_directions_of_a_plane() -> None:
+    """Oracle: two coordinates, so the mean over random directions is that over a fine grid of angles.
+
+    The construction writes along its tag alone; a second value column makes it write the plane.
+    """
+    model = construction()
+    with torch.no_grad():
+        model.value_1[:, :, 0, 0] = 0.3
+    kind = Kind("built", 2, 0, 1, 0.0)
+    row = measured(Trained(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
+    numbers, places = draw([torch.Generator().manual_seed(EVALUATED)], averaging_measures.TESTED)
+    wanted = mean_after(numbers, places)
+    angles = (torch.arange(180) + 0.5) * torch.pi / 180
+    left = torch.stack(
+        [
+            (model(numbers, places, without=torch.tensor([[a.cos(), a.sin()]])).output - wanted)
+            .square()
+            .mean()
+            / wanted.square().mean()
+            for a in angles
+        ]
+    ).detach()
+    error = float(left.std()) / DIRECTIONS**0.5
+    assert float(left.std()) > 0.05 * float(left.mean())
+    assert row["left_random"] == pytest.approx(float(left.mean()), abs=4 * error)
+    assert row["left_random_sd"] == pytest.approx(float(left.std()), rel=0.4)
+    share = float((left >= row["left_untagged"]).float().mean())
+    assert row["as_costly"] == pytest.approx(share, abs=4 * (share * (1 - share) / DIRECTIONS) ** 0.5 + 0.01)
+
+
+def test_random_directions_are_uniform_in_what_is_written() -> None:
+    """Oracle: E v vᵀ is the projection on the span of what was written over its dimension, 4 standard errors."""
+    generator = torch.Generator().manual_seed(3)
+    basis = torch.linalg.qr(torch.randn(16, 3, generator=generator)).Q
+    sizes = torch.tensor([100.0, 1.0, 0.1])  # the size of what is written does not matter, only where
+    written = (torch.randn(1, 50, 20, 3, generator=generator) * sizes) @ basis.T
+    directions = random_directions(written, 4000)[:, 0]
+    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(4000), atol=1e-5, rtol=0)
+    mean = directions.T @ directions / 4000
+    assert float((mean - basis @ basis.T / 3).norm()) < 4 * 4000**-0.5
+    assert torch.equal(directions, random_directions(written, 4000)[:, 0])
+
+
+def test_measures_of_the_construction() -> None:
+    """Oracle: what the theorem says of it at s_tag = 12: a sink, a tag of size 11, rank one, and no error."""
+    model, begun = construction(), Published([torch.Generator().manual_seed(0)])
+    with torch.no_grad():
+        begun.s_tag.fill_(1)  # [SEP] like any other token of number 0
+        begun.s_num.fill_(0)
+    row = measured(Trained(Kind("built", 2, 0, 1, 0.0), (0,), begun, model, torch.zeros(1, 1))).iloc[0]
+    assert 0.05 < row["sink_begun"] < 0.3
+    assert row["solved"]
+    assert row["sink"] > 0.99
+    assert row["outlier"] == pytest.approx(11, rel=0.05)
+    assert row["tag_share"] == pytest.approx(1)
+    assert row["eta"] > 0.95
+    assert row["eta_chance"] < 0.5
+    assert row["second_value"] == 0
+    assert row["stable_rank_query_key"] == pytest.approx(1)
+    # Nothing tells the tokens after [SEP] any more: the mean of all.
+    assert row["left_untagged"] == pytest.approx(row["left_mean_of_all"], rel=0.15)
+    assert row["left_blind"] == pytest.approx(row["left_mean_of_all"], rel=0.15)
+
+
+def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: its own second call, and as many rows as seeds; every figure can be drawn."""
+    monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
+    monkeypatch.setattr(averaging, "KINDS", {kind: 2 for kind in averaging.KINDS})
+    monkeypatch.setattr(averaging_measures, "TESTED", 100)
+    said: list[str] = []
+    first, again = (Study(theory_run(), say=said.append).outcome(averaging.AVERAGING[1]) for _ in range(2))
+    assert len(first.tables["models"]) == 12
+    assert len(said) == 12
+    pd.testing.assert_frame_equal(first.tables["models"], again.tables["models"])
+    for exhibit in first.exhibits:
+        assert exhibit.draw(theory_run()).data
+
+
+def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the theorem holds, the rate is the derived one, and attention falls by e a unit of s_tag."""
+    monkeypatch.setattr(averaging_construction, "SEQUENCES", 100)
+    outcome = Study(theory_run()).outcome(averaging.AVERAGING[0])
+    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS] * 6
+    errors = outcome.tables["errors"].query("s_tag == 30")
+    np.testing.assert_allclose(errors["median"], errors["derived_median"], rtol=1e-2)
+    rest = outcome.tables["attention"].set_index("s_tag")["rest"]
+    assert np.log(rest[20.0] / rest[30.0]) == pytest.approx(10, rel=1e-3)
+    for exhibit in outcome.exhibits:
+        assert exhibit.draw(theory_run()).data

@@ -1,0 +1,139 @@
+"""The task and both architectures: against the construction of the theorem, against torch's own attention, twice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from theodolite.papers.catch_tag_release.averaging_training import (
+    HELD_BELOW,
+    LENGTH,
+    WIDTH,
+    Kind,
+    Published,
+    Standard,
+    attention_to_separator,
+    charge,
+    draw,
+    train_averaging,
+)
+from theodolite.theory.averaging import averaging_model, mean_after
+
+SMALL = Kind("standard", WIDTH, 200, 32, 0.01)
+
+
+def generators(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_the_task() -> None:
+    """Oracle: the target counted by hand; [SEP] is everywhere but in the last place."""
+    numbers, places = draw(generators(0, 1), 500)
+    assert numbers.shape == (2, 500, LENGTH)
+    assert sorted(set(places.flatten().tolist())) == list(range(LENGTH - 1))
+    row, place = numbers[1, 7].tolist(), int(places[1, 7])
+    wanted = sum(row[place + 1 :]) / (LENGTH - 1 - place)
+    assert mean_after(numbers, places)[1, 7].item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_papers_architecture_holds_the_construction() -> None:
+    """Oracle: `theory.averaging_model`, whose own oracle is numpy."""
+    model = Published(generators(0)).double()
+    built = averaging_model(9.0, 0.5, 2.0)
+    with torch.no_grad():
+        model.value_1.copy_(built.value_1)
+        model.query_2.copy_(built.query_key)
+        model.key_2.copy_(torch.eye(2))
+        model.value_2.copy_(built.value_2)
+        model.s_num.fill_(0)
+        model.s_tag.fill_(9)
+    numbers, places = draw(generators(1), 50)
+    look, known = model(numbers.double(), places), built(numbers.double(), places)
+    torch.testing.assert_close(look.output, known.output)
+    torch.testing.assert_close(look.attention, known.attention)
+    torch.testing.assert_close(look.hidden, known.hidden)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_standard_architecture(normed: bool) -> None:
+    """Oracle: torch's `scaled_dot_product_attention` and `rms_norm` on one sequence of one seed."""
+    model = Standard(generators(0, 1), normed=normed)
+    numbers, places = draw(generators(2, 3), 4)
+    row, place = numbers[1, 2], int(places[1, 2])
+    matrix = {name: value[1, 0] for name, value in model.matrices.items()}
+    stream = row[:, None] * model.slope[1, 0] + model.constant[1, 0]
+    stream = torch.cat([stream[:place], model.separator[1, 0], stream[place + 1 :]])
+    for layer in (1, 2):
+        query, key, value = (stream @ matrix[f"{what}_{layer}"] for what in ("query", "key", "value"))
+        if normed and layer == 2:
+            query, key = (torch.nn.functional.rms_norm(part, (WIDTH,), eps=1e-6) for part in (query, key))
+        heads = (part[None] for part in (query, key, value))
+        stream = stream + scaled_dot_product_attention(*heads, is_causal=True)[0] @ matrix[f"output_{layer}"]
+    wanted = stream[-1] @ model.readout[1, 0]
+    torch.testing.assert_close(model(numbers, places).output[1, 2], wanted[0], rtol=1e-4, atol=1e-5)
+
+
+def test_hiding_and_projecting() -> None:
+    """[SEP] gets nothing from later tokens, earlier ones do not notice, and nothing is left along the direction."""
+    model = Standard(generators(0, 1))
+    numbers, places = draw(generators(2, 3), 20)
+    direction = torch.nn.functional.normalize(torch.randn(2, WIDTH, generator=generators(4)[0]), dim=-1)
+    look, blind = model(numbers, places), model(numbers, places, blind=True)
+    after = torch.arange(LENGTH) > places[..., None]
+    assert (attention_to_separator(blind, places) * after).abs().max().item() == 0
+    assert torch.equal(blind.attention[~after], look.attention[~after])
+    torch.testing.assert_close(blind.attention.sum(-1), torch.ones(2, 20, LENGTH))
+    written = model(numbers, places, without=direction).written
+    assert (written @ direction[:, None, :, None]).abs().max().item() < 1e-5
+
+
+def test_the_same_seeds_give_the_same_bytes() -> None:
+    first, again = (train_averaging(SMALL, (3, 4), steps=20) for _ in range(2))
+    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(first.losses, again.losses)
+    assert first.losses.shape == (2, 2)
+
+
+def test_seeds_do_not_know_of_each_other() -> None:
+    """Oracle: a seed trained alone; only the order of sums differs."""
+    together, alone = (train_averaging(SMALL, seeds, steps=20) for seeds in ((3, 4), (4,)))
+    for both, one in zip(together.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(both[1], one[0], rtol=1e-3, atol=1e-4)
+
+
+def test_it_learns() -> None:
+    """Oracle: the error of predicting 0, on sequences that were not trained on."""
+    trained = train_averaging(SMALL, (0,), steps=250)
+    numbers, places = draw(generators(10**6), 500)
+    with torch.no_grad():
+        look = trained.model(numbers, places)
+    wanted = mean_after(numbers, places)
+    assert (look.output - wanted).square().mean().item() < 0.9 * wanted.square().mean().item()
+    assert trained.losses[0, -1] < trained.losses[0, 0]
+
+
+def test_the_charge_for_attention() -> None:
+    """Oracle: one sequence after the other, by hand; nothing where [SEP] is hidden."""
+    model = Standard(generators(0))
+    with torch.no_grad():
+        model.separator.mul_(-20)  # a sink for some
+    numbers, places = draw(generators(1), 40)
+    look = model(numbers, places)
+    wanted = 0.0
+    for attention, place in zip(look.attention[0].tolist(), places[0].tolist(), strict=True):
+        paid = [row[place] for row in attention[place + 1 :]]
+        wanted += max(0.0, sum(paid) / len(paid) - HELD_BELOW) / 40
+    assert wanted > 0
+    assert charge(look, places).item() == pytest.approx(wanted, rel=1e-4)
+    assert charge(model(numbers, places, blind=True), places).item() == 0
+
+
+def test_a_favoured_start_differs_in_the_tag_alone() -> None:
+    plain, favoured = (Published(generators(5), favoured=favoured) for favoured in (False, True))
+    for name, value in plain.named_parameters():
+        difference = (dict(favoured.named_parameters())[name] - value).item() if value.numel() == 1 else 0.0
+        assert math.isclose(difference, 5.0 if name == "s_tag" else 0.0, abs_tol=1e-6)

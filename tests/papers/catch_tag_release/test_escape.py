@@ -1,0 +1,120 @@
+"""The page of models with and without an escape."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.papers.catch_tag_release.test_escape_training import SMALL
+from tests.papers.training.test_embedded import quiet, sources
+from theodolite.accumulate.catches import attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.cli.app import app
+from theodolite.errors import UsageError
+from theodolite.papers.catch_tag_release.escape import (
+    ESCAPE,
+    MEASURES,
+    escape_outcome,
+    escape_table,
+    escapes_run,
+    sinks_of,
+)
+from theodolite.papers.catch_tag_release.escape_training import train_escapes
+from theodolite.papers.experiment import Study
+from theodolite.papers.training.embedded_model import ESCAPES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    out = tmp_path_factory.mktemp("trained") / "escape"
+    train_escapes(out, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
+    return out
+
+
+def test_sinks_read_off_matrices_are_those_of_the_tracer():
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 6, 90, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
+    query, key = 1.2 * query + 1, 1.2 * key
+    key[:, 0, 5] += 3
+    key[:, 1, 40] += 3
+    for start in (0, 30, 60):  # a query asks for its own third of the context
+        query[:, 3:, start : start + 30, start // 30] += 4
+        key[:, 3:, start, start // 30] += 3
+    inputs = AttentionInputs(query, key, value, 1.0, causal=True)
+    logits = (query @ key.mT).masked_fill(~torch.ones(90, 90).tril().bool(), -torch.inf)
+    whole, stretch = sinks_of(logits.softmax(-1))
+    _, catches = attend_and_catch(inputs, stretches=True)
+    found = torch.zeros(6, 90, dtype=torch.bool)
+    found[catches.head, catches.position] = True
+    of_stretch = torch.zeros_like(found)
+    of_stretch[catches.head, catches.position] = catches.stretch
+    assert of_stretch.any()
+    assert (found & ~of_stretch).any()
+    assert torch.equal(whole[0], found & ~of_stretch)
+    assert torch.equal((whole | stretch)[0], found)
+
+
+def test_every_model_is_measured(folder):
+    table = escape_table(folder, lambda line: None)
+    assert list(zip(table["seed"], table["escape"], strict=True)) == [(s, e) for s in (0, 1) for e in ESCAPES]
+    none = table[table["escape"] == "none"]
+    assert (none["escaped"] == 0).all()
+    assert (table[table["escape"] == "off-by-one"]["escaped"] > 0.05).all()
+    assert table["loss"].between(2, math.log(270) + 1).all()
+    assert (table["most_first"] >= table["first"]).all()
+
+
+def made_up(sinks: dict[str, list[float]], loss: dict[str, list[float]]) -> pd.DataFrame:
+    rows = []
+    for escape in ESCAPES:
+        for seed in range(3):
+            values = dict.fromkeys(MEASURES, 0.1) | {"sinks": sinks[escape][seed], "stretches": 0.2}
+            rows.append({"escape": escape, "seed": seed} | values | {"loss": loss[escape][seed]})
+    return pd.DataFrame(rows)
+
+
+def test_verdicts_follow_the_numbers():
+    table = made_up(
+        {"none": [0.2, 0.3, 0.4], "off-by-one": [0.19, 0.28, 0.41], "learned": [0.01, 0.012, 0.02]},
+        {"none": [3.0, 3.1, 3.2], "off-by-one": [2.9, 3.0, 3.1], "learned": [3.0, 3.1, 3.2]},
+    )
+    outcome = escape_outcome(table, {"folder": "x"})
+    by_claim = [(v.claim.split(":")[1].split(" (")[0], v.verdict) for v in outcome.verdicts]
+    assert by_claim == [
+        (" softmax off by one", "holds"),
+        (" softmax off by one", "holds"),
+        (" softmax off by one does not lower the loss", "fails"),
+        (" learned logit", "fails"),
+        (" learned logit", "holds"),
+        (" learned logit does not lower the loss", "holds"),
+    ]
+    ratios = np.array([0.19 / 0.2, 0.28 / 0.3, 0.41 / 0.4])
+    assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence
+    assert len(outcome.exhibits[0].draw(None).data) == 3 * len(MEASURES)
+    one = escape_outcome(table[table["seed"] == 0], {})
+    assert {verdict.verdict for verdict in one.verdicts} == {"not testable here"}
+    without = table.assign(sinks=0.0)
+    assert escape_outcome(without, {}).verdicts[0].verdict == "not testable here"
+
+
+def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path):
+    runner = CliRunner()
+    done = runner.invoke(app, ["reproduce", "sinks/escape", str(folder), "--out", str(tmp_path / "pages")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "pages" / "sinks-escape" / "index.html").is_file()
+    refused = runner.invoke(app, ["reproduce", "sinks/escape"])
+    assert refused.exit_code == 2
+    assert "give the folder that `theodolite train escape` wrote" in refused.output
+    (folder.parent / "begun").mkdir()
+    (folder.parent / "begun" / "escape.json").write_text("{}")
+    with pytest.raises(UsageError, match="no seed whose models are all trained"):
+        escapes_run(folder.parent / "begun")
+    study = Study(escapes_run(folder))
+    del study.run.provenance["escapes"]
+    with pytest.raises(UsageError, match="give the one"):
+        study.outcome(ESCAPE[0])

@@ -1,0 +1,100 @@
+"""Fig. 3 of the third paper, on small models of the offline task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.papers.training.test_embedded import quiet
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import few_shot_accuracy
+from theodolite.models import open_model
+from theodolite.papers import training_folders as folders
+from theodolite.papers.catch_tag_release import few_shot as shots
+from theodolite.papers.catch_tag_release.few_shot import (
+    DENSE,
+    FIGURE_3,
+    few_shot_run,
+    models_in,
+    shots_outcome,
+    shots_table,
+)
+from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite.papers.experiment import Study
+from theodolite.papers.training.small_models import train_small
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    out = tmp_path_factory.mktemp("trained")
+    for seed in (0, 1):
+        config = replace(DEFAULT, layers=1, heads=2, width=16, batch=4, steps=3, seed=seed, bfloat16=False)
+        train_small(out / f"few-{seed}", FewShot(), config, threads=1, console=quiet())
+    (out / "other").mkdir()
+    (out / "other" / "training.json").write_text('{"task": "characters"}')
+    return out
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(shots, "PROMPTS", 60)
+    monkeypatch.setattr(shots, "CALIBRATION", 32)
+    monkeypatch.setattr(shots, "SPARSITIES", (0.5,))
+
+
+def test_every_model_and_method_answers_the_same_prompts(folder):
+    assert [place.name for place in models_in(folder)] == ["few-0", "few-1"]
+    table = shots_table(folder, lambda line: None)
+    assert len(table) == 2 * 5 * 6
+    own = table[(table["folder"] == "few-1") & (table["model"] == DENSE)]
+    direct = few_shot_accuracy(open_model(folder / "few-1"), prompts=60, seed=shots.ASKED_WITH)
+    np.testing.assert_array_equal(own["accuracy"], direct["accuracy"])
+    np.testing.assert_array_equal(own["accuracy_se"], direct["accuracy_se"])
+    outcome = shots_outcome(table, {})
+    assert len(outcome.verdicts) == 5
+    assert [exhibit.key for exhibit in outcome.exhibits] == ["accuracy-50"]
+    assert {"dense", "OATS", "Wanda"} <= {trace.name for trace in outcome.exhibits[0].draw(None).data}
+
+
+def made_up(curves: dict[str, list[float]], spread: float) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    return pd.DataFrame(
+        [
+            {"model": name, "folder": f"m{seed}", "seed": seed, "sparsity": 0.5, "shots": k}
+            | {"accuracy": value + spread * random.normal(), "accuracy_se": 0.01, "prompts": 60}
+            for seed in range(3)
+            for name, curve in curves.items()
+            for k, value in enumerate(curve)
+        ]
+    )
+
+
+def test_verdicts_follow_the_numbers():
+    curves = {
+        "dense": [0.5, 0.55, 0.6, 0.65, 0.7, 0.75],
+        "OATS": [0.5, 0.55, 0.6, 0.65, 0.7, 0.72],
+        "Wanda": [0.5, 0.5, 0.5, 0.5, 0.5, 0.5],
+        "SparseGPT": [0.4, 0.45, 0.5, 0.55, 0.6, 0.62],
+        "magnitude": [0.4, 0.4, 0.4, 0.4, 0.4, 0.4],
+    }
+    sharp = shots_outcome(made_up(curves, 1e-4), {}).verdicts
+    assert [verdict.verdict for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
+    # The lead over SparseGPT is the same at 0 and at 5.
+    assert sharp[4].verdict == "not decided"
+    blurred = [v for v in shots_outcome(made_up(curves, 0.5), {}).verdicts if "similarly" not in v.claim]
+    assert {verdict.verdict for verdict in blurred} == {"not decided"}
+
+
+def test_the_folder_is_known_and_others_are_refused(folder):
+    kind = folders.trainings_at(folder)
+    assert kind is not None
+    assert kind.command == "theodolite train few-shot"
+    assert folders.made_by(FIGURE_3) == kind.command
+    study = Study(few_shot_run(folder))
+    assert study.run.provenance["few_shot"]["models"] == ["few-0", "few-1"]
+    del study.run.provenance["few_shot"]
+    with pytest.raises(UsageError, match="give the one that `theodolite train few-shot` wrote into"):
+        study.outcome(FIGURE_3[0])

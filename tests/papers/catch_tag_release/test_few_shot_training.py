@@ -1,0 +1,163 @@
+"""Oracles: prompts read back, models that are readers of their own, one run against another."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from theodolite.cli.app import app
+from theodolite.corpus.few_shot_task import RULES, TESTED, prompt_ids
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
+from theodolite.papers.catch_tag_release import few_shot_training as few_shot
+from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
+from theodolite.papers.training.command import train_few_shot
+from theodolite.papers.training.small_models import train_small
+from theodolite.papers.training.tasks import IGNORED
+
+SHORT = {"steps": 4, "batch": 4}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+class Reader(torch.nn.Module):
+    """Bayes' reader: it keeps the rules that agree with all examples so far, and knows nothing but the text."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> object:
+        rules, prior = RULES.table()
+        logits = torch.zeros(*input_ids.shape, len(RULES.characters))
+        for row, out in zip(input_ids, logits, strict=True):
+            left, item = prior.copy(), {}
+            for place, token in enumerate(RULES.characters[i] for i in row):
+                if token == "\n":
+                    item = {}
+                elif token in "abcdef":
+                    item["abcdef".index(token) // 3] = "abcdef".index(token) % 3
+                elif token in "ABC":
+                    left = left * (rules[:, 3 * item[0] + item[1]] == "ABC".index(token))
+                elif token == ":":
+                    says = rules[:, 3 * item[0] + item[1]]
+                    out[place, 2:5] = torch.from_numpy(np.bincount(says, weights=left, minlength=3))
+        return type("Output", (), {"logits": logits})
+
+
+def test_a_batch_asks_for_the_labels_and_nothing_else():
+    """Oracle: the text itself."""
+    task = FewShot()
+    inputs, targets = task.batch(3, 16, 0)
+    assert torch.equal(inputs, task.batch(3, 16, 0)[0])
+    assert not torch.equal(inputs, task.batch(4, 16, 0)[0])
+    assert not torch.equal(inputs, task.batch(3, 16, 1)[0])
+    assert inputs.shape == targets.shape == (16, task.length - 1)
+    for row, target in zip(inputs, targets, strict=True):
+        text = "".join(task.characters[i] for i in row)
+        asked = [place for place, character in enumerate(text) if character == ":"]
+        assert (target != IGNORED).nonzero().flatten().tolist() == asked
+        labels = ["".join(task.characters[i] for i in target[place : place + 1]) for place in asked]
+        assert labels[:-1] == [text[place + 1] for place in asked[:-1]]
+        assert labels[-1] in "ABC"
+
+
+def test_bayes_reader_is_as_good_as_is_possible():
+    """Oracle: the exact accuracy of `few_shot_task.py`, within 4 standard errors, at every number of examples."""
+    accuracy = np.array(FewShot()._accuracy(Reader(), 800))
+    best = RULES.best_accuracy()
+    assert np.all(np.abs(accuracy - best) < 4 * np.sqrt(best * (1 - best) / 800))
+
+
+@pytest.mark.parametrize("batch", [None, 7])
+def test_answers_are_right_where_the_reader_is(batch):
+    """Oracle: the reader's choice at every colon, one prompt at a time."""
+    prompts = RULES.draw(20, np.random.default_rng([5, TESTED]))
+    ids, asked, labels = (torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels))
+    told: list[tuple[int, int]] = []
+    right = right_answers(
+        Reader(),
+        ids,
+        asked,
+        labels,
+        RULES.label_ids,
+        batch=batch,
+        show_progress=lambda done, total: told.append((done, total)),
+    )
+    for row, places, label, answers in zip(ids, asked, labels, right, strict=True):
+        for word, place in enumerate(places):
+            logits = Reader()(row[None, : place + 1], False).logits[0, -1]
+            assert bool(answers[word]) == (int(logits[2:5].argmax()) == int(label[word]))
+    assert told == ([(0, 20), (7, 20), (14, 20), (20, 20)] if batch else [(0, 20), (20, 20)])
+
+
+def test_batches_are_positive():
+    assert batch_of_prompts(36, None) == 4096 // 36
+    assert batch_of_prompts(10**6, None) == 1
+    with pytest.raises(UsageError, match="a batch of 0 prompts reads nothing"):
+        batch_of_prompts(36, 0)
+
+
+def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: `transformers` on the folder's own tokenizer, and the same run again."""
+    monkeypatch.setattr(few_shot, "CHECKED", 40)
+    lines = train_few_shot(tmp_path / "a", SHORT, seed=0, threads=1, console=quiet())
+    result = json.loads((tmp_path / "a" / "training.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert model.config.model_type == "gpt_neox"
+    assert model.config.max_position_embeddings == RULES.length
+    prompts = RULES.draw(40, np.random.default_rng([0, TESTED]))
+    ids, asked, labels = prompt_ids(prompts, RULES, tokenizer)
+    with torch.no_grad():
+        logits = model(ids).logits.double()
+    for word in range(6):
+        chosen = logits[torch.arange(40), asked[:, word]][:, labels].argmax(1).numpy()
+        share = (chosen == prompts.labels[:, word]).mean()
+        assert result["accuracy_by_shots"][word] == pytest.approx(share)
+        assert lines[word].startswith(
+            f"{word} example{'s' * (word != 1)}: accuracy {share:.1%} (the best possible: "
+        )
+    assert result["best_by_shots"] == RULES.best_accuracy().tolist()
+    train_few_shot(tmp_path / "b", SHORT, seed=0, threads=1, console=quiet())
+    train_few_shot(tmp_path / "c", SHORT, seed=1, threads=1, console=quiet())
+    digests = [
+        hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest() for name in "abc"
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: what the folder says; a line for every number of examples."""
+    monkeypatch.setattr(few_shot, "CHECKED", 40)
+    options = ["--out", str(tmp_path / "m"), "--steps", "2", "--batch", "3", "--seed", "5", "--threads", "1"]
+    done = CliRunner().invoke(app, ["train", "few-shot", *options])
+    assert done.exit_code == 0, done.stderr
+    result = json.loads((tmp_path / "m" / "training.json").read_text())
+    assert (result["task"], result["steps"], result["batch"], result["seed"]) == ("few-shot", 2, 3, 5)
+    assert len(done.stdout.splitlines()) == 7
+    options[1] = str(tmp_path / "again")
+    told = json.loads(CliRunner().invoke(app, ["train", "few-shot", *options, "--json"]).stdout)
+    assert told == {"folder": options[1], "said": done.stdout.splitlines()[:-1], "training": result}
+
+
+def test_a_few_steps_learn_what_is_usual(tmp_path: Path):
+    """Oracle: the exact best accuracy without examples; 150 small steps are above chance there by 4 errors."""
+    config = replace(DEFAULT, layers=1, heads=2, width=32, steps=150, batch=32, learning_rate=5e-3)
+    result = train_small(tmp_path / "m", FewShot(), config, threads=1, console=quiet())
+    error = np.sqrt(2 / 9 / few_shot.CHECKED)
+    assert 1 / 3 + 4 * error < result["accuracy_by_shots"][0] < RULES.best_accuracy()[0] + 4 * error
+
+
+def test_another_family_is_another_training():
+    assert FewShot(replace(RULES, usual=0.1)).sha256 != FewShot().sha256

@@ -1,0 +1,193 @@
+"""Oracles: tables made by hand, and a model with one massive activation that was planted into its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.sinks.test_outliers import DIMENSION, TOKEN, plant
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE
+from theodolite.models import OpenModel, open_model
+from theodolite.papers import Outcome, Study
+from theodolite.papers.catch_tag_release.outliers import (
+    CLAIMS,
+    OUTLIERS,
+    consistency_verdict,
+    is_delimiter,
+    massive_verdicts,
+    sink_verdicts,
+    stays,
+)
+from theodolite.papers.experiment import theory_run
+from theodolite.passes.run import Run
+from theodolite.report.drawing import outliers as drawing
+from theodolite.report.page import block_of
+from theodolite.sinks.outliers import Outliers
+
+SINKS = ["token_id", "first", "contexts"]
+
+
+def run_of(model: OpenModel, sinks: pd.DataFrame) -> Run:
+    """What the experiment reads of a run, without a survey: its model, its seed and its sinks."""
+    run = theory_run()
+    run.provenance["model"]["sha256"] = model.sha256
+    return replace(run, sinks=sinks)
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory) -> tuple[Study, Outcome]:
+    folder = tmp_path_factory.mktemp("planted")
+    plant("gpt2").save_pretrained(folder)
+    checkpoints.byte_tokenizer().save_pretrained(folder)
+    model = open_model(folder)
+    corpus = Corpus.random_tokens(256, 24, 30)
+    corpus.contexts[corpus.contexts == TOKEN] += 1
+    corpus.contexts[3:9, 5] = TOKEN
+    sinks = pd.DataFrame([(TOKEN, False, 5), (TOKEN, True, 3)], columns=SINKS)
+    study = Study(run_of(model, sinks), model, corpus)
+    return study, study.outcome(OUTLIERS[0])
+
+
+@pytest.fixture(scope="module")
+def found(studied) -> Outliers:
+    study, _ = studied
+    return study.once("outliers", lambda: pytest.fail("read twice"))
+
+
+def verdicts(made: list) -> dict[str, str]:
+    return {verdict.claim: verdict.verdict for verdict in made}
+
+
+def test_verdicts_on_a_planted_activation(studied, found):
+    """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
+    study, outcome = studied
+    assert [verdict.verdict for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
+    assert "0.625" in outcome.verdicts[-1].evidence
+    assert len(outcome.verdicts) == 8
+    of = verdicts(massive_verdicts(found))
+    # A letter carries it, M of the byte tokens, and not a delimiter.
+    expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
+    assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
+    assert outcome.tables["massive"]["dimension"].unique().tolist() == [DIMENSION]
+    assert outcome.runs["outliers"]["corpus"]["sha256"] == study.corpus.sha256
+
+
+def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
+    study, outcome = studied
+    figures = {exhibit.key: exhibit.draw(study.run) for exhibit in outcome.exhibits}
+    assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
+    for exhibit in outcome.exhibits:
+        block_of(study.run, exhibit)  # as the page draws it
+    line = figures["growth"].data[0]
+    assert line.name.startswith(f"dimension {DIMENSION}, ")
+    values = outcome.tables["growth"]["value"].to_numpy()
+    np.testing.assert_allclose(line.y, np.abs(values), rtol=1e-6)
+    bars = figures["tokens"].data[0]
+    np.testing.assert_allclose(bars.x, [6 / 30])
+    ratios = figures["dimensions"].data[0]
+    place = list(ratios.x).index(str(DIMENSION))
+    assert np.nanargmax(ratios.customdata[-1]) == place
+    assert [trace.y.tolist() for trace in figures["counts"].data][3] == [0, 0, 1, 1]
+
+
+def test_a_model_without_massive_activations_gives_no_verdict_on_them(opened):
+    model = opened("llama2")
+    corpus = Corpus.random_tokens(model.tokenizer, 24, 8)
+    run = run_of(model, pd.DataFrame([], columns=SINKS))
+    outcome = Study(run, model, corpus).outcome(OUTLIERS[0])
+    assert {verdict.verdict for verdict in outcome.verdicts[1:]} == {UNTESTABLE}
+    assert all("largest |x| is" in verdict.evidence for verdict in outcome.verdicts[1:])
+    assert "tokens" not in [exhibit.key for exhibit in outcome.exhibits]
+    for exhibit in outcome.exhibits:
+        block_of(run, exhibit)
+
+
+def test_the_text_of_the_run_must_be_given(studied):
+    study, _ = studied
+    with pytest.raises(UsageError, match="give it too"):
+        Study(study.run, study.model).outcome(OUTLIERS[0])
+
+
+def test_sinks_and_massive_activations_are_compared_by_token_and_position(found):
+    """By hand: 3 of 4 massive activations are at tokens that are sinks, 5 of 25 sinks at tokens that are massive, in a
+    text in which half of the tokens are sinks at times."""
+    massive = pd.DataFrame(
+        {
+            "token_id": [7, 8, 1],
+            "token": ["a", "b", "c"],
+            "first": [False, False, True],
+            "contexts": 1,
+            "places": [2, 1, 1],
+        }
+    )
+    sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
+    corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
+    at_sinks, sinks_at = sink_verdicts(replace(found, massive=massive), sinks, corpus)
+    assert (at_sinks.verdict, sinks_at.verdict) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
+    assert "0.500" in at_sinks.evidence
+    assert "0.200" in sinks_at.evidence
+    assert (
+        "50\u00a0%" in at_sinks.evidence
+    )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
+    nothing = sink_verdicts(found, sinks[:0], corpus)
+    assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
+
+
+def test_position_0_is_one_place_whatever_its_token(found):
+    massive = pd.DataFrame({"token_id": [5], "token": ["a"], "first": True, "contexts": 1, "places": 1})
+    sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
+    corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
+    made = sink_verdicts(replace(found, massive=massive), sinks, corpus)
+    assert [verdict.verdict for verdict in made] == [HOLDS, HOLDS]
+
+
+@pytest.mark.parametrize(
+    ("consistency", "massive", "verdict"),
+    [([0.5, 0.4, 0.1], False, HOLDS), ([0.1, 0.5, 0.01], False, FAILS), ([0.01] * 3, True, UNTESTABLE)],
+)
+def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
+    found, consistency, massive, verdict
+):
+    dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
+    assert consistency_verdict(replace(found, dimensions=dimensions)).verdict == verdict
+
+
+@pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])
+def test_delimiters(token):
+    assert is_delimiter(token)
+
+
+@pytest.mark.parametrize("token", ["the", " 2", "é", "<a", "]x["])
+def test_words_are_none(token):
+    assert not is_delimiter(token)
+
+
+def test_how_long_activations_stay():
+    """One is massive in 2 of the 3 layers from where it appears, one never in half of its places."""
+    growth = pd.DataFrame(
+        {
+            "dimension": [1] * 4 + [2] * 4,
+            "token_id": 3,
+            "first": False,
+            "layer": [0, 1, 2, 3] * 2,
+            "share": [0.2, 0.6, 1.0, 0.1, 0.1, 0.2, 0.3, 0.4],
+            "appears": [1.0] * 4 + [np.nan] * 4,
+        }
+    )
+    np.testing.assert_allclose(stays(growth), [2 / 3])
+
+
+def test_the_map_keeps_the_largest_columns_and_starts_at_1():
+    ratios = np.array([[1.0, 50.0, 0.5, np.nan], [2.0, 1.0, 300.0, np.nan]])
+    chosen = drawing.largest_columns(ratios, 2)
+    assert chosen == [1, 2]
+    heat = drawing.ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times")).data[0]
+    np.testing.assert_allclose(heat.z, np.log10([[50, 1], [1, 300]]), rtol=1e-6)
+    assert list(heat.x) == ["1", "2"]

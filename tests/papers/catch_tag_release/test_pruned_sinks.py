@@ -1,0 +1,174 @@
+"""Figures 4 and 5 of the third paper, and the sweeps: what is measured of pruned copies, and what is said of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import open_model
+from theodolite.papers.catalogue import EXPERIMENTS
+from theodolite.papers.catch_tag_release import pruned_models as compressed
+from theodolite.papers.catch_tag_release import pruned_sinks as compression
+from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
+from theodolite.papers.catch_tag_release.pruned_models import (
+    Look,
+    halves,
+    kept_sinks,
+    look,
+    loss_difference,
+    new_sinks,
+)
+from theodolite.papers.catch_tag_release.pruning_sweep import front
+from theodolite.papers.experiment import Study, theory_run
+from theodolite.passes.prompts import Focus
+
+
+def some_look(seed: int, share: float = 0.1) -> Look:
+    generator = torch.Generator().manual_seed(seed)
+    sinks = torch.rand(9, 2, 3, 20, generator=generator) < share
+    return Look(torch.rand(9, generator=generator, dtype=torch.float64), sinks)
+
+
+def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
+    """Oracle: loops, and the jackknife of a ratio."""
+    dense, other = some_look(0), some_look(1, 0.5)
+    for function, wanted in ((kept_sinks, lambda d, o: d and o), (new_sinks, lambda d, o: o and not d)):
+        part, whole = np.zeros(9), np.zeros(9)
+        for place in np.ndindex(9, 2, 3, 20):
+            d, o = bool(dense.sinks[place]), bool(other.sinks[place])
+            whole[place[0]] += d
+            part[place[0]] += wanted(d, o)
+        value, error = function(dense, other)
+        assert value == pytest.approx(part.sum() / whole.sum())
+        left_out = (part.sum() - part) / (whole.sum() - whole)
+        jackknife = math.sqrt(8 / 9 * ((left_out - left_out.mean()) ** 2).sum())
+        assert error == pytest.approx(jackknife, rel=0.1)
+    in_layer = kept_sinks(dense, other, 1)[0]
+    both = (dense.sinks & other.sinks)[:, 1].sum() / dense.sinks[:, 1].sum()
+    assert in_layer == pytest.approx(float(both))
+    value, error = loss_difference(dense, other)
+    difference = (other.loss - dense.loss).numpy()
+    assert value == pytest.approx(difference.mean())
+    assert error == pytest.approx(difference.std(ddof=1) / 3)
+
+
+def test_paired_verdicts():
+    dense, oats = some_look(0), some_look(0)
+    none = Look(dense.loss, torch.zeros_like(dense.sinks))
+    assert compression._kept(dense, oats).verdict == "holds"
+    assert compression._kept(dense, none).verdict == "fails"
+    assert compression._fewer(dense, oats, none, "Wanda").verdict == "holds"
+    assert compression._fewer(dense, none, oats, "Wanda").verdict == "fails"
+    assert compression._fewer(dense, some_look(2, 0.5), some_look(3, 0.5), "Wanda").verdict == "not decided"
+
+
+def test_the_front_is_of_those_that_none_beats():
+    """Oracle: the definition, by pairs."""
+    random = np.random.default_rng(0)
+    cost, worth = random.integers(0, 6, 30).astype(float), random.integers(0, 6, 30).astype(float)
+    cost[:2] = cost.min() - 1  # two alike: the better one counts
+    worth[:2] = 0, 1
+    flags = front(cost, worth)
+    for a in range(30):
+        better = [
+            cost[b] <= cost[a] and worth[b] >= worth[a] and (cost[b] < cost[a] or worth[b] > worth[a])
+            for b in range(30)
+        ]
+        if flags[a]:
+            assert not any(better)
+    assert flags[1]
+    assert not flags[0]
+    unbeaten = {(cost[a], worth[a]) for a in range(30) if flags[a]}
+    assert len(unbeaten) == flags.sum()
+
+
+@pytest.fixture(autouse=True)
+def few_iterations(monkeypatch):
+    monkeypatch.setattr(compressed, "ITERATIONS", 3)
+
+
+@pytest.fixture(scope="module")
+def study():
+    model = open_model()
+    corpus = Corpus.python_docs(model.tokenizer, length=48, contexts=32)
+    run = theory_run()
+    run.provenance["model"]["sha256"] = model.sha256
+    return Study(
+        run, model, corpus, focus=Focus("def f(x):\n    return x\n\ndef g(x):\n    return f(x)\n", 4, 1)
+    )
+
+
+def test_contexts_that_calibrate_are_not_measured(study):
+    calibration, measured = halves(study)
+    assert len(calibration.contexts) == len(measured.contexts) == 16
+    assert torch.equal(calibration.contexts, study.corpus.contexts[::2])
+    assert torch.equal(measured.contexts, study.corpus.contexts[1::2])
+
+
+def test_losses_are_those_of_transformers(study):
+    _, measured = halves(study)
+    seen = look(study.model, measured)
+    with torch.no_grad():
+        own = [float(study.model.hf(input_ids=ids[None], labels=ids[None]).loss) for ids in measured.contexts]
+    np.testing.assert_allclose(seen.loss.numpy(), own, rtol=1e-5)
+
+
+def test_figures_4_and_5(study):
+    before = copy.deepcopy(study.model.hf.state_dict())
+    for name, models in (("figure4", 4), ("figure5", 5)):
+        outcome = study.outcome(EXPERIMENTS[f"sinks/{name}"])
+        (exhibit,) = outcome.exhibits
+        assert len(exhibit.draw(study.run).data) == models
+        (table,) = outcome.tables.values()
+        assert table["sinks_kept"].between(0, 1).all()
+    after = study.model.hf.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not study.model.edits
+
+
+def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):
+    outcome = study.outcome(EXPERIMENTS["sinks/figure4"])
+    assert list(outcome.tables["models"]["model"]) == ["OATS", *compression._edits(4)]
+    seen = {}
+
+    def kept(dense, other, layer=None):
+        seen[len(seen)] = (dense, other, layer)
+        return kept_sinks(dense, other, layer)
+
+    monkeypatch.setattr(compression, "kept_sinks", kept)
+    compression._figure_4(study)
+    oats, gone = next((d, o) for d, o, layer in seen.values() if layer == 4 and d is not seen[0][0])
+    assert torch.equal(oats.sinks[:, :4], gone.sinks[:, :4])
+    assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])
+
+
+def test_sweeps(study, monkeypatch):
+    monkeypatch.setattr(compression_sweep, "SPARSITIES", (0.5, 0.7))
+    monkeypatch.setattr(compression_sweep, "RATIOS", (0.0, 0.25))
+    outcome = study.outcome(EXPERIMENTS["sinks/sweep"])
+    table = outcome.tables["prunings"]
+    assert len(table) == 4
+    assert (table.groupby("sparsity")["loss_more"].min().diff().dropna() > 0).all()
+    assert (table[table["sparsity"] == 0.7]["bytes"] < table[table["sparsity"] == 0.5]["bytes"].min()).all()
+    assert outcome.exhibits[0].draw(study.run).data
+    allocation = study.outcome(EXPERIMENTS["sinks/allocation"])
+    assert len(allocation.verdicts) == 4
+    own = allocation.tables["prunings"]
+    assert len(own) == 9
+    # A rank ratio moves numbers from the sparse part to the factors: the bytes are nearly the same.
+    assert own.groupby("plan")["bytes"].mean().std() < 0.002
+    assert allocation.exhibits[0].draw(study.run).data
+
+
+def test_what_cannot_be_judged_is_refused(study):
+    with pytest.raises(UsageError, match="give it beside the run"):
+        halves(Study(study.run, study.model))
+    few = Corpus.python_docs(study.model.tokenizer, length=48, contexts=3)
+    with pytest.raises(UsageError, match="3 contexts are too few"):
+        halves(Study(study.run, study.model, few))

@@ -1,0 +1,168 @@
+"""Pages of traced sinks and of a disturbed head; oracle: the planted model, of which everything is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests import planted
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import open_model
+from theodolite.papers.catch_tag_release.tag_ablation import CAUSAL
+from theodolite.papers.catch_tag_release.traced_sinks import (
+    TRACE,
+    _clustered,
+    _copied,
+    _outlying,
+    _released,
+    traced_outcome,
+)
+from theodolite.papers.experiment import Study
+from theodolite.passes.prompts import Focus
+from theodolite.passes.survey import spectra
+from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.drawing.traces import kept, release_map
+from theodolite.report.outcome_page import render
+from theodolite.sinks.trace import trace_sinks
+
+IDS = planted.contexts(6)
+CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return open_model(planted.write("gpt2", tmp_path_factory.mktemp("planted") / "model"))
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    return spectra(model)
+
+
+def verdicts(outcome):
+    return {verdict.claim.partition("(")[0].strip(): verdict.verdict for verdict in outcome.verdicts}
+
+
+def test_a_planted_mechanism_is_judged(model, run, tmp_path):
+    study = Study(run, model, CORPUS, folder=tmp_path)
+    outcome = study.outcome(TRACE)
+    found = verdicts(outcome)
+    assert found["Attention sinks emerge in later tokens too, and depend on the sequence"] == "holds"
+    assert found["Tokens cluster by the sink that they attend to in the output of the head"] == "holds"
+    assert len(outcome.tables["sinks"]) == len(planted.SINKS)
+    assert (tmp_path / "trace" / "traces.parquet").is_file()
+    page = render(TRACE, outcome, run)
+    assert "Where each tag lives on" in page
+    assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
+
+
+def test_a_disturbed_head_is_judged(model, run):
+    outcome = Study(run, model, CORPUS, focus=Focus(layer=0, head=1)).outcome(CAUSAL[0])
+    changes = outcome.tables["changes"].set_index(["disturbance", "measure"])["change"]
+    assert changes["tag removed", "η² in layer 1"] < -0.3
+    assert changes["tag removed", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
+    assert outcome.comparisons[0].here == "L0H1, in 6 contexts"
+    assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
+    assert isinstance(outcome.tables["changes"], pd.DataFrame)
+
+
+HEADS = pd.DataFrame(
+    {
+        "layer": [0, 2, 2, 3],
+        "head": [0, 0, 1, 0],
+        "contexts": [60, 30, 10, 1],
+        "tag": [0.3, 0.2, 0.05, 0.9],
+        "tag_se": [0.02, 0.01, 0.01, math.nan],
+        "tag_shifted": [0.1, 0.1, 0.0, 0.0],
+        "gain": [0.022, 0.022, -0.1, 0.5],
+        "gain_se": [0.01, 0.01, 0.01, math.nan],
+    }
+)
+
+
+def test_heads_count_by_the_contexts_that_they_rest_on():
+    """Oracle: by hand, (60 · 0.3 + 30 · 0.2 + 10 · 0.05)/100; the head of one context has no error and is left out."""
+    found = _clustered(HEADS)
+    assert found.verdict == "holds"
+    assert ": 0.24 ± 0.02; " in found.evidence
+    assert "mean over 3 heads" in found.evidence
+    assert "1 head that rest on one context left out" in found.evidence
+    assert _clustered(HEADS[3:]).verdict == "not testable here"
+
+
+def test_the_largest_of_more_layers_must_gain_more():
+    """Oracle: Bonferroni by hand: 2 standard errors for one later layer, 2.28 for two, 2.53 for four."""
+    last = HEADS.assign(layer=3, gain=[0.0205, 0.0205, -0.1, 0.5])
+    assert _released(last, 4).verdict == "holds"  # two of three, of whom there is one later layer: two errors
+    assert _released(HEADS.assign(layer=2), 4).verdict == "not decided"  # the better one of two: 2.28
+    assert _released(HEADS.assign(layer=2, gain=0.0235), 4).verdict == "holds"
+    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).verdict == "not decided"
+    assert "more in 0 of 3 heads with a sink, less in 1 " in _released(HEADS.assign(layer=2), 4).evidence
+    assert _released(HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).verdict == "fails"
+    assert _released(HEADS.assign(gain_se=math.nan), 4).verdict == "not testable here"
+
+
+def test_a_share_of_few_sinks_is_uncertain():
+    """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, by hand."""
+    weights = np.array([1.0, 1.0, 0.0])
+    outlying = pd.Series([False, False, True])
+    assert _outlying(outlying, weights).verdict == "not decided"  # 0 ± 0.35, and the criterion is 0.5
+    assert ": 0 ± 0.4; " in _outlying(outlying, weights).evidence
+    assert _outlying(pd.Series([False] * 30), np.ones(30)).verdict == "fails"
+    assert _copied(pd.Series([0.99, 0.97, 0.98]), np.ones(3)).verdict == "holds"
+    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).verdict == "not decided"
+
+
+def test_a_trace_of_an_older_version_is_refused(model):
+    run = trace_sinks(model, IDS)
+    with pytest.raises(UsageError, match="trace again"):
+        traced_outcome(replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
+
+
+def test_the_head_and_the_layers_of_a_release_map_have_colours_of_their_own(model, run):
+    """Oracle: the table's own largest values."""
+    traced = trace_sinks(model, IDS)
+    head, layers = release_map(traced.traces, traced.arrays["release"].numpy()).data
+    assert list(head.x) == ["head"]
+    assert head.zmax == pytest.approx(traced.traces["tag"].max())
+    assert layers.zmax == pytest.approx(float(traced.arrays["release"].nan_to_num().max()))
+    assert head.colorbar.x < layers.colorbar.x
+
+
+@pytest.mark.parametrize(("layers", "step"), [([2, 3, 4], 1), ([5], 1), (range(33), 4)])
+def test_layers_have_whole_ticks(layers, step):
+    table = pd.DataFrame({"layer": list(layers)}).assign(
+        head=0, before=0.1, released=0.2, gain_se=0.01, released_layer=3
+    )
+    bar = kept(table).data[1].marker.colorbar
+    assert (bar.dtick, bar.tickformat) == (step, "d")
+
+
+@pytest.mark.parametrize(("length", "sinks"), [(20, [0, 3]), (125, [0, 94]), (500, [17, 18, 300])])
+def test_labels_of_tokens_do_not_lie_over_one_another(length, sinks):
+    """Oracle: distances of the labels; those of neighbouring sinks are the mark alone from the second on."""
+    axis = figures_prompt._axis([f"t{i}" for i in range(length)], sinks)
+    places, texts = list(axis["tickvals"]), axis["ticktext"]
+    assert len(places) <= 64 + len(sinks)
+    assert set(sinks) <= set(places)
+    named = [place for place, text in zip(places, texts, strict=True) if text != figures_prompt.MARK]
+    assert min(np.diff(named)) >= -(-length // 64)
+    assert sum(figures_prompt.MARK in text for text in texts) == len(sinks)
+
+
+def test_a_text_without_sinks_is_not_judged(model):
+    outcome = traced_outcome(trace_sinks(model, torch.arange(40).view(2, 20)))
+    assert set(verdicts(outcome).values()) == {"not testable here"}
+
+
+def test_refusals(model, run):
+    with pytest.raises(UsageError, match="give it beside the run"):
+        Study(run, model).outcome(TRACE)
+    with pytest.raises(UsageError, match="writes no tag in this text"):
+        Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(CAUSAL[0])

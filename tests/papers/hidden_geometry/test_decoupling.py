@@ -1,0 +1,178 @@
+"""The decomposition of head weights against dense numpy, planted structure and Haar averages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.papers.hidden_geometry.decoupling import decouple, haar_rotation
+
+
+def sample(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def basis_of(p: Tensor) -> Tensor:
+    return torch.tensor(np.linalg.svd(p.numpy(), full_matrices=True)[2].T.copy())
+
+
+def dense(w: np.ndarray, v: np.ndarray, corners: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """As the published notebook does it, with the d×d matrix."""
+    diagonal = np.diag(np.diag(w))
+    rotated = v.T @ (w - diagonal) @ v
+    threshold = np.sqrt(2 * np.log(w.size)) * np.std(rotated)
+    kept = np.where(np.abs(rotated) > threshold, rotated, 0)
+    energy = (rotated**2).sum()
+    return {
+        "threshold": threshold,
+        "surviving": np.count_nonzero(kept),
+        "surviving_energy": (kept**2).sum() / energy,
+        "corner_surviving": np.array([(kept[:k, :k] ** 2).sum() for k in corners])
+        / max((kept**2).sum(), 1e-300),
+        "corner_energy": np.array([(rotated[:k, :k] ** 2).sum() for k in corners]) / energy,
+    }
+
+
+def test_every_number_is_that_of_the_dense_matrix() -> None:
+    """Oracle: `dense` for the given basis, d = 70 so that the maps are cut at 60."""
+    corners = (1, 5, 20, 90)
+    p = sample(0, 9, 70)
+    v = basis_of(p)
+    w_q, w_k = sample(1, 2, 70, 6), sample(2, 2, 70, 6)
+    w_q = w_q + 3 * v[:, :1] * torch.ones(6)
+    w_k = w_k + 3 * v[:, 1:2] * torch.ones(6)
+    got = decouple(w_q.float(), w_k.float(), v, 0.5, corners)
+    w = 0.5 * (w_q @ w_k.mT).numpy()
+    for head in range(2):
+        expected = dense(w[head], v.numpy(), corners)
+        assert expected["surviving"] > 0
+        for name, value in expected.items():
+            np.testing.assert_allclose(getattr(got.aligned, name)[head], value, rtol=1e-5, err_msg=name)
+        diagonal = np.diag(w[head])
+        assert got.diagonal[head].item() == pytest.approx(
+            (diagonal**2).sum() / (w[head] ** 2).sum(), rel=1e-5
+        )
+        np.testing.assert_allclose(got.diagonal_map[head], np.abs(diagonal[:60]), rtol=1e-4, atol=1e-5)
+        rotated = np.abs(v.numpy().T @ (w[head] - np.diag(diagonal)) @ v.numpy())
+        kept = np.where(rotated > expected["threshold"], rotated, 0)[:60, :60]
+        np.testing.assert_allclose(got.rotated_map[head], kept, rtol=1e-4)
+
+
+def test_planted_structure_is_found_and_random_bases_do_not_find_it() -> None:
+    """W = V L Vᵀ + D with L of 3×3: nearly all in the corner and in D; at random K²/d² in the corner."""
+    width = 64
+    v = basis_of(sample(3, 8, width))
+    strong, diagonal = 2 * sample(4, 3, 3), 0.7 * torch.ones(width, dtype=torch.float64)
+    w = v[:, :3] @ strong @ v[:, :3].mT + diagonal.diag()
+    got = decouple(w[None], torch.eye(width, dtype=torch.float64)[None], v, 1.0, (3, 8))
+    assert got.aligned.corner_energy[0, 0] > 0.85
+    assert got.aligned.corner_surviving[0, 0] > 0.99
+    assert got.random_mean.corner_energy[0, 1] < 10 * (8 / width) ** 2
+    expected = (w.diagonal().square().sum() / w.square().sum()).item()
+    assert got.diagonal.item() == pytest.approx(expected)
+
+
+def test_expected_share_of_the_diagonal_is_the_haar_average() -> None:
+    """Oracle: 400 orthogonal matrices by scipy, within four standard errors, for a W with a trace."""
+    from scipy.stats import ortho_group
+
+    w_q, w_k = sample(5, 1, 12, 3), sample(6, 1, 12, 3) + sample(5, 1, 12, 3)
+    w = (w_q @ w_k.mT)[0].numpy()
+    rotations = ortho_group.rvs(12, size=400, random_state=0)
+    shares = np.square(np.einsum("ndi,de,nei->ni", rotations, w, rotations)).sum(1) / np.square(w).sum()
+    got = decouple(w_q, w_k, torch.eye(12), 1.0).diagonal_random.item()
+    assert abs(got - shares.mean()) < 4 * shares.std() / 20
+    assert got > 2 / 14  # what no traceless W exceeds, as tr W² ≤ ‖W‖_F²
+
+
+def test_random_baseline_is_the_haar_average() -> None:
+    """Closed form for A = W − D: (K e + K(K−1) f)/‖A‖², e = (‖A‖² + tr A²)/(d(d+2)), f from the whole."""
+    width, corner, count = 16, 4, 200
+    w_q, w_k = sample(7, 1, width, 5), sample(8, 1, width, 5)
+    w = (w_q @ w_k.mT)[0].numpy()
+    off = w - np.diag(np.diag(w))
+    whole = (off**2).sum()
+    on_diagonal = (whole + np.trace(off @ off)) / (width * (width + 2))
+    elsewhere = (whole - width * on_diagonal) / (width * (width - 1))
+    expected = (corner * on_diagonal + corner * (corner - 1) * elsewhere) / whole
+    got = decouple(w_q, w_k, torch.eye(width), 1.0, (corner,), rotations=count)
+    error = got.random_deviation.corner_energy.item() / math.sqrt(count)
+    assert abs(got.random_mean.corner_energy.item() - expected) < 4 * error
+    assert expected == pytest.approx((corner / width) ** 2, rel=0.25)
+
+
+def test_mean_and_deviation_are_over_the_rotations() -> None:
+    """Oracle: `dense` of each rotation drawn again, numpy's mean and sample deviation (n − 1)."""
+    w_q, w_k = sample(15, 1, 14, 4), sample(16, 1, 14, 4)
+    got = decouple(w_q, w_k, torch.eye(14), 2.0, (3, 7), rotations=4)
+    generator = torch.Generator().manual_seed(0)
+    w = 2 * (w_q @ w_k.mT)[0].numpy()
+    each = [dense(w, haar_rotation(14, generator).numpy(), (3, 7)) for _ in range(4)]
+    for name in ("threshold", "surviving", "surviving_energy", "corner_energy"):
+        values = np.stack([numbers[name] for numbers in each])
+        np.testing.assert_allclose(getattr(got.random_mean, name)[0], values.mean(0), rtol=1e-10)
+        deviation = getattr(got.random_deviation, name)[0]
+        np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=1e-8, atol=1e-15)
+
+
+def test_shares_are_free_of_the_scaling_and_the_dtype() -> None:
+    """Closed form: W scales, so does τ, no share does; float32 input gives float64 numbers."""
+    w_q, w_k, v = sample(9, 1, 20, 4), sample(10, 1, 20, 4), basis_of(sample(11, 5, 20))
+    once, thrice = (decouple(w_q, w_k, v, scaling) for scaling in (1.0, 3.0))
+    torch.testing.assert_close(thrice.aligned.threshold, 3 * once.aligned.threshold)
+    torch.testing.assert_close(thrice.rotated_map, 3 * once.rotated_map)
+    torch.testing.assert_close(thrice.diagonal, once.diagonal)
+    torch.testing.assert_close(thrice.random_mean.corner_energy, once.random_mean.corner_energy)
+    again = decouple(w_q, w_k, v, 1.0)
+    assert torch.equal(again.random_mean.corner_energy, once.random_mean.corner_energy)
+    assert decouple(w_q.float(), w_k.float(), v.float(), 1.0).diagonal.dtype == torch.float64
+
+
+def test_a_multiple_of_the_identity_is_diagonal_everywhere() -> None:
+    """Nothing is off the diagonal, so there is nothing to have a share of."""
+    eye = torch.eye(6)[None]
+    got = decouple(2 * eye, eye, torch.eye(6), 1.0, (2,))
+    assert (got.diagonal.item(), got.diagonal_random.item()) == (1, pytest.approx(1))
+    assert got.aligned.corner_energy.isnan().all()
+    assert got.random_deviation.corner_surviving.isnan().all()
+
+
+def test_mean_over_rotations_leaves_out_those_without_survivors() -> None:
+    """d = 24 and rank 24: most random bases leave nothing; the mean is over the others, and is a share."""
+    got = decouple(sample(12, 4, 24, 24), sample(13, 4, 24, 24), torch.eye(24), 1.0, (24,), rotations=12)
+    some = got.random_mean.surviving > 0
+    assert some.any()
+    assert torch.equal(got.random_mean.corner_surviving[:, 0].isnan(), ~some)
+    torch.testing.assert_close(
+        got.random_mean.corner_surviving[some, 0], torch.ones(int(some.sum()), dtype=torch.float64)
+    )
+
+
+def test_rotations_are_haar() -> None:
+    """Moments of the trace of a Haar orthogonal matrix: E tr = 0, E tr² = 1, E tr⁴ = 3 (Diaconis & Shahshahani)."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([haar_rotation(6, generator) for _ in range(1000)])
+    torch.testing.assert_close(drawn.mT @ drawn, torch.eye(6, dtype=torch.float64).expand(1000, 6, 6))
+    trace = drawn.diagonal(dim1=-2, dim2=-1).sum(-1)
+    for power, expected in ((1, 0.0), (2, 1.0), (4, 3.0)):
+        moment = trace**power
+        assert abs(moment.mean() - expected) < 4 * moment.std() / math.sqrt(1000)
+
+
+def test_wrong_calls_are_named() -> None:
+    w, v = sample(14, 1, 6, 2), torch.eye(6)
+    with pytest.raises(UsageError, match=r"give both as \(H, d, d_h\)"):
+        decouple(w, w[:, :, :1], v, 1.0)
+    with pytest.raises(UsageError, match=r"give \(6, 6\), completed to a full basis"):
+        decouple(w, w, v[:5, :5], 1.0)
+    with pytest.raises(UsageError, match="v is not orthogonal"):
+        decouple(w, w, 2 * v, 1.0)
+    with pytest.raises(UsageError, match=r"corners are \(0,\)"):
+        decouple(w, w, v, 1.0, (0,))
+    with pytest.raises(UsageError, match="needs at least 2"):
+        decouple(w, w, v, 1.0, rotations=1)

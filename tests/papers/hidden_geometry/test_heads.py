@@ -1,0 +1,71 @@
+"""Oracles: heads whose order is laid down, so that shares and rank correlations are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
+from theodolite.papers import Study
+from theodolite.papers.hidden_geometry.heads import HEADS, _rank_correlation
+
+FIGURE_25 = HEADS[0]
+
+
+def _with(run, **columns):
+    return replace(run, heads=run.heads.assign(**columns))
+
+
+def test_shares_and_correlations_of_heads_laid_down(run):
+    """Oracle: ten of twenty heads above 0.8, falling with depth, and attention that rises with the share."""
+    count = len(run.heads)
+    share = np.linspace(1.0, 0.61, count)
+    above = int((share > 0.8).sum())
+    local = _with(run, argmax_property=share, previous_token=share**3, entropy=-share)
+    outcome = Study(local).outcome(FIGURE_25)
+    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
+    assert f"share of {count} heads above 0.8: {above / count:.3f}" in outcome.verdicts[0].evidence
+    found = outcome.tables["correlations"].set_index("with")["rank_correlation"]
+    assert found["previous_token"] == pytest.approx(1)
+    assert found["entropy"] == pytest.approx(-1)
+    assert found["layer"] < -0.9
+    reverse = _with(run, argmax_property=share[::-1] * 0.79, previous_token=share)
+    answers = [verdict.verdict for verdict in Study(reverse).outcome(FIGURE_25).verdicts]
+    assert answers == [FAILS, FAILS, FAILS]
+
+
+def test_a_correlation_within_its_error_decides_nothing(run):
+    """Oracle: shares that alternate have a rank correlation near 0 with anything monotone."""
+    share = np.tile([0.9, 0.1], len(run.heads) // 2)
+    run = _with(run, argmax_property=share, previous_token=np.linspace(0, 1, len(share)))
+    assert Study(run).outcome(FIGURE_25).verdicts[2].verdict == UNDECIDED
+
+
+def test_the_normed_share_is_shown_where_the_run_has_it(run):
+    share = np.linspace(0, 1, len(run.heads))
+    one = Study(_with(run, argmax_property=share)).outcome(FIGURE_25)
+    two = Study(_with(run, argmax_property=share, argmax_property_normed=share)).outcome(FIGURE_25)
+    assert len(two.exhibits) == len(one.exhibits) + 1
+    assert set(two.tables["correlations"]["share"]) == {"argmax_property", "argmax_property_normed"}
+
+
+def test_a_run_without_the_column_says_so(run):
+    bare = replace(run, heads=run.heads.drop(columns="argmax_property", errors="ignore"))
+    with pytest.raises(UsageError, match="'argmax_property', which this run lacks"):
+        Study(bare).outcome(FIGURE_25)
+
+
+def test_rank_correlation_is_that_of_the_ranks():
+    """Oracle: Pearson's correlation of the ranks, by numpy; heads without a value are left out."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=30), generator.normal(size=30)
+    x[3] = np.nan
+    ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
+    found, count = _rank_correlation(x, y)
+    assert found == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert count == 29
+    assert np.isnan(_rank_correlation(x[:6], y[:6])[0])
+    assert np.isnan(_rank_correlation(np.ones(30), y)[0])

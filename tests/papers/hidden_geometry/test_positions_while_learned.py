@@ -1,0 +1,218 @@
+"""Oracles: series written down by hand, the binomial distribution, and a tiny model trained here for a few steps."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from theodolite.corpus.addition_task import full_length
+from theodolite.corpus.named import addition_corpus
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.models import open_model
+from theodolite.papers import EXPERIMENTS, Study
+from theodolite.papers.hidden_geometry import positions_while_learned as training
+from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_no_adder
+from theodolite.papers.hidden_geometry.positions_while_learned import (
+    TRAINING,
+    _accuracy_verdicts,
+    _verdicts,
+    appears,
+    met_at,
+    series_of,
+    some_contexts,
+)
+from theodolite.papers.training.small_models import SmallConfig, train_small
+from theodolite.papers.training.tasks import Additions
+from theodolite.passes.survey import survey
+from theodolite.report.drawing.training import step_places
+
+SERIES, ADDITION = TRAINING
+SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm": 0.5}
+CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
+
+
+@pytest.fixture(scope="module")
+def adder(tmp_path_factory):
+    """A model of additions trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
+    folder = tmp_path_factory.mktemp("training") / "adder"
+    config = SmallConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
+    train_small(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
+    return open_model(folder)
+
+
+@pytest.fixture(scope="module")
+def few(adder):
+    """Five additions; below eight contexts a survey has no standard errors to compute, and is quick."""
+    return addition_corpus(adder.tokenizer, full_length(), 5)
+
+
+def _of(run, model):
+    """The run, as if it were of this model."""
+    described = run.provenance["model"] | {"sha256": model.sha256}
+    return replace(run, provenance=run.provenance | {"model": described})
+
+
+def _table(*rows: dict[str, float]) -> pd.DataFrame:
+    """Rows of layer 1 at steps 0, 10, 100, …."""
+    steps = [0, *(10 ** (place + 1) for place in range(len(rows) - 1))]
+    table = pd.DataFrame(rows).assign(step=steps, layer=1)
+    for name in SPIRAL:
+        table[f"{name}_se"] = np.nan
+    return table
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "said"),
+    [
+        ([CLOUD, CLOUD, SPIRAL, SPIRAL], HOLDS, "first at step 100, and stays to step 1000"),
+        ([CLOUD, SPIRAL, CLOUD, SPIRAL], HOLDS, "first at step 10, but not at step 100"),
+        ([CLOUD, SPIRAL, CLOUD], FAILS, "first at step 10, but not at step 100"),
+        ([CLOUD, CLOUD, CLOUD], FAILS, "at no step"),
+        ([CLOUD, SPIRAL], HOLDS, "at step 10, the last one, only"),
+        ([SPIRAL, SPIRAL], FAILS, "first at step 0, and stays to step 10"),
+        ([CLOUD, CLOUD | {"smooth_roughness": math.nan}], UNTESTABLE, "sampling noise"),
+    ],
+)
+def test_when_a_spiral_appears(rows, expected, said):
+    """Oracle: series written down, in which it is there or not."""
+    verdict = appears(_table(*rows), 1, "a claim", training.SPIRAL)
+    assert verdict.verdict == expected
+    assert said in verdict.evidence
+    opposite = appears(_table(*rows), 1, "a claim", training.SPIRAL, expected=False)
+    assert opposite.verdict == {HOLDS: FAILS, FAILS: HOLDS}.get(expected, UNTESTABLE)
+
+
+@pytest.mark.parametrize("name", list(SPIRAL))
+def test_every_criterion_is_needed(name):
+    """Oracle: a spiral with one measure at the far end of its range is none; a curve need not turn."""
+    worst = {"low_frequency_10": 0.0, "smooth_roughness": 1.0, "turns": 0.0, "relative_norm": 0.0}
+    table = _table(SPIRAL, SPIRAL | {name: worst[name]})
+    assert met_at(table, training.SPIRAL) == [True, False]
+    assert met_at(table, training.SMOOTH_CURVE) == [True, name == "turns"]
+
+
+def test_claims_go_by_the_text_and_few_positions_decide_nothing(run):
+    """Oracle: what the paper says of language and of additions."""
+    table = _table(CLOUD, SPIRAL)
+    assert [verdict.verdict for verdict in _verdicts(table, 1, run)] == [HOLDS, HOLDS]
+    corpus = run.provenance["corpus"] | {"name": "addition"}
+    additions = replace(run, provenance=run.provenance | {"corpus": corpus})
+    assert [verdict.verdict for verdict in _verdicts(table, 1, additions)] == [FAILS]
+    short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
+    assert _verdicts(table, 1, replace(run, arrays=short))[0].verdict == UNTESTABLE
+
+
+def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, monkeypatch):
+    """Oracle: the survey of the last checkpoint, made here on the same contexts."""
+    monkeypatch.setattr(training, "SURVEYED_CONTEXTS", 4)
+    calls = []
+
+    def counted(model, text, place):
+        calls.append((len(text.contexts), place))
+        return survey(model, text, place)
+
+    outcome = Study(_of(run, adder), adder, few, folder=tmp_path, survey=counted).outcome(SERIES)
+    assert [contexts for contexts, _ in calls] == [4] * 3
+    assert all((place / "run.json").is_file() for _, place in calls)
+    table = outcome.tables["steps"]
+    assert sorted(set(table["step"])) == [0, 10, 12]
+    assert len(table) == 9
+    last = survey(open_model(series_of(adder)[12]), some_contexts(few))
+    found = table[table["step"] == 12].sort_values("layer")
+    for name in ("rank", "relative_norm", "low_frequency_10", "incoherence_mean"):
+        np.testing.assert_array_equal(found[name], last.layers[name])
+    assert set(outcome.runs) == {"step 0", "step 10", "step 12"}
+    claims = [verdict.claim for verdict in outcome.verdicts]
+    assert claims == ["On additions no smooth curve of positions is learned (section 4.3): layer 1"]
+
+
+def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
+    inside = open_model(series_of(adder)[10])
+    assert series_of(inside) == series_of(adder)
+    with pytest.raises(UsageError, match="theodolite train characters --series"):
+        series_of(opened("gpt2"))
+
+
+def test_a_series_needs_the_text(run, adder):
+    with pytest.raises(UsageError, match="give the text"):
+        Study(_of(run, adder), adder).outcome(SERIES)
+
+
+def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkeypatch):
+    """Oracle: after 12 steps no answer of six digits or more is right by chance."""
+    monkeypatch.setattr("theodolite.papers.training.tasks.TESTED", 50)
+    outcome = Study(_of(run, adder), adder).outcome(ADDITION)
+    assert [verdict.verdict for verdict in outcome.verdicts] == [FAILS, UNTESTABLE]
+    table = outcome.tables["accuracy"]
+    assert list(table["examples"]) == ["5 to 10 digits", "1 digit", "2 digits", "3 digits", "4 digits"]
+    assert (table["tested"] == 50).all()
+    assert table["accuracy"][0] == 0
+
+
+def test_other_models_are_no_adders(run, opened):
+    model = opened("gpt2")
+    assert not is_adder(model)
+    with pytest.raises(UsageError, match="is no model of additions"):
+        Study(_of(run, model), model).outcome(ADDITION)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ([1.0, 0.326, 0.080, 0.111, 0.099], [HOLDS, HOLDS]),  # the paper's, absolute positions
+        ([0.999, 0.9, 0.8, 0.9, 0.9], [HOLDS, FAILS]),
+        ([0.99, 0.1, 0.1, 0.1, 0.1], [UNDECIDED, UNTESTABLE]),
+        ([0.5, 0.1, 0.1, 0.1, 0.1], [FAILS, UNTESTABLE]),
+    ],
+)
+def test_accuracies_are_judged_with_their_errors(accuracies, expected):
+    """Oracle: the paper's own numbers hold by its own words."""
+    values = np.array(accuracies)
+    errors = np.array([binomial_error(value, 1000) for value in accuracies])
+    assert [verdict.verdict for verdict in _accuracy_verdicts(values, errors, 1000, "10 digits")] == expected
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5])
+def test_the_error_of_a_share_is_binomial(share):
+    """Oracle: the standard deviation of shares drawn from the binomial distribution."""
+    drawn = np.random.default_rng(0).binomial(1000, share, size=20_000) / 1000
+    assert binomial_error(share, 1000) == pytest.approx(drawn.std(), rel=0.03)
+    assert 0 < binomial_error(1.0, 1000) < 0.002
+
+
+def test_step_zero_has_a_place_on_the_logarithmic_axis():
+    """Oracle: decades, with step 0 half a decade before the first."""
+    np.testing.assert_allclose(step_places([0, 10, 100]), [0.5, 1, 2])
+
+
+@pytest.mark.parametrize(("share", "known"), [(0.89, False), (0.91, False), (0.96, True), (1.0, True)])
+def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share, known):
+    """Oracle: 0.9 of 200 sums, two binomial standard errors (0.04) away."""
+    monkeypatch.setattr(Additions, "accuracy", lambda *_: share)
+    tokens = pd.DataFrame({"token": list("12345+678=\n")})
+    rough = replace(_of(run, adder), examples=tokens, layers=run.layers.assign(low_frequency_10=0.5))
+    verdict = Study(rough, adder).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
+    assert verdict.verdict == (HOLDS if known else UNTESTABLE)
+    assert known or f"{share:.2f}" in verdict.evidence
+    alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
+    assert alone.verdict == UNTESTABLE
+    assert "give the model" in alone.evidence
+
+
+def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
+    """Oracle: after 12 steps no sum is right; and GPT-2 is no adder at all."""
+    run = survey(adder, few)
+    for name in ("figure5", "figure19"):
+        verdict = Study(run, adder, few).outcome(EXPERIMENTS[f"geometry/{name}"]).verdicts[0]
+        assert verdict.verdict == UNTESTABLE
+        assert "not known to add" in verdict.evidence
+        assert "200 sums of 5 to 10 digits" in verdict.evidence
+    other = opened("gpt2")
+    assert "no model of additions alone" in why_no_adder(Study(_of(run, other), other))

@@ -1,0 +1,323 @@
+"""Oracles: planted heads, tables laid down, GPT-2's own weights by hand, softmax by torch, HTML read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tokenizers import processors
+from typer.testing import CliRunner
+
+from tests import checkpoints
+from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
+from tests.report.test_page import Reader
+from theodolite.cli.app import app
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE
+from theodolite.logits.constituents import constituents
+from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.models.query_key_parts import watch_layers
+from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
+from theodolite.papers.hidden_geometry import prompt_logits as experiment
+from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION, share_grids
+from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, _smooth_verdict
+from theodolite.papers.hidden_geometry.prompt_logits import _kept, _mean_verdict
+from theodolite.passes.prompts import Focus, prompt_ids
+from theodolite.passes.survey import survey
+from theodolite.theory.decomposition import PARTS
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def surveyed(opened):
+    """surveyed(family) → a model with its run and text."""
+    kept = {}
+
+    def of(family: str):
+        if family not in kept:
+            model = opened(family)
+            corpus = Corpus.random_tokens(model.tokenizer, LENGTH, 8)
+            kept[family] = survey(model, corpus), model, corpus
+        return kept[family]
+
+    return of
+
+
+def _answers(outcome) -> list[str]:
+    return [verdict.verdict for verdict in outcome.verdicts]
+
+
+def _attribution(run, **only: dict[str, float]):
+    """The run with one head a pattern, score 0.8 over even attention of 0.1, and scores with one group only."""
+    rows = [
+        {"layer": 1, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
+        | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}
+        for place, (pattern, groups) in enumerate(only.items())
+        for group in ATTRIBUTED
+    ]
+    return replace(run, attribution=pd.DataFrame(rows))
+
+
+def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
+    """Oracle: the weights: head 0 reads positions and attends to the one before, head 1 equal tokens."""
+    corpus = Corpus.random_tokens(planted.vocabulary, 40, 256)
+    run = survey(planted, corpus)
+    study = Study(run, planted, corpus)
+    for name in ("geometry/figure6", "geometry/attribution"):
+        verdicts = study.outcome(EXPERIMENTS[name]).verdicts
+        assert [v.verdict for v in verdicts] == [HOLDS, HOLDS, HOLDS, HOLDS, UNTESTABLE]
+        assert ["ours" in v.claim for v in verdicts] == [False, True, False, True, False]
+    assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[2].evidence
+    shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
+    assert shares.loc["L0H0", "position"] > 0.8
+    assert shares.loc["L0H1", "context"] > 0.8
+
+
+def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
+    """Oracle: the numbers laid down: (0.5 − 0.1) / 0.7 is more than half, (0.4 − 0.1) / 0.7 less."""
+    attribution = ATTRIBUTION[0]
+    held = _attribution(
+        run,
+        previous={"position": 0.5, "pos-pos": 0.5},
+        same={"context": 0.5, "cvec-cvec": 0.4},
+        induction={"context": 0.5, "cvec-cvec": 0.5},
+    )
+    assert (
+        _answers(Study(held).outcome(attribution)) == [FAILS, HOLDS] + [HOLDS] * 4
+    )  # same, previous, shifted
+    failed = _attribution(
+        run,
+        previous={"position": 0.4, "pos-pos": 0.4},
+        same={"context": 0.5, "cvec-cvec": 0.5, "constant": 0.6},
+        induction={"position": 0.7, "pos-pos": 0.7},
+    )
+    outcome = Study(failed).outcome(attribution)
+    assert _answers(outcome) == [FAILS] * 6
+    table = outcome.tables["attribution"].set_index(["pattern", "group"])
+    assert table.loc[("previous", "position"), "kept"] == pytest.approx(0.3 / 0.7)
+    assert table.loc[("previous", "position"), "left"] == pytest.approx(0.2 / 0.7)
+    weak = replace(held, attribution=held.attribution.assign(score=0.19))
+    assert _answers(Study(weak).outcome(attribution)) == [UNTESTABLE] * 3
+    near_even = replace(held, attribution=held.attribution.assign(uniform=0.45))
+    assert _answers(Study(near_even).outcome(attribution)) == [UNTESTABLE] * 3
+
+
+def _shares(run, per_head: list[dict[tuple[str, str], float]]):
+    rows = [
+        {"layer": head // 4, "head": head % 4, "query": query, "key": key}
+        | {"share": own.get((query, key), 0.0), "standard_error": 0.0}
+        for head, own in enumerate(per_head)
+        for query, key in [*((q, k) for q in PARTS for k in PARTS), ("additive", "")]
+    ]
+    return replace(run, constituents=pd.DataFrame(rows))
+
+
+def test_positional_constituents_are_counted_where_they_are_the_largest(run):
+    """Oracle: a table in which 6, then 4, of 20 heads owe most to position."""
+    pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
+    for count, answer in ((6, HOLDS), (4, FAILS)):  # pos × mean is no PWPᵀ
+        heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
+        outcome = Study(_shares(run, heads)).outcome(ATTRIBUTION[1])
+        assert _answers(outcome) == [FAILS, answer]
+        assert f": {count / 20:.3f}" in outcome.verdicts[1].evidence
+        heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
+        assert _answers(Study(_shares(run, heads)).outcome(ATTRIBUTION[1])) == [answer, answer]
+    table = outcome.tables["shares"]
+    assert "additive" not in table
+    assert table["constant"].sum() == pytest.approx(0.7 * 16)
+    picture = outcome.exhibits[0].choice.patch(run, "0")[0]
+    assert picture["z"].shape == (5, 4)
+    assert table["pos-pos"].sum() == 0  # pos × mean is position, and not pos-pos
+
+
+def test_the_mean_changes_the_largest_constituent_or_not(run):
+    """Oracle: a table; μ × pos of 0.5 lifts pos-pos above a cvec-cvec of 0.4."""
+    calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 20
+    moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 3
+    assert _mean_verdict(_shares(run, calm)).verdict == HOLDS
+    verdict = _mean_verdict(_shares(run, calm[3:] + moved))
+    assert verdict.verdict == FAILS
+    assert ": 0.850" in verdict.evidence
+    assert _mean_verdict(replace(run, constituents=pd.DataFrame())).verdict == UNTESTABLE
+
+
+@pytest.mark.parametrize("family", ["llama3", "bloom"])
+def test_grids_agree_with_the_heads_table(surveyed, family):
+    """Oracle: the heads table, summed elsewhere."""
+    run, _, _ = surveyed(family)
+    grids = share_grids(run)
+    whole = ("position", "context", "cross", "constant", "additive")
+    for name in whole:
+        np.testing.assert_allclose(grids[name].ravel(), run.heads[f"share_{name}"], atol=1e-12)
+    np.testing.assert_allclose(sum(grids[name] for name in whole), 1, atol=1e-6)
+    strict = run.constituents.query("query == 'pos' and key == 'pos'")["share"]
+    np.testing.assert_allclose(grids["pos-pos"].ravel(), strict, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "gpt_oss"])
+def test_every_family_gives_its_panels(surveyed, family):
+    """Oracle: none for the numbers; the heads shown are those with the highest scores, the tokens those read."""
+    run, model, corpus = surveyed(family)
+    study = Study(run, model, corpus)
+    outcome = study.outcome(EXPERIMENTS["geometry/figure6"])
+    top = run.attribution.sort_values("score", ascending=False).groupby("pattern").first()
+    expected = {f"L{row.layer}H{row.head}" for row in top.itertuples()}
+    assert {exhibit.key for exhibit in outcome.exhibits} == expected
+    assert set(outcome.tables["shares"]["panels"]) == expected
+    ids = outcome.tables["prompt"]["token_id"].to_numpy()
+    assert (ids[: LENGTH // 2] == ids[LENGTH // 2 :]).all()
+    assert ("rotates" in outcome.exhibits[0].shows) == (family not in ("gpt2", "bert", "bloom"))
+    both = study.outcome(EXPERIMENTS["geometry/figure30"])
+    assert len(both.exhibits) == 2 * len(expected)
+    for exhibit in [*outcome.exhibits, *both.exhibits]:
+        assert exhibit.draw(run).data
+
+
+def test_what_is_kept_with_the_mean_within_pos(surveyed):
+    """Oracle: softmax by torch of the logits (mean + pos) × (mean + pos), scored along the diagonal."""
+    run, model, _ = surveyed("gpt2")
+    kept = pd.DataFrame(_kept(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
+    ids, _ = experiment.repeated_patterns(model, LENGTH, 16, run.provenance["seed"])
+    split = constituents(model, ids, 1, decomposition=run)
+    logits = split.logits_of(2)
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+    def score(whole: torch.Tensor) -> float:
+        weights = whole.masked_fill(later, -torch.inf).softmax(-1)
+        return float(weights.diagonal(-1, -2, -1).mean())
+
+    even = score(torch.zeros_like(logits[:, 0, 0]))
+    whole = score(logits.sum((1, 2)))
+    row = kept.loc[("previous", "within pos", "pos-pos")]
+    assert (row["score"], row["uniform"]) == pytest.approx((whole, even), rel=1e-6)
+    assert whole > even
+    for place, only in (
+        (("within pos", "pos-pos"), logits[:, :2, :2].sum((1, 2))),
+        (("apart", "pos-pos"), logits[:, 1, 1]),
+        (("within pos", "constant"), logits[:, 4, 4]),
+    ):
+        expected = (score(only) - even) / (whole - even)
+        assert kept.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_positional_logits_are_those_of_the_weights(surveyed):
+    """Oracle: GPT-2's first block by hand: pos + μ through the norm at each token's scale, and c_attn."""
+    run, model, corpus = surveyed("gpt2")
+    found = _PositionalLogits(run, [1, 3], list(range(1, LENGTH)))
+    for batch in corpus.contexts.split(5):
+        watch_layers(model, batch, range(model.layers), found.tell)
+    transformer = model.hf.transformer
+    block, width = transformer.h[0], model.width
+    with torch.no_grad():
+        h = (transformer.wte(corpus.contexts) + transformer.wpe(torch.arange(LENGTH))).double()
+        scale = (h.var(-1, correction=0, keepdim=True) + block.ln_1.eps).sqrt()
+        both = (run.arrays["mean"][0] + run.arrays["positional_basis"][0]).double()
+        entered = (both - both.mean(-1, keepdim=True)) / scale * block.ln_1.weight.double()
+        projected = entered @ block.attn.c_attn.weight.double()
+    query, key = (
+        projected[..., side * width : (side + 1) * width].unflatten(-1, (model.heads, -1)) for side in (0, 1)
+    )
+    logits = torch.einsum("cihd,cjhd->hij", query, key)[[1, 3], 1:, 1:] / model.head_width**0.5
+    np.testing.assert_allclose(found.logits[0], logits.numpy(), rtol=1e-4, atol=1e-4)
+    assert found.smooth[0].shape == (model.heads, 4)
+    outcome = Study(run, model, corpus).outcome(EXPERIMENTS["geometry/figure19"])
+    table = outcome.tables["smoothness"].set_index(["layer", "head"])
+    assert table.loc[(0, 3), "low_frequency_10"] == pytest.approx(found.smooth[0][3, 3] / 8)
+
+
+def test_roughness_is_claimed_of_additions_only(run):
+    """Oracle: shares on either side of 0.6, and text that is no addition."""
+    additions = replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")}))
+    assert _smooth_verdict(additions, 0.5, 16, 32).verdict == HOLDS
+    assert _smooth_verdict(additions, 0.7, 16, 32).verdict == FAILS
+    assert _smooth_verdict(additions, 0.5, 16, 12).verdict == UNTESTABLE
+    assert _smooth_verdict(run, 0.5, 16, 32).verdict == UNTESTABLE
+
+
+def test_a_prompt_is_read_as_the_model_reads_it(opened):
+    """Oracle: bytes, and the special token that this tokenizer puts in front."""
+    tokenizer = checkpoints.byte_tokenizer()
+    end = tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+    )
+    model = replace(opened("gpt2"), tokenizer=tokenizer)
+    ids = prompt_ids(model, "angle \udcff", 40, 0).tolist()
+    assert ids[0] == end
+    assert tokenizer.decode(ids[1:]) == "angle ?"
+    assert len(prompt_ids(model, None, 30, 0)) <= 30
+    with pytest.raises(UsageError, match="the prompt is 3 tokens long: give one of at least 4"):
+        prompt_ids(model, "ab", 40, 0)
+    with pytest.raises(UsageError, match="leave --prompt out"):
+        prompt_ids(replace(model, tokenizer=None), "angle", 40, 0)
+
+
+def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
+    run, model, _ = surveyed("gpt2")
+
+    def made(name: str = "geometry/figure6", **focus):
+        return reproduce(name, run, model, focus=Focus(**focus))
+
+    with pytest.raises(UsageError, match="give both --layer and --head"):
+        Focus(layer=1)
+    with pytest.raises(UsageError, match="head 9 does not exist: this model has heads 0 to 3"):
+        made(layer=1, head=9)
+    with pytest.raises(UsageError, match="layer 7 does not exist"):
+        made(layer=7, head=0)
+    with pytest.raises(UsageError, match="has 24 positions and the prompt 60"):
+        made(prompt="a" * 60)
+    bare = replace(run, attribution=pd.DataFrame())
+    with pytest.raises(UsageError, match="name one with --layer and --head"):
+        reproduce("geometry/figure6", bare, model)
+    named = reproduce("geometry/figure6", bare, model, focus=Focus(layer=0, head=1))
+    assert _answers(named) == [UNTESTABLE] * 3
+
+    def refuse(*_: object, **__: object):
+        raise WorkError("layer 1 (h.1): its logits cannot be split: because")
+
+    monkeypatch.setattr(experiment, "constituents", refuse)
+    with pytest.raises(UsageError, match="cannot be split: because; choose another --layer"):
+        made(layer=1, head=1)
+    with pytest.raises(UsageError, match="needs the model"):
+        reproduce("geometry/figure19", run)
+
+
+def test_published_figures_on_other_models_have_their_names():
+    for number, of in ((22, 19), (31, 30), (32, 6), (33, 6), (34, 6)):
+        assert find(f"geometry/figure{number}")[0].make is EXPERIMENTS[f"geometry/figure{of}"].make
+
+
+def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
+    """Oracle: Python's HTML parser finds the scripts that the page has for a harmless prompt, and no others."""
+    run, model, _ = surveyed("gpt2")
+    made = EXPERIMENTS["geometry/figure6"]
+    pages = []
+    for prompt in ("an angle", "<script>\x1b\u202e</script>"):
+        outcome = reproduce(made.name, run, model, focus=Focus(prompt, 1, 2))
+        pages.append(write_outcome(made, outcome, run, tmp_path).read_text())
+    plain, hostile = (Reader(page) for page in pages)
+    assert len(hostile.named("script")) == len(plain.named("script"))
+    assert "\x1b" not in pages[1]
+    assert "\u202e" not in pages[1]
+    assert len(pages[1]) < 1_000_000
+
+
+def test_the_command_takes_prompt_layer_and_head(checkpoint, tmp_path):
+    """Oracle: the prompt's own bytes."""
+    (tmp_path / "text.txt").write_text("One reads the angle twice, and then a third time. " * 40)
+    call = ["reproduce", "geometry/figure6", str(checkpoint("gpt2")), "--corpus", str(tmp_path / "text.txt")]
+    call += ["--length", "24", "--contexts", "8", "--out", str(tmp_path / "run"), "--json"]
+    done = CliRunner().invoke(app, [*call, "--prompt", "angle by angle", "--layer", "2", "--head", "1"])
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "".join(row["token"] for row in result["tables"]["prompt"]) == "angle by angle"
+    assert [row["panels"] for row in result["tables"]["shares"]] == ["L2H1"]
+    wrong = CliRunner().invoke(app, [*call, "--head", "1"])
+    assert wrong.exit_code == 2
+    assert "give both --layer and --head" in wrong.stderr

@@ -1,0 +1,123 @@
+"""Oracles: weights in which a part is planted, numpy with the matrices written out, and layouts by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.report.synthetic import make_run
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import FAILS, HOLDS
+from theodolite.models.head_weights import HeadWeights
+from theodolite.papers import Study
+from theodolite.papers.hidden_geometry.weights import WEIGHTS, corner_of
+from theodolite.report.drawing import theory as drawing
+
+WIDTH, RANK = 80, 5
+FIGURE_4 = WEIGHTS[0]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return make_run(blocks=2, heads=3, length=48, width=WIDTH)
+
+
+def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
+    """Three heads a block: so many with a positional part, so many that are diagonal, the rest noise."""
+    generator = torch.Generator().manual_seed(0)
+    basis = run.arrays["positional_basis"][:, 1:].double()
+
+    def head_weights(layer: int) -> HeadWeights:
+        if layer in refused:
+            raise WorkError("not affine")
+        directions = torch.linalg.svd(basis[layer]).Vh[:RANK].mT
+        w_q = torch.randn(3, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+        w_k = torch.eye(WIDTH, dtype=torch.float64).repeat(3, 1, 1)
+        for head in range(positional):
+            signs = torch.randint(2, (RANK, RANK), generator=generator) * 2.0 - 1
+            w_q[head] = 0.02 * w_q[head] + directions @ signs.double() @ directions.mT
+        for head in range(positional, positional + diagonal):
+            signs = torch.randint(2, (WIDTH,), generator=generator) * 2.0 - 1
+            w_q[head] = 0.02 * w_q[head] + torch.diag(signs.double())
+        empty = torch.zeros(3, WIDTH)
+        return HeadWeights(w_q, w_k, w_k, empty, empty, empty, 0.25, "projection")
+
+    return SimpleNamespace(
+        sha256=run.provenance["model"]["sha256"],
+        id="planted",
+        layers=2,
+        heads=3,
+        width=WIDTH,
+        device=torch.device("cpu"),
+        head_weights=head_weights,
+    )
+
+
+def _answers(outcome) -> list[str]:
+    return [verdict.verdict for verdict in outcome.verdicts]
+
+
+def test_planted_parts_are_found_where_they_are(run):
+    """Oracle: two heads of three hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the third a diagonal of signs."""
+    outcome = Study(run, _model(run, positional=2, diagonal=1)).outcome(FIGURE_4)
+    assert _answers(outcome) == [HOLDS, FAILS, HOLDS]
+    table = outcome.tables["heads"]
+    assert len(table) == 6
+    positional, diagonal = table[table["head"] < 2], table[table["head"] == 2]
+    assert (positional["corner_energy_20"] > 0.5).all()
+    assert (positional["corner_ratio"] > 10).all()
+    assert (diagonal["diagonal"] > 0.9).all()
+    assert (diagonal["diagonal_ratio"] > 10).all()
+    assert diagonal["corner_ratio"].between(0.5, 2).all()
+    swapped = Study(run, _model(run, positional=1, diagonal=2)).outcome(FIGURE_4)
+    assert _answers(swapped) == [FAILS, HOLDS, FAILS]
+
+
+def test_noise_alone_has_neither_part(run):
+    outcome = Study(run, _model(run, positional=0, diagonal=0)).outcome(FIGURE_4)
+    assert _answers(outcome) == [FAILS, FAILS, FAILS]
+
+
+def test_the_corner_is_that_of_the_matrices_written_out(run):
+    """Oracle: numpy on W, D and V as d × d matrices."""
+    table = Study(run, _model(run, positional=1, diagonal=1)).outcome(FIGURE_4).tables["heads"]
+    weights = _model(run, positional=1, diagonal=1).head_weights(0)
+    basis = run.arrays["positional_basis"][0, 1:].double().numpy()
+    v = np.linalg.svd(basis, full_matrices=True)[2].T
+    for head in range(3):
+        w = weights.w_q[head].numpy() @ weights.w_k[head].numpy().T
+        energy = (v.T @ (w - np.diag(np.diag(w))) @ v) ** 2
+        assert table.loc[head, "corner_energy_20"] == pytest.approx(energy[:20, :20].sum() / energy.sum())
+        assert table.loc[head, "diagonal"] == pytest.approx((np.diag(w) ** 2).sum() / (w**2).sum())
+
+
+def test_blocks_without_weights_are_left_out_and_named(run):
+    outcome = Study(run, _model(run, 2, 1, refused=(1,))).outcome(FIGURE_4)
+    assert set(outcome.tables["heads"]["layer"]) == {0}
+    assert "blocks 1 have no query-key matrix" in outcome.verdicts[0].evidence
+    with pytest.raises(UsageError, match="in any layer"):
+        Study(run, _model(run, 2, 1, refused=(0, 1))).outcome(FIGURE_4)
+    with pytest.raises(UsageError, match="needs the model"):
+        Study(run).outcome(FIGURE_4)
+
+
+@pytest.mark.parametrize(("width", "corner"), [(4096, 20), (128, 20), (80, 20), (64, 10), (16, 5)])
+def test_a_narrow_stream_has_a_smaller_corner(width, corner):
+    """Oracle: the largest K of 5, 10, 20 that is at most a quarter of the width."""
+    assert corner_of(width) == corner
+
+
+def test_tiles_lie_side_by_side_with_the_larger_entry_on_the_diagonal():
+    """Oracle: two 2 × 2 heads written out: root of the share of the largest, survivors negative."""
+    rotated = np.array([[[4.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    diagonal = np.array([[1.0, 1.0], [2.0, 0.5]])
+    picture = drawing.weight_tiles(rotated, diagonal)
+    top = drawing.TILE_HEADROOM
+    assert picture.shape == (top + 2, 4 + drawing.TILE_GAP)
+    np.testing.assert_allclose(picture[top:, :2], [[-1.0, -0.5], [0.0, 0.5]])
+    np.testing.assert_allclose(picture[top:, -2:], [[1.0, 0.0], [0.0, 0.5]])
+    assert np.isnan(picture[:top]).all()
+    assert np.isnan(picture[:, 2 : 2 + drawing.TILE_GAP]).all()

@@ -1,0 +1,170 @@
+"""Oracles: a grid in one process against one in two, one in a go against one that was stopped; the paper's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from filelock import FileLock
+from rich.console import Console
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.papers.localization import locater_command
+from theodolite.papers.localization import locater_grid as module
+from theodolite.papers.localization.grid_text import TextFiles
+from theodolite.papers.localization.locater_command import LocaterOptions, train_locater
+from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, steps_of, train_grid
+from theodolite.papers.localization.locater_training import Recipe, Setting, Training
+
+RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
+SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TextFiles:
+    """Two texts of a few words."""
+    for name, count in (("train.txt", 60), ("held.txt", 20)):
+        (tmp_path / name).write_text("to be or not to be\nthat is the question\n" * count, encoding="utf-8")
+    return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt", length=16, batch=2, vocabulary=None)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO())
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def test_the_published_grid() -> None:
+    """Oracle: section 7 and appendix D: κ₁ = 100, five κ₂, decay 0.01; and as many decays; once without LocAteR."""
+    settings = Grid(layers=(1, 3, 6), widths=(32, 128)).settings()
+    assert len(settings) == len({setting.name for setting in settings}) == 6 * 3 * (5 + 5)
+    first = [setting for setting in settings if (setting.layers, setting.width, setting.seed) == (3, 128, 2)]
+    assert {s.mean for s in first if s.scale == 100} == {0, 1e-3, 1e-2, 1e-1, 1}
+    assert {s.weight_decay for s in first if s.scale == 100} == {0.01}
+    assert sorted(s.weight_decay for s in first if s.scale == s.mean == 0) == [0, 0.01, 0.1, 1, 10]
+    assert [s.seed for s in settings[:30]] == [0] * 10 + [1] * 10 + [2] * 10
+
+
+def test_two_processes_give_the_bytes_of_one(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: one process. The second grid is also asked for fewer steps first, in shorter rounds."""
+    train_grid(Job(tmp_path / "one", RECIPE, 5, "cpu"), SETTINGS, files, console())
+    train_grid(Job(tmp_path / "two", RECIPE, 3, "cpu"), SETTINGS[:1], files, console())
+    train_grid(Job(tmp_path / "two", RECIPE, 5, "cpu"), SETTINGS, files, console(), side_by_side=2)
+    assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
+
+
+def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a grid in one go. Stopped in its second round, no training is more than a round ahead."""
+    monkeypatch.setattr(module, "ROUND", 2)
+    job = Job(tmp_path / "g", RECIPE, 6, "cpu")
+    train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, console())
+    module.kept_text(job.folder, files)
+    module._claim(job)
+    asked = iter([False] * 12 + [True] * 99)
+    assert module._train_all(SETTINGS, job, lambda: next(asked), lambda line: None) == []
+    reached = [steps_of(job.folder / "points" / setting.name) for setting in SETTINGS]
+    assert 0 < min(reached) < 6
+    assert max(reached) - min(reached) <= 2
+    said = console()
+    train_grid(job, SETTINGS, files, said)
+    assert hashes(job.folder) == hashes(tmp_path / "whole")
+    recipe, points = read_grid(job.folder)
+    assert recipe["length"] == 16
+    assert {point.setting for point in points} == set(SETTINGS)
+    for point in points:
+        assert point.propagation.shape == (len(point.propagation_steps), 1, 16)
+        assert point.losses["step"].tolist() == point.propagation_steps == [0, 1, 2, 4, 5, 6]
+        assert point.summary is not None
+        assert point.summary["step"] == 6
+        pd.testing.assert_series_equal(point.losses["step"], point.heads["step"])
+
+
+def test_one_failure_leaves_the_others(
+    files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the folder: all but the failing training are finished, and the failure is said."""
+    advance = Training.advance
+
+    def failing(self: Training, until: int, stop: object) -> bool:
+        if self.setting == SETTINGS[1]:
+            raise WorkError("The loss is nan.")
+        return advance(self, until)
+
+    monkeypatch.setattr(Training, "advance", failing)
+    with pytest.raises(WorkError, match="The loss is nan"):
+        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS, files, console())
+    finished = [(tmp_path / "g/points" / setting.name / "summary.json").exists() for setting in SETTINGS]
+    assert finished == [True, False, True]
+
+
+def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: the folder, while its lock is held here."""
+    place = tmp_path / "g/points" / SETTINGS[0].name
+    place.mkdir(parents=True)
+    said = console()
+    with FileLock(place / "lock"):
+        train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, said)
+    assert not (place / "checkpoint.safetensors").exists()
+    assert "another process is at it" in said.file.getvalue()  # type: ignore[attr-defined]
+    assert steps_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
+
+
+def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: the messages."""
+    job = Job(tmp_path / "g", RECIPE, 1, "cpu")
+    with pytest.raises(UsageError, match="holds no grid"):
+        read_grid(job.folder)
+    train_grid(job, SETTINGS[:1], files, console())
+    with pytest.raises(UsageError, match="another recipe"):
+        train_grid(replace(job, recipe=replace(RECIPE, dropout=0.0)), SETTINGS[:1], files, console())
+    other = replace(files, held_out=files.train)
+    with pytest.raises(UsageError, match="another text"):
+        train_grid(job, SETTINGS[:1], other, console())
+    with pytest.raises(UsageError, match="at least one"):
+        train_grid(replace(job, steps=0), SETTINGS[:1], files, console())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/grid.json").write_text(json.dumps({}))
+    with pytest.raises(UsageError, match="no training that has been saved"):
+        read_grid(tmp_path / "empty")
+
+
+def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the folder, and the perplexity that the summaries have."""
+    monkeypatch.setattr(locater_command, "Recipe", lambda: RECIPE)
+    options = LocaterOptions(
+        files.train, files.held_out, widths="8,4", means="1", decays="", seeds=1, steps=2
+    )
+    lines = train_locater(tmp_path / "g", options, console())
+    points = read_grid(tmp_path / "g")[1]
+    assert {(p.setting.width, p.setting.scale, p.setting.mean) for p in points} == {(8, 100, 1), (4, 100, 1)}
+    for line, point in zip(lines, points, strict=True):
+        assert point.summary is not None
+        assert f"step 2, held-out perplexity {math.exp(point.summary['held_out_loss']):.2f}" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gradient": "best"}, "exact or published"),
+        ({"means": "0,x"}, "numbers with commas"),
+        ({"layers": "1.5"}, "numbers with commas"),
+        ({"vocabulary": "many"}, "or words"),
+        ({"seeds": 0}, "1 or more"),
+        ({"means": "", "decays": ""}, "at least one"),
+    ],
+)
+def test_the_command_refuses(change: dict[str, Any], words: str, files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: the messages."""
+    options = replace(LocaterOptions(files.train, files.held_out, vocabulary="words"), **change)
+    with pytest.raises(UsageError, match=words):
+        train_locater(tmp_path / "g", options, console())

@@ -1,0 +1,121 @@
+"""Oracles: losses drawn by hand, a training repeated, the tables' own columns."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from theodolite.papers.localization.monitor_runs import (
+    BEHIND,
+    LENGTH,
+    PACES,
+    SMOOTHED,
+    STALLED,
+    Signs,
+    behind,
+    collapse,
+    rises,
+    stalls,
+)
+from theodolite.papers.training.tasks import Characters
+
+FALLING = 4 - 0.01 * np.arange(200.0)
+"""0.01 nats a step, so 1 nat in the steps over which a stall is judged."""
+
+
+SIGNS = Signs(rise=0.05, gain=0.01)
+
+
+def test_a_falling_loss_is_not_noticed():
+    assert rises(FALLING, SIGNS) is None
+    assert stalls(FALLING, SIGNS) is None
+    assert behind(FALLING, FALLING) is None
+
+
+def test_a_rise_is_noticed_when_the_mean_of_twenty_exceeds_its_minimum():
+    """Oracle: from step 100 on the loss is 1 higher; k of them raise the mean of 20 by k/20 above the fall."""
+    losses = FALLING.copy()
+    losses[100:] = losses[99] + 1 + 0.01 * np.arange(100)
+    means = [losses[t - SMOOTHED + 1 : t + 1].mean() for t in range(SMOOTHED - 1, 200)]
+    lowest = np.minimum.accumulate(means)
+    expected = next(t for t, (mean, low) in enumerate(zip(means, lowest, strict=True)) if mean > low + 0.05)
+    assert rises(losses, SIGNS) == expected + SMOOTHED
+
+
+def test_a_loss_that_is_no_number_is_a_rise():
+    losses = FALLING.copy()
+    losses[50] = math.nan
+    assert rises(losses, SIGNS) == 51
+
+
+def test_a_stall_is_noticed_after_its_steps():
+    """Oracle: constant from step 60 on; 100 steps later the mean of twenty has been constant for 81."""
+    losses = np.minimum(FALLING, 4)
+    losses[60:] = losses[60]
+    means = pd.Series(losses).rolling(SMOOTHED).mean()
+    expected = next(t for t in range(STALLED + SMOOTHED, 200) if means[t - STALLED] - means[t] < 0.01)
+    assert stalls(losses, SIGNS) == expected + 1
+    assert rises(losses, SIGNS) is None
+
+
+def test_signs_are_the_weakest_that_no_healthy_loss_shows():
+    """Oracle: noisy losses; at the signs none is noticed, and just inside them one rises and one stalls."""
+    random = np.random.default_rng(0)
+    healthy = [4 - 0.01 * np.arange(300) + random.normal(0, 0.3, 300) for _ in range(3)]
+    signs = Signs.beyond(healthy)
+    assert [rises(losses, signs) for losses in healthy] == [None] * 3
+    assert [stalls(losses, signs) for losses in healthy] == [None] * 3
+    weaker = Signs(signs.rise * (1 - 1e-9), signs.gain * (1 + 1e-9))
+    assert sum(rises(losses, weaker) is not None for losses in healthy) == 1
+    assert sum(stalls(losses, weaker) is not None for losses in healthy) == 1
+
+
+def test_behind_by_a_constant():
+    """Oracle: a gap of 2 · BEHIND from step 40 on reaches the mean of 20 halfway, ten steps later."""
+    losses = FALLING.copy()
+    losses[40:] += 2 * BEHIND
+    assert behind(losses, FALLING) in (50, 51)  # the tenth step is a tie, decided by rounding
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Characters:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 300)
+    return Characters.of_file(path, LENGTH)
+
+
+def test_tables_are_whole_and_the_same_again(task):
+    """Oracle: the same call, made twice; numbers of rows by hand."""
+    calls: list[tuple[str, int]] = []
+
+    def tables() -> dict[str, pd.DataFrame]:
+        return collapse(
+            task,
+            paces=PACES[:2],
+            seeds=(3,),
+            steps=24,
+            every=8,
+            show_progress=lambda *what: calls.append(what),
+        )
+
+    first, second = tables(), tables()
+    assert calls[:2] == [(PACES[0].name, 3), (PACES[1].name, 3)]
+    assert len(first["runs"]) == 2
+    assert len(first["losses"]) == 2 * 24
+    assert first["looks"]["step"].tolist() == [0, 8, 16, 24] * 2
+    for name, table in first.items():
+        same = table.drop(columns="time_share", errors="ignore")
+        pd.testing.assert_frame_equal(same, second[name].drop(columns="time_share", errors="ignore"))
+    healthy = first["runs"].iloc[0]
+    assert pd.isna(healthy["first_alarm"])
+    assert pd.isna(healthy["behind_healthy"])
+
+
+def test_the_pace_warms_up_on_a_line():
+    rising = PACES[2]
+    assert rising.at(0) == pytest.approx(rising.rate / rising.warm_up)
+    assert rising.at(rising.warm_up - 1) == rising.at(10_000) == rising.rate
+    assert PACES[1].at(0) == PACES[1].rate

@@ -1,0 +1,52 @@
+"""Oracles: runs made up by hand, and a whole call at a tenth of the size."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from theodolite.judging import FAILS, HOLDS
+from theodolite.papers import reproduce
+from theodolite.papers.experiment import theory_run
+from theodolite.papers.localization import monitor_warnings as monitored
+from theodolite.papers.localization.monitor_runs import HEALTHY, collapse
+
+NEVER = np.nan
+
+
+def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
+    """One healthy training with its first alarm, and failing ones with the first alarm and when the loss notices."""
+    rows = [(HEALTHY.name, healthy, NEVER), *(("too high", *moments) for moments in failing)]
+    table = pd.DataFrame(rows, columns=["pace", "first_alarm", "loss_notices"])
+    table["lead"] = table["loss_notices"] - table["first_alarm"]
+    return table
+
+
+@pytest.mark.parametrize(
+    ("healthy", "failing", "verdicts"),
+    [
+        (NEVER, [(40, 200), (80, 90)], [HOLDS, HOLDS]),
+        (NEVER, [(40, NEVER)], [HOLDS, HOLDS]),
+        (NEVER, [(40, 200), (90, 90)], [FAILS, HOLDS]),
+        (NEVER, [(NEVER, 200)], [FAILS, HOLDS]),
+        (NEVER, [(NEVER, NEVER)], [FAILS, HOLDS]),
+        (30, [(40, 200)], [HOLDS, FAILS]),
+    ],
+)
+def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: list[str]) -> None:
+    """Oracle: who came first, read off the numbers."""
+    assert [verdict.verdict for verdict in monitored.judged(runs(healthy, failing))] == verdicts
+
+
+def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: its own second call, and as many rows as trainings; every figure can be drawn."""
+    monkeypatch.setattr(monitored, "collapse", partial(collapse, steps=8, every=4))
+    first, again = (reproduce("localization/monitor") for _ in range(2))
+    assert len(first.tables["runs"]) == 9
+    for name, table in first.tables.items():
+        pd.testing.assert_frame_equal(table, again.tables[name])
+    for exhibit in first.exhibits:
+        assert exhibit.draw(theory_run()).data

@@ -1,0 +1,261 @@
+"""Oracles: the columns that a synthetic run was given, and what must follow from changing them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests.report.synthetic import make_run, weights_only
+from theodolite.comparison.stream import overlap
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.papers import ALIASES, EXPERIMENTS, Study, find, reproduce
+from theodolite.papers.claims import claims
+from theodolite.papers.hidden_geometry import smoothness
+from theodolite.papers.hidden_geometry.context_basis import CONTEXTS, gap_errors
+from theodolite.papers.hidden_geometry.depth import DEPTH
+from theodolite.papers.hidden_geometry.positional_basis import POSITIONAL
+from theodolite.papers.hidden_geometry.smoothness import SMOOTHNESS
+from theodolite.papers.hidden_geometry.tables import TABLES
+from theodolite.passes.run import Run
+from theodolite.passes.survey import survey
+from theodolite.report import published
+from theodolite.report.outcome import Outcome
+
+OF_THE_SURVEY = [*TABLES, *POSITIONAL, *CONTEXTS, *SMOOTHNESS, *DEPTH]
+FROM_THE_RUN = [made.name for made in OF_THE_SURVEY if "model" not in made.needs]
+CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
+
+
+def changed(run: Run, **columns: object) -> Run:
+    return replace(run, layers=run.layers.assign(**columns))
+
+
+def answers(outcome: Outcome) -> list[str]:
+    return [verdict.verdict for verdict in outcome.verdicts]
+
+
+@pytest.mark.parametrize("name", FROM_THE_RUN)
+def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
+    outcome = reproduce(name, run)
+    assert outcome.verdicts
+    for verdict in outcome.verdicts:
+        assert verdict.verdict in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
+        assert any(c.isdigit() for c in verdict.evidence) or "missing in this run" in verdict.evidence
+        if verdict.verdict != UNTESTABLE:
+            assert "criterion: " in verdict.evidence
+    for exhibit in outcome.exhibits:
+        figure = exhibit.draw(run)
+        assert figure.data
+        assert exhibit.shows
+        assert exhibit.look
+        assert exhibit.source.startswith("Song & Zhong 2024")
+        if exhibit.choice:
+            options = exhibit.choice.options(run)
+            assert len(exhibit.choice.patch(run, options[-1].key)) == len(figure.data)
+    assert all(len(table) for table in outcome.tables.values())
+
+
+def test_table_1_holds_for_this_run_and_fails_when_its_numbers_do_not(run):
+    assert answers(reproduce("geometry/table1", run)) == [HOLDS] * 4
+    layers = len(run.layers)
+    bad = changed(
+        run,
+        rank=np.full(layers, 19),
+        relative_norm=np.full(layers, 0.05),
+        similarity_between=run.layers["similarity_within"],
+        incoherence_mean=np.full(layers, 0.9),
+    )
+    assert answers(reproduce("geometry/table1", bad)) == [FAILS] * 4
+    table = reproduce("geometry/table1", run).tables["averages"]
+    assert len(table) == 1 + len(published.TABLE_1)
+    assert table["rank estimate"][0] == pytest.approx(run.layers["rank"].mean())
+    assert table["rank estimate sd"][0] == pytest.approx(run.layers["rank"].std(ddof=0))
+
+
+def test_standard_errors_are_used_where_the_run_has_them(run):
+    layers = len(run.layers)
+    unsure = changed(run, rank=np.full(layers, 17.0), rank_se=np.full(layers, 2.0))
+    verdict = reproduce("geometry/table1", unsure).verdicts[0]
+    assert verdict.verdict == UNDECIDED
+    assert "17 ± 2;" in verdict.evidence
+    sure = changed(unsure, rank_se=np.full(layers, 0.1))
+    assert reproduce("geometry/table1", sure).verdicts[0].verdict == HOLDS
+    figure = reproduce("geometry/table4", sure).exhibits[0].draw(run)
+    np.testing.assert_allclose(figure.data[-1].error_y.array, 0.1, rtol=1e-6)
+
+
+def test_what_the_text_cannot_decide_is_not_decided(run):
+    short = make_run(blocks=3, length=20, width=64)
+    assert reproduce("geometry/table1", short).verdicts[0].verdict == UNTESTABLE  # no room for ScreeNOT
+    assert reproduce("geometry/table4", short).verdicts[0].verdict == UNTESTABLE
+    assert "use contexts of 33 tokens or more" in reproduce("geometry/table3", short).verdicts[0].evidence
+    unlabelled = changed(run, similarity_within=math.nan, similarity_between=math.nan)
+    assert reproduce("geometry/table1", unlabelled).verdicts[2].verdict == UNTESTABLE
+    assert reproduce("geometry/figure5", run).verdicts[0].verdict == UNTESTABLE  # no additions
+
+
+def test_additions_are_known_by_their_tokens(run, monkeypatch):
+    monkeypatch.setattr(smoothness, "why_no_adder", lambda study: None)
+    tokens = pd.DataFrame({"token": list("12345+678=\n")})
+    rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
+    assert reproduce("geometry/figure5", rough).verdicts[0].verdict == HOLDS
+    smooth = replace(run, examples=tokens)
+    assert reproduce("geometry/figure5", smooth).verdicts[0].verdict == FAILS
+
+
+def test_table_3_takes_the_rows_that_the_run_has(run):
+    missing = reproduce("geometry/table3", run)
+    assert answers(missing) == [HOLDS, UNTESTABLE, UNTESTABLE]
+    assert [row.here for row in missing.comparisons[1:]] == ["missing in this run"] * 2
+    shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
+    full = reproduce("geometry/table3", replace(run, heads=run.heads.assign(**shares)))
+    assert answers(full) == [HOLDS] * 3
+    table = full.tables["shares"].set_index(["row", "where"])
+    assert table.loc[("QK matrix", "this run"), "K = 3"] == pytest.approx(0.3)
+    assert table.loc[("QK matrix", "GPT-2, Table 3"), "K = 10"] == 0.912
+
+
+def test_figure_1_tells_a_curve_from_a_cloud_and_from_sampling_noise(run):
+    spread = run.arrays["positional_pca"].std()
+    calm = {**run.arrays, "cvec_pca": run.arrays["cvec_pca"] * 0}
+    assert reproduce("geometry/figure1", replace(run, arrays=calm)).verdicts[0].verdict == HOLDS
+    generator = torch.Generator().manual_seed(0)
+    cloud = torch.randn(run.arrays["positional_pca"].shape, generator=generator) * spread
+    shuffled = reproduce("geometry/figure1", replace(run, arrays={**calm, "positional_pca": cloud}))
+    assert [verdict.verdict for verdict in (shuffled.verdicts[0], shuffled.verdicts[2])] == [FAILS] * 2
+    # As wide as the cloud would be if it were nothing but the mean over 40 contexts of such vectors.
+    noise = torch.randn(run.arrays["cvec_pca"].shape, generator=generator) * spread * 40**0.5
+    blurred = replace(run, arrays={**run.arrays, "positional_pca": cloud, "cvec_pca": noise})
+    assert reproduce("geometry/figure1", blurred).verdicts[0].verdict == UNTESTABLE
+
+
+def test_figure_2_is_the_cosines_of_the_bases(run):
+    """Oracle: numpy on the run's own arrays, one context left out after the other for the standard error."""
+    outcome = reproduce("geometry/figure2", run)
+    positions, contexts = run.arrays["positional_basis"][2].numpy(), run.arrays["context_basis"][2].numpy()
+    labels = run.arrays["context_label"].numpy()
+    unit = contexts / np.linalg.norm(contexts, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    pairs = [(i, j) for i in range(40) for j in range(i)]
+    within = np.mean([cosines[i, j] for i, j in pairs if labels[i] == labels[j]])
+    between = np.mean([cosines[i, j] for i, j in pairs if labels[i] != labels[j]])
+    row = outcome.tables["blocks"].iloc[2]
+    assert (row["within"], row["between"]) == pytest.approx((within, between), abs=1e-6)
+    gaps = []
+    for left in range(40):
+        kept = [(i, j) for i, j in pairs if left not in (i, j)]
+        same = [cosines[i, j] for i, j in kept if labels[i] == labels[j]]
+        gaps.append(np.mean(same) - np.mean([cosines[i, j] for i, j in kept if labels[i] != labels[j]]))
+    errors = gap_errors(cosines[None], 0, labels.tolist())
+    assert errors[0] == pytest.approx(math.sqrt(39 / 40 * np.square(gaps - np.mean(gaps)).sum()), rel=1e-5)
+    assert "no standard errors" not in outcome.verdicts[2].evidence
+    figure = outcome.exhibits[0].draw(run)
+    z = outcome.exhibits[0].choice.patch(run, "2")[0]["z"]
+    assert z.shape == figure.data[0].z.shape
+    first = positions[1] @ positions[-1] / np.linalg.norm(positions[1]) / np.linalg.norm(positions[-1])
+    shown = len(z) - 40
+    assert z[0, shown - 1] == pytest.approx(first, abs=1e-6)
+    assert "&lt;b&gt;strings" in str(figure.layout.yaxis.ticktext)
+
+
+def test_figure_7_compares_with_the_encoding_of_the_same_size(run):
+    table = reproduce("geometry/figure7", run).tables["bases"]
+    assert table["basis"].tolist()[:2] == ["sinusoidal, centred", "sinusoidal, as printed"]
+    assert len(table) == 2 + len(run.layers)
+    angle = np.arange(1, 48)[:, None] / 10000 ** (np.arange(0, 64, 2) / 64)
+    fixed = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+    energy = np.linalg.svd(fixed, compute_uv=False) ** 2
+    assert table["directions"][1] == 1 + (np.cumsum(energy) / energy.sum() < 0.9).sum()
+
+
+def test_robustness_is_measured_on_another_text(opened):
+    """Oracle: two surveys made here, one after the other."""
+    model = opened("gpt2")
+    text = Corpus.from_texts(["The angle is read twice, then once more. " * 20], model.tokenizer, 48, 12)
+    code = Corpus.from_texts(["def read(angle):\n    return 2 * angle\n" * 20], model.tokenizer, 48, 12)
+    run, on_code = survey(model, text), survey(model, code)
+    table = reproduce("geometry/table2", run, model, text, code).tables["robustness"]
+    np.testing.assert_array_equal(table["rank"], run.layers["rank"])
+    np.testing.assert_array_equal(table["other_rank"], on_code.layers["rank"])
+    study = Study(run, model)
+    outcome = study.outcome(EXPERIMENTS["geometry/figure24"])
+    random = Corpus.random_tokens(model.tokenizer, 48, 12, 0)
+    assert outcome.runs["random"]["corpus"]["sha256"] == random.sha256
+    assert study.random_run() is study.other_run()  # made once
+    assert reproduce("geometry/figure8", run, model).verdicts[0].verdict in (HOLDS, FAILS, UNTESTABLE)
+
+
+def test_bases_overlap_with_themselves_and_with_random_ones_by_chance(run):
+    """Oracle: the same run gives 1; random bases of width d share k/d of k directions on average."""
+    shared, chance = overlap(run, run)
+    np.testing.assert_allclose(shared, 1, rtol=1e-9)
+    ranks = run.layers["rank"].to_numpy()
+    assert chance == pytest.approx(ranks.mean() / 64)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(run.arrays["positional_basis"].shape, generator=generator)
+    other, _ = overlap(run, replace(run, arrays={**run.arrays, "positional_basis": noise}))
+    assert other.mean() == pytest.approx(chance, rel=0.3)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama3", "bloom"])
+def test_small_models_of_other_families_give_every_verdict(opened, family):
+    """Oracle: none for the numbers; no family, short text or missing label may break an experiment."""
+    model = opened(family)
+    corpus = Corpus.random_tokens(model.tokenizer, 40, 8)
+    outcome = Study(survey(model, corpus), model, corpus).outcome(CLAIMS)
+    table = outcome.tables["claims"]
+    assert set(table["experiment"]) == {made.name for made in OF_THE_SURVEY}
+    assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.comparisons)
+
+
+def test_claims_collect_all_and_say_what_is_missing(run):
+    table = Study(run).outcome(CLAIMS).tables["claims"].set_index("experiment")
+    assert set(table.index) == {made.name for made in OF_THE_SURVEY}
+    assert table.loc["geometry/figure8", "verdict"] == UNTESTABLE
+    assert "needs the model" in table.loc["geometry/figure8", "evidence"]
+    without_text = Study(weights_only(run)).outcome(CLAIMS)
+    assert set(without_text.tables["claims"]["verdict"]) == {UNTESTABLE}
+
+
+def test_names_groups_and_the_nearest_ones():
+    assert [made.name for made in find("geometry")] == [n for n in EXPERIMENTS if n.startswith("geometry/")]
+    assert {made.name for made in OF_THE_SURVEY} < set(EXPERIMENTS)
+    assert [made.name for made in find("geometry/table1,geometry/figure3")] == [
+        "geometry/table1",
+        "geometry/figure3",
+    ]
+    eleven = find("geometry/figure11")[0]
+    assert eleven.make is EXPERIMENTS["geometry/figure1"].make
+    assert "BLOOM on OpenWebText" in eleven.title
+    assert not set(ALIASES) & set(EXPERIMENTS)
+    for wrong, near in (("geometry/tabel1", "geometry/table1"), ("figure3", "geometry/figure3")):
+        with pytest.raises(UsageError, match=near):
+            find(wrong)
+    with pytest.raises(UsageError, match="lists them all"):
+        find("zzz")
+    with pytest.raises(UsageError, match="did you mean geometry"):
+        find("geom")
+    assert [made.name for made in find("geometry/table1, ")] == ["geometry/table1"]
+    with pytest.raises(UsageError, match="names no experiment"):
+        find(", ")
+
+
+def test_what_is_missing_is_said_in_one_line(run, opened):
+    with pytest.raises(UsageError, match="geometry/figure8 needs the model"):
+        reproduce("geometry/figure8", run)
+    with pytest.raises(UsageError, match="needs 'rank', which this run lacks"):
+        reproduce("geometry/table1", weights_only(run))
+    arrays = {**run.arrays, "context_label": torch.full_like(run.arrays["context_label"], -1)}
+    with pytest.raises(UsageError, match="at least two labels"):
+        reproduce("geometry/figure2", replace(run, arrays=arrays))
+    with pytest.raises(UsageError, match="name one"):
+        reproduce("geometry", run)
+    with pytest.raises(UsageError, match="is not the model of this run"):
+        reproduce("geometry/table1", run, opened("gpt2"))

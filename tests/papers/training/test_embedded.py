@@ -1,0 +1,282 @@
+"""Oracles: a bigram model by dictionaries, closed forms, one run against another, `transformers`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from theodolite.corpus.documents import Document
+from theodolite.errors import UsageError, WorkError
+from theodolite.papers.training import embedded as tiny
+from theodolite.papers.training import loop
+from theodolite.papers.training.embedded import TinyConfig, learning_rate, train_tiny
+from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
+
+SMALL = TinyConfig(
+    layers=1,
+    heads=2,
+    width=16,
+    length=16,
+    vocabulary=270,
+    batch=4,
+    steps=6,
+    checkpoint_every=2,
+    bfloat16=False,
+)
+
+
+def some_text(seed: int, words: int = 120) -> str:
+    random = np.random.default_rng(seed)
+    return " ".join(random.choice(["alpha", "beta", "gamma", "delta", "(", ")", "\n\n"], size=words))
+
+
+def sources() -> list[Source]:
+    first = tuple(Document(some_text(seed), f"a{seed}") for seed in range(40))
+    second = tuple(Document(some_text(100 + seed), f"b{seed}") for seed in range(40))
+    return [Source("first", 1.0, first), Source("second", 3.0, second)]
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tiny.TinyResult]:
+    out = tmp_path_factory.mktemp("trained") / "model"
+    return out, train_tiny(out, sources=sources(), config=SMALL, threads=1, console=quiet())
+
+
+def test_the_folder_opens_and_gives_the_losses_of_the_result(trained: tuple[Path, tiny.TinyResult]) -> None:
+    out, result = trained
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert (model.config.model_type, model.config.n_positions) == ("gpt2", 16)
+    assert tokenizer.decode(tokenizer("naïve\n  text")["input_ids"]) == "naïve\n  text"
+    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.eos_token_id == 0
+    assert result.parameters == sum(p.numel() for p in model.parameters())
+    assert result.tokens_seen == 6 * 4 * 16
+    _, held = split_sources(sources(), SMALL.seed)
+    for source in held:
+        total, count = 0.0, 0
+        for document in source.documents:
+            ids = torch.tensor(tokenizer(document.text)["input_ids"])
+            for start in range(0, len(ids) - 16, 17):
+                window = ids[start : start + 17]
+                with torch.no_grad():
+                    logits = model(input_ids=window[None, :-1]).logits[0].double().log_softmax(-1)
+                total -= float(logits.gather(1, window[1:, None]).sum())
+                count += 16
+        assert count == result.validation_tokens[source.name]
+        assert result.validation_loss[source.name] == pytest.approx(total / count, rel=1e-5)
+    assert not list(out.parent.glob("*.partial"))
+
+
+def test_the_same_seed_gives_the_same_bytes(trained: tuple[Path, tiny.TinyResult], tmp_path: Path) -> None:
+    again = train_tiny(tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=quiet())
+    assert hashes(tmp_path / "model") == hashes(trained[0])
+    assert replace(again, folder=trained[0]) == trained[1]
+    train_tiny(tmp_path / "b", sources=sources(), config=replace(SMALL, seed=1), threads=1, console=quiet())
+    assert hashes(tmp_path / "b")["model.safetensors"] != hashes(trained[0])["model.safetensors"]
+
+
+def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
+    trained: tuple[Path, tiny.TinyResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(config: TinyConfig, step: int) -> float:
+        if step == 5:
+            raise KeyboardInterrupt
+        return learning_rate(config, step)
+
+    def train(out: Path, config: TinyConfig = SMALL) -> None:
+        train_tiny(out, sources=sources(), config=config, threads=1, console=quiet())
+
+    monkeypatch.setattr(tiny, "learning_rate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    steps: list[int] = []
+    monkeypatch.setattr(
+        tiny, "learning_rate", lambda config, step: steps.append(step) or learning_rate(config, step)
+    )
+    with pytest.raises(UsageError, match="holds a training of other settings or text; remove it"):
+        train(tmp_path / "model", replace(SMALL, steps=7))
+    train(tmp_path / "model")
+    assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
+    assert hashes(tmp_path / "model") == hashes(trained[0])
+
+
+def test_a_training_without_a_checkpoint_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the words, and a folder of only the settings and their text's hash."""
+
+    def killed(config: TinyConfig, step: int) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny, "learning_rate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+    assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
+    for text, config in ((sources(), replace(SMALL, seed=1)), (sources()[:1], SMALL)):
+        with pytest.raises(UsageError, match="holds a training of other settings or text; remove it"):
+            train_tiny(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
+
+
+def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
+    # Every line repeats two symbols: each follows from the one before the last, whatever the bigrams are.
+    random = np.random.default_rng(0)
+    pairs = ["".join(random.choice(list("ABCDEFGH"), size=2)) for _ in range(600)]
+    documents = tuple(Document(pair * 8, str(number)) for number, pair in enumerate(pairs))
+    config = replace(
+        SMALL, layers=2, width=32, length=15, vocabulary=257, batch=32, steps=150, learning_rate=1e-2
+    )
+    result = train_tiny(
+        tmp_path / "model", sources=[Source("x", 1.0, documents)], config=config, threads=1, console=quiet()
+    )
+    # A bigram model knows the 8 symbols, and that 1 in 16 ends a line: which none of the held-out ones does.
+    assert result.bigram_loss["x"] == pytest.approx(math.log(8 * 16 / 15), abs=0.1)
+    # All that a line leaves to chance after its first symbol is the second: log 8 of 15 tokens.
+    assert math.log(8) / 15 < result.validation_loss["x"] < 0.6 * result.bigram_loss["x"]
+
+
+def test_documents_that_share_text_or_a_label_stay_together() -> None:
+    shared = (
+        "This paragraph of more than one hundred and twenty characters occurs in two documents, " + "x" * 40
+    )
+    texts = [some_text(seed) for seed in range(60)]
+    texts[3] += "\n\n" + shared + "\n\nend"
+    texts[50] = "start\n\n" + shared.replace(" ", "\n  ")
+    first = Source("first", 1.0, tuple(Document(text, f"a{i}") for i, text in enumerate(texts[:30])))
+    second = Source("second", 1.0, tuple(Document(text, f"b{i}") for i, text in enumerate(texts[30:])))
+    third = Source("third", 1.0, tuple(Document(some_text(200 + i), f"a{i}") for i in range(30)))
+    pairs = [({"a3"}, {"b20"}), *(({f"a{i}"}, {f"a{i}"}) for i in range(30))]
+    for seed in range(20):
+        training, held = split_sources([first, second, third], seed)
+        for kept, out, whole in zip(training, held, (first, second, third), strict=True):
+            assert {*kept.documents, *out.documents} == set(whole.documents)
+            sizes = [sum(len(document.text) for document in side.documents) for side in (out, whole)]
+            assert 0.0 < sizes[0] / sizes[1] < 0.15
+        labels = {document.label for source in held for document in source.documents}
+        assert all((left <= labels) == (right <= labels) for left, right in pairs)
+        inside = [{document.label for document in source.documents} for source in held]
+        assert inside[0] == inside[2]
+
+
+def test_bigram_loss_is_that_of_counts_by_hand() -> None:
+    random = np.random.default_rng(1)
+    train = tuple(random.integers(0, 5, size=size).astype(np.int32) for size in (80, 200))
+    contexts = torch.from_numpy(random.integers(0, 5, size=(3, 7)))
+    streams = Streams(("a", "b"), np.array([0.7, 0.3]), train, (contexts, contexts))
+    counts: Counter = Counter()
+    for ids, share in zip(train, streams.shares, strict=True):
+        for pair in pairwise(ids.tolist()):
+            counts[pair] += share * 280 / len(ids)
+    total = sum(counts.values())
+
+    def loss(k: float) -> float:
+        losses = []
+        for row in contexts.tolist():
+            for a, b in pairwise(row):
+                single = (sum(n for (_, y), n in counts.items() if y == b) + 1) / (total + 5)
+                after = sum(n for (x, _), n in counts.items() if x == a)
+                losses.append(-math.log((counts[a, b] + k * single) / (after + k)))
+        return sum(losses) / len(losses)
+
+    assert bigram_loss(streams, contexts, 5) == pytest.approx(
+        min(loss(2.0**n) for n in range(-4, 16)), rel=1e-12
+    )
+
+
+def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
+    train = (np.arange(0, 100, dtype=np.int32), np.arange(100, 400, dtype=np.int32))
+    streams = Streams(("a", "b"), np.array([0.25, 0.75]), train, ())
+    batches = [streams.batch(step, size=16, length=9, seed=0) for step in range(200)]
+    assert torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=0))
+    assert not torch.equal(batches[7], batches[8])
+    assert not torch.equal(batches[7], streams.batch(7, size=16, length=9, seed=1))
+    rows = torch.cat(batches)
+    assert ((rows.diff(dim=1)) == 1).all()
+    share = (rows[:, 0] < 100).double().mean()
+    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / len(rows))
+    starts = rows[rows[:, 0] < 100][:, 0]
+    assert (starts.min(), starts.max()) == (0, 90)
+
+
+def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
+    config = TinyConfig(steps=1000, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(1000)]
+    assert rates[0] == pytest.approx(1 / 40)
+    assert max(rates) == rates[39] == rates[40] == 1.0
+    assert rates[40:] == sorted(rates[40:], reverse=True)
+    assert rates[520] == pytest.approx(0.55, abs=1e-3)  # half way down the cosine
+    assert rates[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"heads": 3}, "width of 16 does not divide into 3 heads"),
+        ({"steps": 0}, "steps is 0; it must be positive"),
+        ({"vocabulary": 5000}, "not of 5000; ask for a smaller one"),
+        ({"length": 100_000}, "one context takes 100001; give more text"),
+    ],
+)
+def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        train_tiny(tmp_path / "m", sources=sources(), config=replace(SMALL, **change), console=quiet())
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="at least one source"):
+        train_tiny(tmp_path / "m", sources=[], config=SMALL, console=quiet())
+    with pytest.raises(UsageError, match="exists; give another folder"):
+        train_tiny(tmp_path, sources=sources(), config=SMALL, console=quiet())
+    monkeypatch.setattr(tiny, "learning_rate", lambda config, step: math.nan)
+    with pytest.raises(WorkError, match="loss was nan at step 1"):
+        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+    monkeypatch.setattr(tiny, "learning_rate", learning_rate)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "write_sealed", full)
+    with pytest.raises(WorkError, match="No space left on device"):
+        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_card_states_data_steps_losses_and_the_call(trained: tuple[Path, tiny.TinyResult]) -> None:
+    out, result = trained
+    text = (out / "README.md").read_text(encoding="utf-8")
+    for name in ("first", "second"):
+        assert f"| {result.validation_loss[name]:.3f} | {result.bigram_loss[name]:.3f} |" in text
+    assert "6 steps of" in text
+    assert "384 tokens in all" in text
+    assert "train_tiny('model', sources=…, config=TinyConfig(layers=1, heads=2, width=16, length=16" in text
+    named = tiny.card(result, replace(TinyConfig(), steps=9, seed=4), True)
+    assert "`theodolite train embedded --out model --steps 9 --seed 4 --threads 1`" in named
+    assert "psfl" in named
+
+
+def test_weights_are_stored_once_and_in_float32(trained: tuple[Path, tiny.TinyResult]) -> None:
+    tensors = load_file(trained[0] / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert sum(tensor.numel() for tensor in tensors.values()) == trained[1].parameters

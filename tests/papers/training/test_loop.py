@@ -1,0 +1,204 @@
+"""Oracles: the signal of Ctrl-C itself, the words of a refusal, an uninterrupted run.
+
+By way of the trainer of additions, which is the quickest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from theodolite.errors import UsageError
+from theodolite.papers.training import small_models as small
+from theodolite.papers.training.small_models import PUBLISHED, learning_rate, train_small
+from theodolite.papers.training.tasks import Additions
+from theodolite.system.checksums import notes_of
+
+SERIES = replace(
+    PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, series=True, checkpoint_every=4
+)
+"""Nothing but the weights of step 0 is written before step 4."""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def adder(out: Path, **change: object) -> None:
+    train_small(out, Additions(), replace(SERIES, **change), threads=1, console=Console(file=io.StringIO()))
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
+    """Do `act` in the middle of a step, once its learning rate is asked; gives the steps that begin."""
+    begun: list[int] = []
+
+    def rate(config: small.SmallConfig, step: int) -> float:
+        begun.append(step)
+        if step == wanted:
+            act()
+        return learning_rate(config, step)
+
+    monkeypatch.setattr(small, "learning_rate", rate)
+    return begun
+
+
+def kill() -> None:
+    raise KeyboardInterrupt
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def saved_step(partial: Path) -> str:
+    return str(notes_of(partial / "checkpoint.safetensors")["step"])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("uninterrupted") / "model"
+    adder(out)
+    return hashes(out)
+
+
+def test_a_series_is_not_taken_over_by_another_training(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the words, before there is a checkpoint; the uninterrupted run for the training it is of."""
+    partial = tmp_path / "m.partial"
+    at_step(monkeypatch, 1, kill)
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m")
+    monkeypatch.undo()
+    assert sorted(path.name for path in partial.iterdir()) == ["identity.json", "series"]
+    before = hashes(partial)
+    for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
+        with pytest.raises(
+            UsageError, match="holds a training of other settings or text; remove it to begin"
+        ):
+            adder(tmp_path / "m", **change)
+    assert hashes(partial) == before
+    adder(tmp_path / "m")
+    assert hashes(tmp_path / "m") == uninterrupted
+    assert not partial.exists()
+
+
+def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the uninterrupted run. Without a checkpoint nobody knows whose the series is."""
+    partial = tmp_path / "m.partial"
+    begun = at_step(monkeypatch, 5, kill)
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m")
+    (partial / "identity.json").unlink()
+    with pytest.raises(UsageError, match="holds a training of other settings or text"):
+        adder(tmp_path / "m", seed=1)
+    assert not (partial / "identity.json").exists()
+    begun.clear()
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m")
+    assert begun == [4, 5]
+    monkeypatch.undo()
+    claim = partial / "identity.json"
+    claim.write_text(claim.read_text()[:-5])
+    with pytest.raises(UsageError, match="holds a training of other settings or text"):
+        adder(tmp_path / "m")
+    claim.unlink()
+    adder(tmp_path / "m")
+    assert hashes(tmp_path / "m") == uninterrupted
+    (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
+    with pytest.raises(UsageError, match="does not say which training it holds; remove it to begin anew"):
+        adder(tmp_path / "n")
+
+
+@pytest.mark.parametrize("where", ["batch", "update"])
+def test_ctrl_c_saves_the_last_whole_step(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Oracle: the signal itself, in the middle of step 1 of 6, and the uninterrupted run."""
+    if where == "batch":
+        begun = at_step(monkeypatch, 1, press)
+    else:
+        begun = at_step(monkeypatch, -1, press)
+        update = torch.optim.AdamW.step
+
+        def pressed(self: torch.optim.AdamW) -> None:
+            if begun == [0, 1]:
+                press()
+            update(self)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m")
+    assert begun == [0, 1]
+    assert saved_step(tmp_path / "m.partial") == "2"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.undo()
+    begun = at_step(monkeypatch, -1, press)
+    adder(tmp_path / "m")
+    assert begun == [2, 3, 4, 5]
+    assert hashes(tmp_path / "m") == uninterrupted
+
+
+def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the checkpoint of step 4, and the uninterrupted run."""
+    at_step(monkeypatch, 5, lambda: (press(), press()))
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m")
+    monkeypatch.undo()
+    assert saved_step(tmp_path / "m.partial") == "4"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    adder(tmp_path / "m")
+    assert hashes(tmp_path / "m") == uninterrupted
+
+
+def test_ctrl_c_after_the_last_step_is_not_lost(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the signal while the last checkpoint's accuracy is shown, and the uninterrupted run."""
+    monkeypatch.setattr(Additions, "glance", lambda self, model: press() or "")
+    with pytest.raises(KeyboardInterrupt):
+        adder(tmp_path / "m", checkpoint_every=6)
+    monkeypatch.undo()
+    assert saved_step(tmp_path / "m.partial") == "6"
+    adder(tmp_path / "m", checkpoint_every=6)
+    found = hashes(tmp_path / "m")
+    assert {name for name in found if found[name] != uninterrupted[name]} == {"training.json"}
+
+
+def test_ctrl_c_is_left_to_who_handles_it(
+    tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the uninterrupted run, where the signal is ignored and in a thread that may not handle it."""
+    at_step(monkeypatch, 1, press)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        adder(tmp_path / "m")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    thread = threading.Thread(target=adder, args=(tmp_path / "n",))
+    thread.start()
+    thread.join()
+    assert hashes(tmp_path / "m") == hashes(tmp_path / "n") == uninterrupted
+
+
+def test_the_largest_seed_trains(tmp_path: Path) -> None:
+    """Oracle: the file itself; torch's generator takes no more than 64 bits."""
+    adder(tmp_path / "m", seed=(1 << 32) - 1, steps=2)
+    assert json.loads((tmp_path / "m" / "training.json").read_text())["seed"] == 4294967295

@@ -1,0 +1,265 @@
+"""Oracles: Python's own addition, `transformers` generating token by token, closed forms, one run against another."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
+from theodolite.errors import UsageError
+from theodolite.papers.training import command
+from theodolite.papers.training import small_models as small
+from theodolite.papers.training.command import train_addition, train_characters, train_embedded
+from theodolite.papers.training.small_models import PUBLISHED, learning_rate, train_small
+from theodolite.papers.training.tasks import IGNORED, Additions, Characters
+
+TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Path:
+    """A text of three lines, over and over."""
+    path = tmp_path / "play.txt"
+    path.write_text("To be, or not.\nÀ la carte!\n\n" * 200, encoding="utf-8")
+    return path
+
+
+def test_additions_are_right_and_as_long_as_asked() -> None:
+    """Oracle: Python's integers. The digits of the operands are uniform: 4 standard errors of their share."""
+    examples = additions(3000, np.random.default_rng(0))
+    sizes = np.zeros(11)
+    for example in examples:
+        first, second = example.prompt.removesuffix("=").split("+")
+        assert int(example.answer.strip()[::-1]) == int(first) + int(second)
+        assert example.answer.endswith("\n")
+        assert str(int(first)) == first
+        assert len(example.answer) - 1 <= 10
+        assert len(example.text) <= full_length() == 33
+        sizes[len(first)] += 1
+    assert sizes[:5].sum() == 0
+    # A sum of 11 digits is drawn again, which only happens to the longest operands.
+    assert np.abs(sizes[5:9] / 3000 - 1 / 6).max() < 0.05
+    one = additions(200, np.random.default_rng(1), (1, 1))
+    assert any(len(example.answer) == 3 for example in one)  # 9+9=81 backwards, and its line break
+
+
+def test_digits_have_a_name_and_a_longest_example() -> None:
+    """Oracle: Python's own sums; the largest have all the digits there are."""
+    assert digits_of("addition") == (5, 10)
+    assert digits_of("docs") is None
+    for digits, name, largest in (((10, 10), "addition:10", 9999999999), ((3, 6), "addition:3-6", 499999)):
+        assert corpus_name(digits) == name
+        assert digits_of(name) == digits
+        assert full_length(digits) == len(f"{largest}+{largest}={2 * largest}\n")
+        task = Additions(digits)
+        inputs, _ = task.batch(0, 8, 0)
+        assert inputs.shape == (8, task.length - 1)
+        assert task.sha256 != Additions().sha256
+    for wrong in ("addition:", "addition:0", "addition:6-3", "addition:1-2-3", "addition:x", "addition:99"):
+        with pytest.raises(UsageError, match="are no numbers of digits"):
+            digits_of(wrong)
+
+
+def test_a_batch_asks_for_the_answer_and_nothing_else() -> None:
+    """Oracle: the text itself, read back."""
+    task = Additions()
+    inputs, targets = task.batch(3, 16, 0)
+    again, _ = task.batch(3, 16, 0)
+    other, _ = task.batch(4, 16, 0)
+    assert torch.equal(inputs, again)
+    assert not torch.equal(inputs, other)
+    for row, target in zip(inputs, targets, strict=True):
+        asked = target != IGNORED
+        answer = "".join(task.characters[i] for i in target[asked])
+        prompt = "".join(task.characters[i] for i in row[: int(asked.nonzero()[0]) + 1])
+        first, second = prompt.removesuffix("=").split("+")
+        assert answer == str(int(first) + int(second))[::-1] + "\n"
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_the_folder_opens_with_the_positions_asked_for(tmp_path: Path, positions: str) -> None:
+    """Oracle: `transformers`, and shuffled position ids, which only a model that has positions notices."""
+    out = tmp_path / "model"
+    result = train_small(out, Additions(), replace(TINY, positions=positions), threads=1, console=quiet())
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == {"learned": "gpt2", "rotary": "gpt_neox"}[positions]
+    assert ("wpe" in str(model.state_dict().keys())) == (positions == "learned")
+    assert result == json.loads((out / "training.json").read_text())
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    ids = Additions().batch(0, 2, 0)[0]
+    positions_apart = torch.arange(32).flip(0).expand(2, -1)
+    with torch.no_grad():
+        usual, apart = model(ids).logits, model(ids, position_ids=positions_apart).logits
+    assert (usual - apart).abs().max() > 1e-4
+
+
+def test_accuracy_counts_the_answers_that_are_right() -> None:
+    """Oracle: a model of three lines that knows addition, but errs on every sum that ends with 7."""
+
+    class Adder(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> object:
+            task = Additions()
+            logits = torch.zeros(*input_ids.shape, len(task.characters))
+            for row, out in zip(input_ids, logits, strict=True):
+                text = "".join(task.characters[i] for i in row)
+                prompt, said = text.split("=")
+                answer = str(sum(map(int, prompt.split("+"))))[::-1] + "\n"
+                answer = "0" + answer[1:] if answer[0] == "7" else answer
+                out[-1, task.characters.index(answer[len(said)] if len(said) < len(answer) else "0")] = 1
+            return type("Output", (), {"logits": logits})
+
+    task = Additions()
+    for digits in ((1, 1), (5, 10)):
+        examples = additions(300, np.random.default_rng([*digits, 1 << 40]), digits)
+        wrong = sum(example.answer[0] == "7" for example in examples)
+        assert wrong > 10
+        assert task._accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
+
+
+def test_the_same_seed_gives_the_same_bytes_also_after_a_kill(
+    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the uninterrupted run, with dropout and a series of weights."""
+    config = replace(TINY, dropout=0.2, series=True, schedule="cosine")
+    task = Characters.of_file(play, 16)
+
+    def run(out: Path, **change: object) -> None:
+        train_small(out, task, replace(config, **change), threads=1, console=quiet())
+
+    run(tmp_path / "a")
+
+    def killed(config: small.SmallConfig, step: int) -> float:
+        if step == 5:
+            raise KeyboardInterrupt
+        return learning_rate(config, step)
+
+    monkeypatch.setattr(small, "learning_rate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b")
+    monkeypatch.undo()
+    run(tmp_path / "b")
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+    assert sorted(path.name for path in (tmp_path / "a" / "series").iterdir()) == ["000000", "000006"]
+    run(tmp_path / "c", seed=1)
+    assert hashes(tmp_path / "c")["model.safetensors"] != hashes(tmp_path / "a")["model.safetensors"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_kill_while_the_folder_is_finished_loses_no_series(
+    tmp_path: Path, play: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the series that was there before."""
+    task, out = Characters.of_file(play, 16), tmp_path / "out"
+    config = replace(TINY, series=True)
+    replace_folder = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target) == out:
+            raise KeyboardInterrupt
+        replace_folder(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_small(out, task, config, threads=1, console=quiet())
+    monkeypatch.undo()
+    train_small(out, task, config, threads=1, console=quiet())
+    assert sorted(path.name for path in (out / "series").iterdir()) == ["000000", "000006"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: Path) -> None:
+    """Oracle: Python's strings, and the loss by transformers on the file's last tenth."""
+    out = tmp_path / "model"
+    config = replace(TINY, schedule="cosine", bfloat16=False)
+    result = train_small(out, Characters.of_file(play, 16), config, threads=1, console=quiet())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("be À€\n")["input_ids"]) == "be À\n"
+    text = play.read_text(encoding="utf-8")
+    held = text[round(len(text) * 0.9) :]
+    windows = torch.tensor(tokenizer(held)["input_ids"])[: len(held) // 17 * 17].view(-1, 17)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        logits = model(input_ids=windows[:, :-1]).logits.double().log_softmax(-1)
+    wanted = -logits.gather(2, windows[:, 1:, None]).mean()
+    assert result["validation_loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_rates_are_as_published() -> None:
+    """Closed forms: 100 steps up, then a cosine to a tenth, or a line to nothing."""
+    characters, addition = PUBLISHED["characters"], PUBLISHED["addition"]
+    assert learning_rate(characters, 0) == pytest.approx(1e-5)
+    assert learning_rate(characters, 99) == learning_rate(characters, 100) == 1e-3
+    assert learning_rate(characters, 2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+    assert learning_rate(addition, 5050) == pytest.approx(0.5e-4)
+    assert learning_rate(addition, 9999) == pytest.approx(1e-4 / 9900)
+    assert math.isclose(learning_rate(addition, 50), 0.51e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        (None, {"positions": "alibi"}, "choose learned or rotary"),
+        (None, {"steps": 0}, "steps is 0; it must be positive"),
+        ("missing.txt", {}, "cannot be read as UTF-8 text"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_a_line(
+    tmp_path: Path, text: str | None, options: dict, says: str
+) -> None:
+    """Oracle: the words."""
+    train = (
+        partial(train_addition, digits="10")
+        if text is None
+        else partial(train_characters, text=tmp_path / text)
+    )
+    with pytest.raises(UsageError, match=says):
+        train(tmp_path / "m", options=options, seed=0, threads=1, console=quiet())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("train", [train_embedded, partial(train_addition, digits="10")])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": -1}, "^seed is -1; it must be from 0 to 4294967295.$"),
+        ({"seed": 1 << 32}, "^seed is 4294967296; it must be from 0 to 4294967295.$"),
+        ({"threads": 0}, "^threads is 0; it must be positive.$"),
+    ],
+)
+def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(
+    tmp_path: Path, train: Callable[..., list[str]], change: dict, says: str
+) -> None:
+    """Oracle: the words."""
+    with pytest.raises(UsageError, match=says):
+        train(tmp_path / "m", options={}, console=quiet(), **({"seed": 0, "threads": 1} | change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: English."""
+    result = {"accuracy": 0.5, "accuracy_by_digits": {"1": 0.0, "2": 0.25}}
+    monkeypatch.setattr(command, "train_small", lambda *_, **__: result)
+    lines = train_addition(tmp_path, "10", {}, seed=0, threads=1, console=quiet())
+    assert lines == ["accuracy 50.0% in distribution; 1 digit 0.0%, 2 digits 25.0%"]

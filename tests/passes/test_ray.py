@@ -1,0 +1,468 @@
+"""The survey on Ray against the survey of one process, while workers and nodes die."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tests import checkpoints
+from theodolite.cli.app import app
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.models.open import VERIFIED_LENGTH, small_input
+from theodolite.passes import ray_survey as distribute
+from theodolite.passes import ray_workers as crew
+from theodolite.passes.ray_survey import shards, survey_on_ray
+from theodolite.passes.ray_workers import packed, unpacked
+from theodolite.passes.run import TABLES, Run, Workspace
+from theodolite.passes.survey import survey, survey_fingerprint
+from theodolite.passes.survey_pass import OnePass
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+BATCH, CONTEXTS, LENGTH = 2, 27, 32
+FILES = [f"{table}.parquet" for table in TABLES] + ["arrays.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator:
+    """Two nodes, with room for one worker each."""
+    crew._imported()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False},
+    )
+    cluster.add_node(num_cpus=1, num_gpus=0)
+    cluster.connect()
+    yield cluster
+    import ray
+
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads_and_shards() -> Iterator[None]:
+    """Sums of float32 depend on how many threads share them. Shards are longer than a batch, as of a long corpus."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distribute, "SHARDS", 3)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    """27 contexts in batches of 2: a shard of 2, two of 10, and one of 5 whose last batch is not full."""
+    drawn = Corpus.random_tokens(checkpoints.VOCABULARY, LENGTH, CONTEXTS)
+    labels = torch.arange(CONTEXTS) % 3
+    return Corpus("drawn", drawn.contexts, labels, ["a", "b", "c"], 0)
+
+
+@pytest.fixture(scope="module")
+def alone(opened, corpus, tmp_path_factory) -> Run:
+    return survey(opened("gpt2"), corpus, tmp_path_factory.mktemp("alone") / "run", batch=BATCH)
+
+
+def assert_same(run: Run, other: Run) -> None:
+    """All tables and arrays to 1e-12 of the largest value of a column or array."""
+    for table in TABLES:
+        ours, theirs = getattr(run, table), getattr(other, table)
+        assert list(ours.columns) == list(theirs.columns), table
+        for name in ours.columns:
+            if ours[name].dtype.kind == "f":
+                _close(ours[name].to_numpy(), theirs[name].to_numpy(), f"{table}.{name}")
+            else:
+                assert ours[name].tolist() == theirs[name].tolist(), f"{table}.{name}"
+    assert run.arrays.keys() == other.arrays.keys()
+    for name, values in run.arrays.items():
+        _close(values.numpy(), other.arrays[name].numpy(), name)
+    for key in run.provenance.keys() - {"wall_seconds"}:
+        assert run.provenance[key] == other.provenance[key], key
+
+
+def _close(ours: np.ndarray, theirs: np.ndarray, name: str) -> None:
+    scale = np.abs(theirs[np.isfinite(theirs)]).max(initial=0)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12 * scale, err_msg=name)
+
+
+def slow_worker(seconds: float) -> type:
+    """A worker with which one can interfere; made in a function, so that Ray sends it along."""
+
+    class Slow(crew.Worker):
+        def read(self, first, last, directions):
+            time.sleep(seconds)
+            return super().read(first, last, directions)
+
+    return Slow
+
+
+def kill_a_reader(killed: list[int]) -> None:
+    """SIGKILL the first worker that is found while it reads."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if title.startswith("ray::Slow.read"):
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+                return
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def killed(cluster, opened, corpus, tmp_path_factory) -> tuple[Run, list[int], list[str]]:
+    """A survey by two workers, one of which is killed while it reads its second shard or a later one."""
+    pids: list[int] = []
+    told: list[str] = []
+    killer = threading.Thread(target=kill_a_reader, args=(pids,))
+
+    def show(done: int, total: int) -> None:
+        if done and not killer.ident:
+            killer.start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "Worker", slow_worker(0.5))
+        out = tmp_path_factory.mktemp("killed") / "run"
+        run = survey_on_ray(
+            opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show, say=told.append
+        )
+    killer.join()
+    return run, pids, told
+
+
+def test_a_worker_killed_in_the_middle_changes_nothing(killed, alone):
+    """Oracle: the survey of one process."""
+    run, pids, told = killed
+    assert_same(run, alone)
+    assert len(pids) == len(told) == 1
+    assert f"process {pids[0]} died when it read contexts" in told[0]
+    assert "another takes over" in told[0]
+
+
+def test_a_node_that_is_lost_changes_no_byte(killed, cluster, opened, corpus, tmp_path, monkeypatch):
+    """There is no room for a new worker then: the other one reads all that is left."""
+    victim, reading = cluster.list_all_nodes()[-1], tmp_path / "reading"
+    doomed = victim.node_id
+
+    class Doomed(crew.Worker):
+        def read(self, first, last, directions):
+            import ray
+
+            if ray.get_runtime_context().get_node_id() == doomed:
+                reading.touch()
+                time.sleep(600)
+            while first and not reading.exists():  # its turn must come
+                time.sleep(0.05)
+            return super().read(first, last, directions)
+
+    told: list[str] = []
+    counts: list[int] = []
+
+    def show(done: int, total: int) -> None:
+        counts.append(done)
+        if reading.exists() and len(cluster.list_all_nodes()) == 2:
+            cluster.remove_node(victim, allow_graceful=False)
+
+    monkeypatch.setattr(crew, "Worker", Doomed)
+    run = survey_on_ray(
+        opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, show_progress=show, say=told.append
+    )
+    assert len(told) == 1
+    assert "died when it read contexts" in told[0]
+    assert counts == sorted(counts)
+    assert {0, CONTEXTS} < set(counts)
+    for name in FILES:
+        assert (run.folder / name).read_bytes() == (killed[0].folder / name).read_bytes(), name
+
+
+def lose_an_answer(patch: pytest.MonkeyPatch) -> None:
+    """The answer of the shard from context 12 on is gone once, as Ray says it of one whose node died after reading."""
+    import ray
+
+    original, lost = crew.Crew.fetch, []
+
+    def gone(answer):
+        raise ray.exceptions.ObjectLostError(answer.hex(), None, "")
+
+    def fetch(self, call, answer):
+        if call.first != 12 or lost:
+            return original(self, call, answer)
+        lost.append(call)
+        with pytest.MonkeyPatch.context() as once:
+            once.setattr(ray, "get", gone)
+            return original(self, call, answer)
+
+    patch.setattr(crew.Crew, "fetch", fetch)
+
+
+def test_an_interrupted_survey_goes_on_on_ray_and_alone(killed, alone, cluster, opened, corpus, tmp_path):
+    model, out = opened("gpt2"), tmp_path / "run"
+
+    def stop_at(contexts: int):
+        def show(done: int, total: int) -> None:
+            if done >= contexts:
+                raise KeyboardInterrupt
+
+        return show
+
+    with pytest.raises(KeyboardInterrupt):
+        survey_on_ray(model, corpus, out, batch=BATCH, actors=1, show_progress=stop_at(2))
+    assert Workspace(out, survey_fingerprint(model, corpus, BATCH, 0)).load_progress()[0]["contexts"] >= 2
+    shutil.copytree(tmp_path / "run.partial", tmp_path / "other.partial")
+    seen: list[int] = []
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        lose_an_answer(patch)
+        survey_on_ray(
+            model,
+            corpus,
+            out,
+            batch=BATCH,
+            actors=1,
+            show_progress=lambda done, total: seen.append(done),
+            say=told.append,
+        )
+    assert told == ["what was found when it read contexts 12 to 21 was lost with its node; it is read again"]
+    assert seen[0] >= 2
+    for name in FILES:
+        assert (out / name).read_bytes() == (killed[0].folder / name).read_bytes(), name
+    assert not (tmp_path / "run.partial").exists()  # and the bytes are those of two workers
+
+    # One process goes on from what Ray left, and Ray from what one process left, between the ends of two shards.
+    with pytest.raises(KeyboardInterrupt):
+        survey(model, corpus, tmp_path / "other", batch=BATCH, show_progress=stop_at(14))
+    seen.clear()
+    other = survey_on_ray(
+        model,
+        corpus,
+        tmp_path / "other",
+        batch=BATCH,
+        actors=1,
+        show_progress=lambda done, total: seen.append(done),
+    )
+    assert seen[0] == 14
+    assert_same(other, alone)
+
+
+def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, tmp_path, monkeypatch):
+    class Dying(crew.Worker):
+        def read(self, first, last, directions):
+            if first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().read(first, last, directions)
+
+    monkeypatch.setattr(crew, "Worker", Dying)
+    monkeypatch.setattr(crew, "DEATHS", 2)
+    told: list[str] = []
+    with pytest.raises(WorkError, match="2 workers in a row died when it read contexts 2 to 11, the last on"):
+        survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, actors=1, say=told.append)
+    assert len(told) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_worker_raises_is_raised_as_itself(cluster, corpus, tmp_path):
+    """The token that overflows is none of those on which an opened model is verified."""
+    model = checkpoints.build("gpt2")
+    verified = small_input(model, VERIFIED_LENGTH)["input_ids"]
+    token = next(int(one) for one in corpus.contexts[5] if one not in verified)
+    with torch.no_grad():
+        model.transformer.wte.weight[token] = 1e38
+    model.save_pretrained(tmp_path)
+    checkpoints.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(WorkError, match=r"^hidden states of layer 0 hold NaN or infinite values"):
+        survey_on_ray(open_model(tmp_path), corpus, batch=BATCH, actors=1)
+
+
+def test_a_node_with_another_checkpoint_is_refused(cluster, checkpoint, corpus, tmp_path):
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    model = open_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value + 1 for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(UsageError, match=r"^node .* would measure something else: model is"):
+        survey_on_ray(model, corpus, batch=BATCH, actors=1)
+
+
+def test_two_surveys_do_not_write_to_one_folder(cluster, opened, corpus, tmp_path):
+    with (
+        Workspace(tmp_path / "run", {}).locked(),
+        pytest.raises(UsageError, match="another process is writing to"),
+    ):
+        survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", actors=1)
+
+
+def test_a_finished_run_is_not_read_again(cluster, alone, opened, corpus):
+    """And no worker is started for it: that one process wrote it makes no difference."""
+    calls: list[int] = []
+    again = survey_on_ray(
+        opened("gpt2"),
+        corpus,
+        alone.folder,
+        batch=BATCH,
+        show_progress=lambda done, total: calls.append(done),
+    )
+    assert not calls
+    assert again.heads.equals(alone.heads)
+
+
+def test_wrong_calls_are_refused(cluster, opened, corpus, monkeypatch):
+    model = opened("gpt2")
+    with pytest.raises(UsageError, match="0 actors read nothing"):
+        survey_on_ray(model, corpus, actors=0)
+    with model.under("keys masked"), pytest.raises(UsageError, match="anew, without keys masked"):
+        survey_on_ray(model, corpus)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(UsageError, match="no node of the Ray cluster has the 3 CPUs"):
+        survey_on_ray(model, corpus)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_an_address_where_no_cluster_is_is_refused_at_once(address, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UsageError, match=f"no Ray cluster at {address}"), crew.connected(address):
+        pass
+
+
+def test_without_ray_one_line_says_what_to_install(opened, corpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"needs `pip install theodolite\[ray\]`"):
+        survey_on_ray(opened("gpt2"), corpus)
+
+
+@pytest.mark.parametrize(("contexts", "batch"), [(27, 2), (1, 4), (8, 8), (100_000, 8), (4097, 4)])
+def test_shards_cover_every_context_once_in_whole_batches(contexts, batch, monkeypatch):
+    monkeypatch.setattr(distribute, "SHARDS", 256)
+    whole = list(shards(contexts, batch))
+    assert [first for first, _ in whole] == [0, *(last for _, last in whole[:-1])]
+    assert whole[0][1] == min(batch, contexts)
+    assert whole[-1][1] == contexts
+    assert all(first % batch == 0 for first, _ in whole)
+    assert len(whole) <= 257
+    ends = {last for _, last in whole}
+    for done in range(batch, contexts, max(batch, contexts // 7 // batch * batch)):
+        resumed = list(shards(contexts, batch, done))
+        assert resumed[0][0] == done
+        assert {last for _, last in resumed} <= ends
+
+
+def test_what_is_zero_does_not_travel(opened, corpus):
+    """A shard of an eighth of the contexts, in one group of them: most of a state is left out, and nothing is lost."""
+    part = OnePass(opened("gpt2"), corpus, 0)
+    part.read(BATCH, 0, 2)
+    state = part.state()
+    sent = packed(state)
+    back = unpacked(sent)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert sent["means.position_sum"][0].shape == (4, 1, LENGTH, 32)
+    bytes_sent = sum(values.nbytes for values, _, _ in sent.values())
+    assert bytes_sent < 0.5 * sum(tensor.nbytes for tensor in state.values())
+
+
+COMMAND = """
+import functools, sys
+import theodolite.passes.ray_survey as d
+d.survey_on_ray = functools.partial(d.survey_on_ray, checkpoint_seconds=0.0)
+from theodolite.cli.app import main
+main()
+"""
+
+
+def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
+    """Ctrl-C reaches every process of a terminal's group; here it comes to a cluster that the command has started.
+
+    The same command without workers goes on from what they left, and ends with the tables of one process.
+    """
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(
+        "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 50
+    )
+    read = ["survey", checkpoint("gpt2"), "--corpus", text, "--length", "32", "--batch", "1", "--json"]
+    arguments = [*map(str, read), "--out", str(out), "--actors", "1", "--ray"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run.partial" / "progress.safetensors").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert any("raylet" in child.name() for child in started)
+    # None but this machine may give a cluster of its own code to run.
+    listening = [one for child in started for one in child.net_connections() if one.status == "LISTEN"]
+    assert listening
+    assert {one.laddr.ip.removeprefix("::ffff:") for one in listening if one.laddr} == {"127.0.0.1"}
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.rstrip().endswith("error: interrupted; run the same command again to go on")
+    assert "Traceback" not in stderr
+    assert not psutil.wait_procs(started, timeout=30)[1]
+    result = CliRunner().invoke(app, [*map(str, read), "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    alone = CliRunner().invoke(app, [*map(str, read), "--out", str(tmp_path / "alone")])
+    assert alone.exit_code == 0, alone.stderr
+    assert_same(Run.load(out), Run.load(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [(["--ray"], "local"), (["--ray", "--json"], "local"), (["--ray", "auto"], "auto"), ([], None)],
+)
+def test_an_address_may_follow_or_not(arguments, address, checkpoint, tmp_path, monkeypatch):
+    seen: list[str | None] = []
+
+    def asked(model, corpus, out, *, address=None, **options):
+        seen.append(address)
+        raise UsageError("asked")
+
+    monkeypatch.setattr("theodolite.passes.ray_survey.survey_on_ray", asked)
+    monkeypatch.setattr("theodolite.passes.survey.survey", asked)
+    (tmp_path / "text.txt").write_text("one two three four " * 50)
+    command = ["survey", str(checkpoint("gpt2")), "--corpus", str(tmp_path / "text.txt"), "--length", "16"]
+    result = CliRunner().invoke(app, [*command, *arguments])
+    assert result.exit_code == 2
+    assert seen == [address]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
+        (["--actors", "2"], "without --ray there are no workers: leave out --actors"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(arguments, message):
+    result = CliRunner().invoke(app, ["survey", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,140 @@
+"""The run folder: written whole or not at all, read with one clear line where it is not right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.passes.run import TABLES, Run, Workspace
+
+
+def small_run() -> Run:
+    tables = {name: pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]}) for name in TABLES}
+    provenance = {"schema_version": 2, "model": {"id": "m", "layers": 1, "heads": 1}, "fingerprint": {"a": 1}}
+    return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    saved = small_run().save(tmp_path / "run")
+    loaded = Run.load(tmp_path / "run")
+    assert loaded.layers.equals(saved.layers)
+    assert torch.equal(loaded.arrays["x"], saved.arrays["x"])
+    assert loaded.provenance == saved.provenance
+    assert loaded.folder == tmp_path / "run"
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(
+        [*(f"{name}.parquet" for name in TABLES), "arrays.safetensors", "run.json"]
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    small_run().save(tmp_path / "a")
+    small_run().save(tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_missing_damaged_and_newer_runs(tmp_path):
+    with pytest.raises(UsageError, match="no run at"):
+        Run.load(tmp_path / "nowhere")
+    folder = small_run().save(tmp_path / "run").folder
+    arrays = (folder / "arrays.safetensors").read_bytes()
+    (folder / "arrays.safetensors").write_bytes(arrays[:20])
+    with pytest.raises(UsageError, match="incomplete or damaged"):
+        Run.load(folder)
+    (folder / "heads.parquet").unlink()
+    with pytest.raises(UsageError, match="incomplete or damaged"):
+        Run.load(folder)
+    (folder / "run.json").write_text(json.dumps({"schema_version": 99}))
+    with pytest.raises(UsageError, match="schema 99, this theodolite reads up to 4: upgrade"):
+        Run.load(folder)
+    (folder / "run.json").write_text("{")
+    with pytest.raises(UsageError, match="damaged"):
+        Run.load(folder)
+
+
+def test_a_run_of_schema_1_has_no_constituents(tmp_path):
+    """Runs of version 0.1 stay readable: the tables that they lack are empty."""
+    folder = small_run().save(tmp_path / "run").folder
+    for name in ("constituents", "attribution"):
+        (folder / f"{name}.parquet").unlink()
+    with pytest.raises(UsageError, match="incomplete or damaged"):
+        Run.load(folder)
+    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
+    (folder / "run.json").write_text(json.dumps(provenance))
+    loaded = Run.load(folder)
+    assert loaded.constituents.empty
+    assert loaded.attribution.empty
+    assert loaded.heads.equals(small_run().heads)
+
+
+def test_a_run_of_schema_1_is_not_made_anew_without_a_word(tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    provenance = json.loads((folder / "run.json").read_text()) | {"schema_version": 1}
+    (folder / "run.json").write_text(json.dumps(provenance))
+    with pytest.raises(UsageError, match="of an older theodolite \\(schema 1, now 4\\)"):
+        Workspace(folder, {"a": 1}).finished()
+
+
+def test_saving_over_something_is_refused(tmp_path):
+    small_run().save(tmp_path / "run")
+    with pytest.raises(UsageError, match="exists already"):
+        small_run().save(tmp_path / "run")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
+    with pytest.raises(WorkError, match=r"cannot write .*run: No space left on device"):
+        small_run().save(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/dev/full").exists(), reason="no way to a refusing target"
+)
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkError, match="cannot write"):
+        small_run().save(tmp_path / "file" / "run")
+
+
+def test_progress_is_kept_and_bound_to_its_survey(tmp_path):
+    workspace = Workspace(tmp_path / "run", {"model": "a"})
+    assert workspace.load_progress() is None
+    workspace.save_progress({"contexts": 3}, {"x": torch.ones(2, dtype=torch.float64)})
+    notes, tensors = workspace.load_progress()
+    assert notes == {"contexts": 3}
+    assert torch.equal(tensors["x"], torch.ones(2, dtype=torch.float64))
+    with pytest.raises(UsageError, match="unfinished survey of another model"):
+        Workspace(tmp_path / "run", {"model": "b"}).load_progress()
+    (tmp_path / "run.partial" / "progress.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(UsageError, match="is damaged: remove"):
+        workspace.load_progress()
+
+
+def test_two_surveys_into_one_folder(tmp_path):
+    """The second process is refused while the first holds the lock, and let in afterwards."""
+    code = (
+        "import sys; from pathlib import Path; from theodolite.passes.run import Workspace\n"
+        f"with Workspace(Path({str(tmp_path / 'run')!r}), {{}}).locked(): print('in')"
+    )
+    with Workspace(tmp_path / "run", {}).locked():
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "another process is writing to" in second.stderr
+    third = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert third.stdout == "in\n"
+
+
+def test_a_run_describes_itself_in_a_line():
+    assert repr(small_run()) == "Run of m (1 layers × 1 heads)"

@@ -1,0 +1,388 @@
+"""The whole survey against an independent one that keeps every matrix, on several families."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.fft import dctn
+
+from tests import checkpoints, dense
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import OpenModel, open_model
+from theodolite.passes.run import Run
+from theodolite.passes.survey import spectra, survey
+from theodolite.passes.survey_pass import OnePass
+from theodolite.system.checksums import read_sealed, write_sealed
+from theodolite.theory.regimes import regime_margins
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def texts() -> tuple[list[str], list[str]]:
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "of", "the", "to", "and"]
+    labels = ["a", "b", "c"] * 4
+    chosen = [" ".join(generator.choice(words[i % 3 :], 40)) for i in range(len(labels))]
+    return chosen, labels
+
+
+@pytest.fixture(scope="module")
+def corpus(texts) -> Corpus:
+    return Corpus.from_texts(texts[0], checkpoints.byte_tokenizer(), LENGTH, labels=texts[1], contexts=12)
+
+
+def _kept(model: OpenModel, corpus: Corpus) -> dense.Dense:
+    structure = model.structure
+    return dense.run(model.hf, corpus.contexts, list(structure.attention), list(structure.blocks))
+
+
+@pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
+def test_every_measured_column_equals_the_dense_computation(family, checkpoint, opened, corpus):
+    model = opened(family)
+    run = survey(model, corpus, batch=5)
+    reference = open_model(checkpoint(family))
+    kept = _kept(reference, corpus)
+    tolerance = 2e-3 if family == "gpt_oss" else 2e-5
+    for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
+        np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
+    for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
+        np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
+
+
+def _gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
+    fused = state[f"transformer.h.{layer}.attn.c_attn.weight"].double().numpy()  # Conv1D: (in, out)
+    width = fused.shape[0]
+    return [fused[:, part * width + 8 * head : part * width + 8 * head + 8] for part in range(3)]
+
+
+def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
+    """Oracle: d×d matrices, numpy's eigenvalues, weights by parameter name, covariance by np.cov."""
+    run = survey(opened("gpt2"), corpus)
+    reference = open_model(checkpoint("gpt2"))
+    kept = _kept(reference, corpus)
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        sigma = np.cov(kept.inputs[row.layer][:, 1:].reshape(-1, 32).T, bias=True)
+        for suffix, w in (("", w_q @ w_k.T), ("_data", w_q @ w_k.T @ sigma)):
+            got = {
+                name: getattr(row, name + suffix) for name in ("trace", "trace_of_square", "r", "variance")
+            }
+            square = np.trace(w @ w)
+            expected = {
+                "trace": np.trace(w),
+                "trace_of_square": square,
+                "r": np.trace(w) / 8**0.5,
+                "variance": square / 32 - (np.trace(w) / 32) ** 2,
+            }
+            for name, value in expected.items():
+                assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert getattr(row, "frobenius_squared" + suffix) == pytest.approx((w**2).sum(), rel=1e-5)
+            assert np.isnan(getattr(row, "xi" + suffix)) == (square <= 0)
+            ours = torch.view_as_complex(run.arrays["spectrum" + suffix])[row.layer, row.head].numpy()
+            theirs = sorted(np.linalg.eigvals(w), key=abs)[-8:]
+            np.testing.assert_allclose(sorted(np.abs(ours)), np.sort(np.abs(theirs)), rtol=1e-4)
+
+
+def _frequencies(matrix: np.ndarray) -> list[float]:
+    energy = dctn(matrix, type=2, norm="ortho") ** 2
+    return [energy[:k, :k].sum() / energy.sum() for k in (1, 3, 5, 10)]
+
+
+def test_positional_columns_of_heads_equal_dense_matrices(checkpoint, opened, corpus):
+    """Oracle: P̃WP̃ᵀ, PWPᵀ and QKᵀ written out in numpy from weights by parameter name; scipy's transform."""
+    few = Corpus("few", corpus.contexts[:8], corpus.labels[:8], corpus.label_names, 0)
+    run = survey(opened("gpt2"), few)
+    reference = open_model(checkpoint("gpt2"))
+    kept = _kept(reference, few)
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        w = w_q @ w_k.T
+        x = kept.hidden[row.layer][:, 1:]
+        mean = x.mean((0, 1))
+        tilde = x.mean(0)
+        pos = tilde - mean
+        norm = (
+            state[f"transformer.h.{row.layer}.ln_1.{name}"].double().numpy() for name in ("weight", "bias")
+        )
+        gain, shift = norm
+        centred = tilde - tilde.mean(1, keepdims=True)
+        normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * gain + shift
+        for name, rows in (("argmax_property", tilde), ("argmax_property_normed", normed)):
+            matrix = rows @ w @ rows.T
+            local = [np.argmax(matrix[t, : t + 1]) == t for t in range(len(rows))]
+            assert getattr(row, name) == pytest.approx(np.mean(local)), name
+        bias = state[f"transformer.h.{row.layer}.attn.c_attn.bias"].double().numpy().reshape(3, -1, 8)
+        read = kept.inputs[row.layer][:, 1:]
+        logits = (read @ w_q + bias[0, row.head]) @ (read @ w_k + bias[1, row.head]).transpose(0, 2, 1)
+        expected = np.mean([_frequencies(context) for context in logits], axis=0)
+        for index, k in enumerate((1, 3, 5, 10)):
+            pwp = getattr(row, f"pwp_low_frequency_{k}")
+            assert pwp == pytest.approx(_frequencies(pos @ w @ pos.T)[index], rel=1e-4, abs=1e-7)
+            assert getattr(row, f"qk_low_frequency_{k}") == pytest.approx(expected[index], rel=1e-4)
+
+
+def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, corpus):
+    """Oracle: logits from parameter names; attention on repeated tokens from eager attention."""
+    run = survey(opened("gpt2"), corpus)
+    reference = open_model(checkpoint("gpt2"))
+    kept = _kept(reference, corpus)
+    state = reference.hf.state_dict()
+    for layer in range(3):
+        bias = state[f"transformer.h.{layer}.attn.c_attn.bias"].double().numpy()
+        for head in range(4):
+            w_q, w_k, _ = _gpt2_weights(state, layer, head)
+            query = kept.inputs[layer] @ w_q + bias[8 * head : 8 * head + 8]
+            key = kept.inputs[layer] @ w_k + bias[32 + 8 * head : 32 + 8 * head + 8]
+            logits = np.einsum("cd,ctd->ct", query[:, -1], key) / 8**0.5
+            expected = dense.propagation(logits)
+            np.testing.assert_allclose(run.arrays["propagation_by_position"][layer, head], expected)
+    half = LENGTH // 2
+    # The byte tokenizer has 256 tokens that are not special, and puts nothing around a context.
+    drawn = np.random.default_rng(0).choice(np.arange(256), size=(8, half))
+    ids = torch.from_numpy(np.tile(drawn, (1, 2)))
+    with torch.no_grad():
+        attentions = reference.hf(input_ids=ids, output_attentions=True).attentions
+    scores = [
+        [a[:, h, half:, 1 : half + 1].diagonal(dim1=1, dim2=2).mean() for h in range(4)] for a in attentions
+    ]
+    np.testing.assert_allclose(run.heads.induction, np.array(scores, dtype=float).reshape(-1), rtol=1e-5)
+
+
+def _weak(checkpoint, family: str, folder: Path) -> Path:
+    """The checkpoint with tiny queries and keys: attention is nearly even, and bounds are near what they bound."""
+    shutil.copytree(checkpoint(family), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            value *= 0.01
+        elif "c_attn" in name:
+            value[..., :64] *= 0.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral", "gpt2"])
+def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoint, corpus, tmp_path):
+    """Oracle: Zhai et al.'s bound, written out here, with ν from dense matrices and the keys that a query sees."""
+    model = open_model(_weak(checkpoint, family, tmp_path / "weak"))
+    run = survey(model, corpus)
+    kept = _kept(model, corpus)
+    for row in run.heads.itertuples():
+        weights = model.head_weights(row.layer)
+        w = weights.w_q[row.head] @ weights.w_k[row.head].T * weights.scaling
+        x = kept.inputs[row.layer]
+        nu = max(np.linalg.norm(c, 2) ** 2 for c in x) * float(torch.linalg.matrix_norm(w, 2))
+        bounds = []
+        for query in range(LENGTH):
+            keys = min(query + 1, 7) if family == "mistral" else query + 1
+            beta = np.exp(-nu * np.sqrt(keys / (keys - 1))) if keys > 1 else 0.0
+            top = nu * np.sqrt(keys * (keys - 1)) * beta
+            bounds.append(np.log(1 + (keys - 1) * beta) + top / (1 + (keys - 1) * beta))
+        assert row.entropy_bound == pytest.approx(np.mean(bounds), rel=1e-4)
+        assert 0.1 < row.entropy_bound <= row.entropy
+
+
+def test_the_margin_of_a_regime_is_how_far_its_name_reaches(opened, corpus):
+    """Oracle: `regime_margins` of the table's own ξ and η, whose tests have oracles of their own."""
+    run = survey(opened("llama2"), corpus)
+    for suffix in ("", "_data"):
+        xi, eta = (run.heads[f"{name}_symmetric{suffix}"].to_numpy() for name in ("xi", "eta"))
+        expected = regime_margins(xi, eta)
+        assert run.heads[f"regime{suffix}"].tolist() == expected.name.tolist()
+        np.testing.assert_allclose(run.heads[f"regime_margin{suffix}"], expected.margin, rtol=1e-9)
+
+
+def test_what_follows_from_logits_is_left_open_where_no_matrix_gives_them(opened, corpus):
+    """Qwen 3 normalises queries and keys: scaling W_q would change the spectrum and not the attention."""
+    run = survey(opened("qwen3"), corpus)
+    assert set(run.heads.spectrum_of) == {"projection before norm"}
+    assert run.heads.trace.notna().all()
+    assert run.heads.entropy_bound.isna().all()
+    assert set(run.heads.regime) == {"undefined"}
+    assert run.heads.regime_margin.isna().all()
+    assert run.arrays["propagation_predicted"].isnan().all()
+
+
+def test_a_changed_config_is_another_model(checkpoint, corpus, tmp_path):
+    folder = shutil.copytree(checkpoint("llama2"), tmp_path / "model")
+    survey(open_model(folder), corpus, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 50.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        survey(open_model(folder), corpus, tmp_path / "run")
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_of_nothing_is_refused(opened, corpus, batch):
+    with pytest.raises(UsageError, match="reads nothing"):
+        survey(opened("gpt2"), corpus, batch=batch)
+
+
+def test_spectra_are_written_once(opened, tmp_path):
+    first = spectra(opened("gpt2"), tmp_path / "run")
+    again = spectra(opened("gpt2"), tmp_path / "run")
+    assert again.heads.equals(first.heads)
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        spectra(opened("llama2"), tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="exists and is no run: choose another --out"):
+        spectra(opened("gpt2"), tmp_path / "other")
+
+
+def test_result_does_not_depend_on_how_contexts_are_batched(opened, corpus):
+    one, many = (survey(opened("llama2"), corpus, batch=batch) for batch in (1, 12))
+    for table in ("layers", "heads"):
+        numbers = getattr(one, table).select_dtypes("number")
+        np.testing.assert_allclose(numbers, getattr(many, table)[numbers.columns], rtol=1e-4, atol=1e-7)
+
+
+def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opened, corpus):
+    model = opened("gpt2")
+    first = survey(model, corpus, tmp_path / "a", batch=5)
+    survey(model, corpus, tmp_path / "b", batch=5)
+    for name in (
+        "layers.parquet",
+        "heads.parquet",
+        "sinks.parquet",
+        "arrays.safetensors",
+        "examples.parquet",
+    ):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    calls: list[int] = []
+    again = survey(
+        model, corpus, tmp_path / "a", batch=5, show_progress=lambda done, total: calls.append(done)
+    )
+    assert not calls
+    assert again.heads.equals(first.heads)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpus):
+    model = opened("gpt2")
+
+    def stop_at(contexts: int):
+        def show(done: int, total: int) -> None:
+            if done >= contexts:
+                raise KeyboardInterrupt
+
+        return show
+
+    survey(model, corpus, tmp_path / "whole", batch=2)
+    for contexts in (0, 4, 10):
+        with pytest.raises(KeyboardInterrupt):
+            survey(model, corpus, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
+        assert not (tmp_path / "parts").exists()
+    seen: list[int] = []
+    survey(model, corpus, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
+    assert seen[0] == 10
+    for name in ("layers.parquet", "heads.parquet", "sinks.parquet", "arrays.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+    assert not (tmp_path / "parts.partial").exists()
+
+
+def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, opened, corpus):
+    """As a version left it that did not keep them yet."""
+
+    def stop(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    model = opened("gpt2")
+    with pytest.raises(KeyboardInterrupt):
+        survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
+    path = tmp_path / "run.partial" / "progress.safetensors"
+    tensors, notes = read_sealed(path)
+    del tensors["attention.entropy"]
+    write_sealed(path, tensors, notes)
+    words = (
+        r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
+    )
+    with pytest.raises(UsageError, match=words):
+        survey(model, corpus, tmp_path / "run", batch=1)
+
+
+def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        survey(opened("gpt2"), corpus, tmp_path / "run", show_progress=stop)
+    with pytest.raises(UsageError, match="unfinished survey of another model"):
+        survey(opened("llama2"), corpus, tmp_path / "run")
+    survey(opened("gpt2"), corpus, tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run of another model"):
+        survey(opened("gpt2"), corpus, tmp_path / "run", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "top", "message"),
+    [
+        (200, 10, "longer than the 128"),
+        (16, 5000, "does not fit the 300 tokens"),
+        (2, 10, "use --length 4 or more"),
+    ],
+)
+def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
+    corpus = Corpus.random_tokens(top, length, 3)
+    corpus.contexts[0, 0] = top - 1
+    with pytest.raises(UsageError, match=message):
+        survey(opened("gpt2"), corpus)
+
+
+def test_hidden_states_that_overflow_are_reported(tmp_path):
+    model = checkpoints.build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias.fill_(3e38)
+        model.transformer.h[1].attn.c_proj.bias.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    checkpoints.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(WorkError, match="layer"):
+        survey(open_model(tmp_path), Corpus.random_tokens(300, 16, 3))
+
+
+def test_vision_models_are_refused_by_a_survey(opened, corpus):
+    with pytest.raises(UsageError, match="reads pixel_values, not text"):
+        survey(opened("vit"), corpus)
+
+
+def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
+    run = survey(opened("bloom"), corpus, tmp_path / "run")
+    loaded = Run.load(tmp_path / "run")
+    for table in ("layers", "heads", "sinks", "outliers", "examples"):
+        assert getattr(run, table).equals(getattr(loaded, table)), table
+    assert all(torch.equal(run.arrays[name], loaded.arrays[name]) for name in run.arrays)
+    assert loaded.provenance == run.provenance
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, monkeypatch):
+    """Oracle: float64 numpy on the very hidden states that the half-precision model computed."""
+    streams: list[list[np.ndarray]] = [[] for _ in range(4)]
+    true_stream = OnePass.stream
+
+    def keep(self, layer, hidden):
+        streams[layer].append(hidden.double().numpy())
+        true_stream(self, layer, hidden)
+
+    monkeypatch.setattr(OnePass, "stream", keep)
+    run = survey(open_model(checkpoint("llama2"), dtype=dtype), corpus, batch=4)
+    for layer, parts in enumerate(streams):
+        x = np.concatenate(parts)[:, 1:]
+        np.testing.assert_allclose(run.arrays["mean"][layer], x.mean((0, 1)), rtol=1e-9, atol=1e-12)
+        assert run.layers.norm[layer] == pytest.approx(np.linalg.norm(x, axis=-1).mean(), rel=1e-9)
+        pos = x.mean(0) - x.mean((0, 1))
+        tiled = np.linalg.norm(np.tile(pos, (len(x), 1)), 2)
+        whole = np.linalg.norm((x - x.mean((0, 1))).reshape(-1, 32), 2)
+        assert run.layers.relative_norm[layer] == pytest.approx(tiled / whole, rel=1e-6)

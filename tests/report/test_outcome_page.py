@@ -1,0 +1,147 @@
+"""Oracles: Python's own HTML parser, json and pandas read back what was written; the outcome says what it must be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.report.synthetic import HOSTILE
+from tests.report.test_page import Reader
+from theodolite.errors import WorkError
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
+from theodolite.papers.claims import claims
+from theodolite.papers.hidden_geometry.context_basis import CONTEXTS
+from theodolite.papers.hidden_geometry.tables import TABLES
+from theodolite.passes.run import Run
+from theodolite.report.outcome import Comparison, Outcome
+
+CLAIMS = replace(claims("geometry", "all", [*TABLES, *CONTEXTS]), name="geometry/some-claims")
+FIGURE_2 = EXPERIMENTS["geometry/figure2"]
+
+
+def outcome_of(run: Run, name: str) -> Outcome:
+    return Study(run).outcome(EXPERIMENTS.get(name, CLAIMS))
+
+
+@pytest.mark.parametrize("name", ["geometry/figure2", "geometry/table1", "geometry/figure7", CLAIMS.name])
+def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
+    outcome = outcome_of(run, name)
+    page = write_outcome(EXPERIMENTS.get(name, CLAIMS), outcome, run, tmp_path)
+    assert page == tmp_path / name.replace("/", "-") / "index.html"
+    reader = Reader(page.read_text())
+    assert not reader.open
+    texts = " ".join(text for kind in reader.texts.values() for text in kind)
+    if len(outcome.verdicts) > 1:
+        assert f"{len(outcome.verdicts)} claims: " in texts
+        for answer in {verdict.verdict for verdict in outcome.verdicts}:
+            count = sum(verdict.verdict == answer for verdict in outcome.verdicts)
+            several = {"holds": "hold", "fails": "fail"}.get(answer, answer)
+            assert f"{count} {several if count > 1 else answer}" in texts
+    for verdict in outcome.verdicts:
+        assert verdict.claim in texts
+        assert verdict.evidence.replace("\u00a0", " ") in texts
+    plots = {element["data-figure"] for element in reader.named("div") if element.get("data-figure")}
+    assert plots == {exhibit.key for exhibit in outcome.exhibits}
+    for text, element in zip(reader.texts["script"], reader.named("script")[1:], strict=False):
+        if element.get("type") == "application/json":
+            json.loads(text)
+    scripts = [element for element in reader.named("script") if element.get("type") != "application/json"]
+    assert len(scripts) == 2
+    assert len({script["nonce"] for script in scripts}) == 1
+    assert (page.parent / scripts[0]["src"]).resolve() == (tmp_path / "plotly.min.js").resolve()
+    assert (tmp_path / "plotly.min.js").is_file()
+    for table, frame in outcome.tables.items():
+        back = pd.read_parquet(page.parent / f"table-{table}.parquet")
+        pd.testing.assert_frame_equal(back, frame, check_dtype=False)
+    assert not list(tmp_path.glob("*.writing")) + list(tmp_path.glob("*.old"))
+
+
+def test_result_json_holds_verdicts_numbers_and_provenance(run, tmp_path):
+    outcome = outcome_of(run, "geometry/table1")
+    page = write_outcome(EXPERIMENTS["geometry/table1"], outcome, run, tmp_path)
+    loaded = json.loads((page.parent / "result.json").read_text())
+    assert [Verdict(**verdict) for verdict in loaded["verdicts"]] == outcome.verdicts
+    assert loaded["provenance"] == run.provenance
+    rows = loaded["tables"]["averages"]
+    assert rows[0]["rank estimate"] == pytest.approx(run.layers["rank"].mean())
+    assert rows[1]["incoherence"] is None  # NaN: the paper prints a dash for NanoGPT
+
+
+def test_hostile_text_stays_text(run, tmp_path):
+    provenance = {
+        **run.provenance,
+        "model": {**run.provenance["model"], "id": HOSTILE[0]},
+        "corpus": {**run.provenance["corpus"], "name": HOSTILE[7], "labels": HOSTILE[:4]},
+    }
+    hostile = replace(run, provenance=provenance)
+    outcome = outcome_of(hostile, "geometry/figure2")
+    said = Outcome(
+        [Comparison(*HOSTILE[:3])],
+        [Verdict(text, HOLDS, text) for text in HOSTILE],
+        {"table": pd.DataFrame({HOSTILE[0]: HOSTILE})},
+        outcome.exhibits,
+    )
+    page = write_outcome(FIGURE_2, said, hostile, tmp_path).read_text()
+    plain = Reader(write_outcome(FIGURE_2, outcome, run, tmp_path / "plain").read_text())
+    reader = Reader(page)
+    assert len(reader.named("script")) == len(plain.named("script"))
+    assert not reader.named("b")
+    assert not reader.named("img")
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    index = write_index(tmp_path)
+    assert index is not None
+    assert not Reader(index.read_text()).named("script")
+
+
+def test_the_same_outcome_gives_the_same_bytes_and_replaces_what_was_there(run, tmp_path):
+    outcome = outcome_of(run, "geometry/figure3")
+    first = {
+        p.name: p.read_bytes()
+        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], outcome, run, tmp_path))
+    }
+    (tmp_path / "geometry-figure3" / "stale.txt").write_text("from before")
+    again = outcome_of(run, "geometry/figure3")
+    second = {
+        p.name: p.read_bytes()
+        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], again, run, tmp_path))
+    }
+    assert first == second
+
+
+def _files(page: Path) -> list[Path]:
+    return sorted(page.parent.iterdir())
+
+
+def test_the_index_lists_what_is_there_and_passes_over_what_is_damaged(run, tmp_path):
+    assert write_index(tmp_path) is None
+    for name in ("geometry/figure3", "geometry/table1"):
+        write_outcome(EXPERIMENTS[name], outcome_of(run, name), run, tmp_path)
+    (tmp_path / "geometry-broken").mkdir()
+    (tmp_path / "geometry-broken" / "result.json").write_text("{")
+    index = write_index(tmp_path)
+    assert index is not None
+    links = [element["href"] for element in Reader(index.read_text()).named("a")]
+    assert links == ["geometry-table1/index.html", "geometry-figure3/index.html"]
+    for link in links:
+        assert (tmp_path / str(link)).is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkError, match="cannot write"):
+        write_outcome(FIGURE_2, Outcome([], [], {}), run, tmp_path / "file")
+
+
+def test_marks_tell_the_answers_apart(run, tmp_path):
+    verdicts = [Verdict(answer, answer, "1") for answer in (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)]
+    page = write_outcome(FIGURE_2, Outcome([], verdicts, {}), run, tmp_path)
+    reader = Reader(page.read_text())
+    marks = [element.get("class") for element in reader.named("li")]
+    assert [mark for mark in marks if mark] == ["holds", "partly", "fails", "open", "open"]
+    assert reader.texts["span"][::2] == ["✓", "◐", "✗", "–", "–"]

@@ -1,0 +1,179 @@
+"""Rules of what to leave out; oracle: rows of tables written here by hand, and plain comparisons of token ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.passes.run import Run
+from theodolite.sinks.exclusions import Mask, Rule
+from theodolite.sinks.outliers import Outliers, find_outliers
+
+PROVENANCE = {
+    "schema_version": 3,
+    "model": {"id": "m", "revision": None, "sha256": "1" * 64, "layers": 2, "heads": 2},
+    "corpus": {"name": "text", "sha256": "2" * 64, "contexts": 4, "length": 8},
+}
+SINKS = pd.DataFrame(
+    {
+        "layer": [0, 1, 1, 1],
+        "head": [1, 0, 0, 0],
+        "token_id": [7, 3, 4, 9],
+        "token": ["\n", "a", "b", "c"],
+        "first": [False, True, True, False],
+        "contexts": [2, 1, 2, 1],
+        "share": [0.5, 0.25, 0.5, 0.001],
+    }
+)
+OUTLIERS = pd.DataFrame(
+    {
+        "layer": [1, 2],
+        "dimension": [5, 6],
+        "share": [0.4, 0.0],
+        "maximum": [9.0, 3.0],
+        "maximum_first": [1.0, 300.0],
+        "massive": [0, 0],
+        "massive_first": [0, 2],
+    }
+)
+EMPTY = pd.DataFrame()
+SURVEYED = Run(EMPTY, EMPTY, SINKS, OUTLIERS, EMPTY, {}, PROVENANCE)
+TRACED = replace(
+    SURVEYED,
+    sinks=EMPTY,
+    outliers=EMPTY,
+    traces=pd.DataFrame(
+        {
+            "layer": [0, 1, 1],
+            "head": [1, 0, 1],
+            "kind": ["later", "first", "learned"],
+            "token_id": [7, -1, -1],
+            "token": ["\n", "", ""],
+            "share": [0.5, 0.75, 1.0],
+        }
+    ),
+    provenance=PROVENANCE | {"fingerprint": {"trace": True}},
+)
+
+
+def test_rules_of_a_survey():
+    assert Mask.of(SURVEYED).rules == (
+        Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
+        Rule("outlier dimension", 1, dimension=5, share=0.4),
+        Rule("sink", 1, head=0, first=True, share=0.75),
+        Rule("massive activation", 2, dimension=6, first=True, share=0.5),
+    )
+    assert len(Mask.of(SURVEYED, 0.0).rules) == 6  # with the rare sink and the rare outlier
+    assert [rule.what for rule in Mask.of(SURVEYED, 0.6).rules] == ["sink"]
+
+
+def test_massive_activations_are_rules_from_the_least_share_on():
+    """Oracle: by hand, 4 contexts: 2 of them at position 0, and 3 or 9 values after it."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0)
+    run = replace(SURVEYED, sinks=SINKS[:0], outliers=table)
+    shares = [(rule.layer, rule.first, rule.share) for rule in Mask.of(run).rules]
+    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 1.0)]
+    assert [rule.share for rule in Mask.of(run, 0.8).rules] == [1.0]
+
+
+def test_rules_of_outliers(tmp_path):
+    """Oracle: tables written by hand, 8 contexts. At position 0 all tokens are one rule, later each is its own."""
+    dimensions = pd.DataFrame(
+        {
+            "layer": [0, 1, 1, 2],
+            "dimension": [4, 4, 5, 6],
+            "share": [0.5, 0.001, 0.0, 0.9],
+            "published": [True, True, False, False],
+            "adaptive": [False, False, True, False],
+        }
+    )
+    massive = pd.DataFrame(
+        {
+            "layer": [1, 1, 1, 2],
+            "dimension": [7, 7, 7, 7],
+            "token_id": [3, 9, 5, 3],
+            "token": ["a", "b", ".", "a"],
+            "first": [True, True, False, False],
+            "contexts": [2, 4, 2, 1],
+            "places": [2, 4, 3, 1],
+            "published": [2, 4, 3, 0],
+            "adaptive": [2, 4, 3, 1],
+            "mean": [200.0] * 4,
+            "extreme": [300.0] * 4,
+            "position": [0.0, 0.0, 5.0, 6.0],
+        }
+    )
+    numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
+    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, numbers)
+    mask = Mask.of(found, 0.2)
+    assert mask.rules == (
+        Rule("outlier dimension", 0, dimension=4, share=0.5),
+        Rule("massive activation", 1, dimension=7, first=True, share=0.75),
+        Rule("massive activation", 1, dimension=7, first=False, token_id=5, token=".", share=0.25),
+        Rule("outlier dimension", 1, dimension=5, share=0.0),
+    )
+    assert mask.model["sha256"] == "1" * 64
+    mask.save(tmp_path / "mask.json")
+    assert Mask.load(tmp_path / "mask.json") == mask
+
+
+def test_rules_of_outliers_of_a_model():
+    """Oracle: the tables that `find_outliers` itself gives."""
+    model = open_model()
+    ids = torch.arange(200).view(4, 50)
+    found = find_outliers(model, Corpus("some", ids, torch.full((4,), -1), [], 0))
+    mask = Mask.of(found)
+    named = found.dimensions[found.dimensions["published"] | found.dimensions["adaptive"]]
+    assert len(mask.rules) >= len(named) > 0
+    assert mask.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
+    assert mask.corpus["name"] == "some"
+
+
+def test_rules_of_a_trace():
+    assert Mask.of(TRACED).rules == (
+        Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
+        Rule("sink", 1, head=0, first=True, share=0.75),
+        Rule("sink", 1, head=1, share=1.0),
+    )
+
+
+def test_tokens_and_dimensions():
+    mask = Mask.of(SURVEYED)
+    ids = torch.tensor([[7, 1, 7, 2], [3, 7, 7, 7]])
+    assert mask.tokens(ids, layer=0).tolist() == [[False, False, True, False], [False, True, True, True]]
+    assert mask.tokens(ids, layer=1).tolist() == [[True, False, False, False]] * 2
+    assert mask.tokens(ids[0]).tolist() == [True, False, True, False]
+    assert [mask.dimensions(layer) for layer in range(3)] == [[], [5], [6]]
+
+
+def test_a_file_is_read_again(tmp_path):
+    mask = Mask.of(SURVEYED)
+    mask.save(tmp_path / "mask.json")
+    assert Mask.load(tmp_path / "mask.json") == mask
+    rules = json.loads((tmp_path / "mask.json").read_text())["rules"]
+    assert rules[1] == {"what": "outlier dimension", "layer": 1, "dimension": 5, "share": 0.4}
+    assert (tmp_path / "mask.json").stat().st_size < 1000
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(UsageError, match="give one from 0 to 1"):
+        Mask.of(SURVEYED, 2.0)
+    with pytest.raises(UsageError, match="give the folder of a survey"):
+        Mask.of(replace(SURVEYED, provenance={"model": PROVENANCE["model"]}))
+    with pytest.raises(UsageError, match="no file at"):
+        Mask.load(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(UsageError, match="no mask that theodolite wrote"):
+        Mask.load(tmp_path / "other.json")
+    (tmp_path / "newer.json").write_text('{"schema_version": 9}')
+    with pytest.raises(UsageError, match="upgrade theodolite"):
+        Mask.load(tmp_path / "newer.json")
+    with pytest.raises(WorkError, match="cannot write"):
+        Mask.of(SURVEYED).save(tmp_path / "no" / "mask.json")

@@ -1,0 +1,683 @@
+"""The trace against an independent one that keeps every matrix; planted sinks; streaming; what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import checkpoints, planted
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import open_model
+from theodolite.passes.run import Run
+from theodolite.sinks.trace import trace_sinks
+
+CONTEXTS, LENGTH, HEADS, LAYERS = 6, 24, 4, 3
+LEARNED = -1
+
+
+@dataclass
+class Kept:
+    """Everything of a small model on a few contexts, from its own eager attention; float64."""
+
+    hidden: np.ndarray  # (layers + 1, C, T, d), before any final norm
+    attention: np.ndarray  # (L, C, H, T, T)
+    visible: np.ndarray  # (L, T, T)
+    value: np.ndarray  # (L, C, H, T, w)
+    w_o: np.ndarray  # (L, H, w, d)
+    learned: bool
+
+
+LAYOUT: dict[str, tuple[str, str, str | None]] = {
+    # what gives the values, what holds W_O, the final norm
+    "gpt2": ("transformer.h.{}.attn.c_attn", "transformer.h.{}.attn.c_proj", "transformer.ln_f"),
+    "bloom": (
+        "transformer.h.{}.self_attention.query_key_value",
+        "transformer.h.{}.self_attention.dense",
+        "transformer.ln_f",
+    ),
+    "bert": (
+        "bert.encoder.layer.{}.attention.self.value",
+        "bert.encoder.layer.{}.attention.output.dense",
+        None,
+    ),
+    "modernbert": ("model.layers.{}.attn.Wqkv", "model.layers.{}.attn.Wo", "model.final_norm"),
+}
+DEFAULT_LAYOUT = ("model.layers.{}.self_attn.v_proj", "model.layers.{}.self_attn.o_proj", "model.norm")
+
+
+def _values(family: str, output: torch.Tensor) -> torch.Tensor:
+    """(C, H, T, w) from what leaves the projection."""
+    contexts, length, _ = output.shape
+    if family == "gpt2":
+        found = output[..., 64:].view(contexts, length, HEADS, 8)
+    elif family == "bloom":
+        found = output.view(contexts, length, HEADS, 3, 8)[..., 2, :]
+    elif family == "modernbert":
+        found = output.view(contexts, length, 3, HEADS, 8)[:, :, 2]
+    elif family == "bert":
+        found = output.view(contexts, length, HEADS, 8)
+    else:
+        width = 12 if family in ("gemma2", "gpt_oss") else 8
+        found = output.view(contexts, length, -1, width)
+        found = found.repeat_interleave(HEADS // found.shape[2], dim=2)
+    return found.transpose(1, 2)
+
+
+def _visible(config: Any, layer: int, length: int) -> np.ndarray:
+    query, key = np.arange(length)[:, None], np.arange(length)
+    kinds = getattr(config, "layer_types", None)
+    local = kinds[layer] == "sliding_attention" if kinds else config.model_type == "mistral"
+    if config.model_type == "modernbert":
+        return np.abs(query - key) <= config.local_attention // 2 if local else key <= query + length
+    seen = key <= query + (length if config.model_type == "bert" else 0)
+    return seen & (key > query - config.sliding_window) if local else seen
+
+
+def keep(family: str, hf: Any, ids: torch.Tensor) -> Kept:
+    """Run eagerly and keep everything. In a float64 model the softmax is float64 too."""
+    hf.set_attn_implementation("eager")
+    value_name, output_name, norm_name = LAYOUT.get(family, DEFAULT_LAYOUT)
+    values: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []
+    hooks = [
+        hf.get_submodule(value_name.format(layer)).register_forward_hook(
+            lambda _, args, output: values.append(_values(family, output))
+        )
+        for layer in range(LAYERS)
+    ]
+    if norm_name:
+        norm = hf.get_submodule(norm_name)
+        hooks.append(norm.register_forward_pre_hook(lambda _, args: last.append(args[0])))
+    true_softmax = F.softmax
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        # Llama's eager attention and others' take it in float32, whatever the model's dtype.
+        patch.setattr(F, "softmax", lambda x, dim=-1, dtype=None: true_softmax(x, dim=dim))
+        done = hf(input_ids=ids, output_attentions=True, output_hidden_states=True, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    hidden = [*done.hidden_states[:-1], last[0] if last else done.hidden_states[-1]]
+    weights = [hf.get_submodule(output_name.format(layer)).weight for layer in range(LAYERS)]
+    w_o = [(w if family == "gpt2" else w.T).detach().double().numpy() for w in weights]
+    return Kept(
+        hidden=np.stack([h.double().numpy() for h in hidden]),
+        attention=np.stack([a.double().numpy() for a in done.attentions]),
+        visible=np.stack([_visible(hf.config, layer, ids.shape[1]) for layer in range(LAYERS)]),
+        value=np.stack([v.double().numpy() for v in values]),
+        w_o=np.stack([w.reshape(HEADS, -1, w.shape[-1]) for w in w_o]),
+        learned=family == "gpt_oss",
+    )
+
+
+def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
+    """Between groups, and in total, by definition; zeros where there are not two groups."""
+    names = np.unique(group)
+    if len(names) < 2:
+        return 0.0, 0.0
+    mean = x.mean(0)
+    between = sum((group == g).sum() * ((x[group == g].mean(0) - mean) ** 2).sum() for g in names)
+    return float(between), float(((x - mean) ** 2).sum())
+
+
+def ratio(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """Σb/Σt of independent pairs and its standard error: the textbook's of a ratio estimator."""
+    b, t = np.array(pairs).reshape(-1, 2).T
+    if not t.sum():
+        return math.nan, math.nan
+    r, effective = b.sum() / t.sum(), t.sum() ** 2 / (t**2).sum()
+    if effective <= 1.5:
+        return r, math.nan
+    return r, math.sqrt(((b - r * t) ** 2).sum()) / t.sum() * math.sqrt(effective / (effective - 1))
+
+
+def paired(pairs: list[tuple[float, float]], before: list[tuple[float, float]]) -> tuple[float, float]:
+    """Difference of two such ratios over the same contexts: influence values, by the textbook."""
+    both = np.array([pairs, before], dtype=float)
+    b, t = both[..., 0], both[..., 1]
+    if not t.sum(1).all():
+        return math.nan, math.nan
+    r = b.sum(1) / t.sum(1)
+    influence = ((b - r[:, None] * t) / t.sum(1, keepdims=True) * [[1], [-1]]).sum(0)
+    effective = (t.sum(1) ** 2 / (t**2).sum(1)).min()
+    if effective <= 1.5:
+        return r[0] - r[1], math.nan
+    return r[0] - r[1], math.sqrt((influence**2).sum() * effective / (effective - 1))
+
+
+def catch(
+    kept: Kept, layer: int, context: int, head: int, stretches: bool = False
+) -> tuple[dict[int, float], set[int], np.ndarray, np.ndarray]:
+    """Sinks with what they receive, those of a stretch, which queries count, and who caught each (−2: none)."""
+    p, seen = kept.attention[layer, context, head], kept.visible[layer]
+    length = len(p)
+    received = p.sum(0) / np.maximum(seen.sum(0), 1)
+    eligible = seen.sum(0) - 1 >= min(16, math.ceil(length / 4))
+    assert np.abs(received - 0.3).min() > 1e-6, "too near the threshold to compare"
+    sinks = {int(k): float(received[k]) for k in np.flatnonzero((received > 0.3) & eligible)}
+    of_stretch: set[int] = set()
+    if stretches:
+        caught_by = [int(row.argmax()) for row in p]
+        for key in range(length):
+            queries = [q for q in range(length) if caught_by[q] == key != q and p[q, key] > 0.3]
+            if len(queries) >= min(16, math.ceil(length / 4)) and key not in sinks:
+                of_stretch.add(key)
+        sinks = {key: float(received[key]) for key in sorted({*sinks, *of_stretch})}
+    columns = dict(enumerate(p.T))
+    if kept.learned:
+        columns[LEARNED] = 1 - p.sum(1)
+        if columns[LEARNED].mean() > 0.3:
+            sinks[LEARNED] = float(columns[LEARNED].mean())
+    counts = np.array([i > 0 and i not in sinks for i in range(length)])
+    caught = np.full(length, -2)
+    for i in np.flatnonzero(counts):
+        best = max(sinks, key=lambda s: columns[s][i], default=None)
+        if best is not None:
+            assert abs(columns[best][i] - 0.3) > 1e-6, "too near the threshold to compare"
+            caught[i] = best if columns[best][i] > 0.3 else -2
+    return sinks, of_stretch, counts, caught
+
+
+def expected(
+    kept: Kept, ids: np.ndarray, stretches: bool = False
+) -> tuple[dict[tuple, dict], dict[tuple, dict]]:
+    """Rows of `traces` by (layer, head, kind, token) and of `heads` by (layer, head), arrays included."""
+    layers, contexts, heads, length, _ = kept.attention.shape
+    traces: dict[tuple, dict[str, Any]] = {}
+    by_head: dict[tuple, dict[str, Any]] = {}
+    for layer, context, head in np.ndindex(layers, contexts, heads):
+        sinks, of_stretch, counts, caught = catch(kept, layer, context, head, stretches)
+        if not sinks:
+            continue
+        p, v = kept.attention[layer, context, head], kept.value[layer, context, head]
+        output = p @ v @ kept.w_o[layer, head]
+        written = v @ kept.w_o[layer, head]
+        places = {-1: output, **{r: kept.hidden[r, context] for r in range(layer, layers + 1)}}
+        groups = caught[counts]
+        row = by_head.setdefault(
+            (layer, head), {"contexts": 0, "moment": 0, "pairs": {}, "chance": {}, "shifted": 0.0}
+        )
+        row["contexts"] += 1
+        centred = output[counts] - output[counts].mean(0)
+        row["moment"] = row["moment"] + centred.T @ centred
+        for fifth in range(1, 5):  # a pair of 0 and 0 where there are no two groups
+            row["shifted"] += (
+                sums_of_squares(output[counts], np.roll(groups, -(len(groups) * fifth // 5)))[0] / 4
+            )
+        for place, x in places.items():
+            b, t = sums_of_squares(x[counts], groups)
+            row["pairs"].setdefault(place, []).append((b, t))
+            share = (len(np.unique(groups)) - 1) / max(counts.sum() - 1, 1)
+            row["chance"][place] = row["chance"].get(place, 0) + t * share
+        for sink, received in sinks.items():
+            later = "stretch" if sink in of_stretch else "later"
+            kind = {0: "first", LEARNED: "learned"}.get(sink, later)
+            key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "stretch") else -1)
+            row = traces.setdefault(key, {"of": {}, "found": [], "chance": {}, "shifted": 0.0})
+            own = caught[counts] == sink
+            for fifth in range(1, 5):
+                moved = np.roll(own, -(len(own) * fifth // 5))
+                row["shifted"] += sums_of_squares(output[counts], moved)[0] / 4
+            for place, x in places.items():
+                b, t = sums_of_squares(x[counts], own)
+                pairs = row["of"].setdefault(place, {})
+                before = pairs.get(context, (0, 0))
+                pairs[context] = (before[0] + b, before[1] + t)  # two sinks of one token are not independent
+                row["chance"][place] = row["chance"].get(place, 0) + t / max(counts.sum() - 1, 1)
+            seen = kept.visible[layer][:, sink] if sink >= 0 else np.ones(length, dtype=bool)
+            n, n1 = counts.sum(), own.sum()
+            x = output[counts]
+            difference = x[own].mean(0) - x[~own].mean(0) if 0 < n1 < n else np.zeros(x.shape[1])
+            at = np.flatnonzero(counts)[own]
+            row["found"].append(
+                {
+                    "context": context,
+                    "position": sink,
+                    "received": received,
+                    "caught": n1,
+                    "seen": (seen & counts).sum(),
+                    "first": at.min() if n1 else math.nan,
+                    "last": at.max() if n1 else math.nan,
+                    "weight": n1 * (n - n1) / n if n else 0,
+                    "difference": difference,
+                    "value": written[sink] if sink >= 0 else np.zeros(x.shape[1]),
+                    "others": np.linalg.norm(written[counts], axis=1).mean() if n else 0,
+                }
+            )
+    return (
+        {key: _trace_row(row, key[0], layers, contexts, length) for key, row in traces.items()},
+        {key: _head_row(row, key[0], layers, contexts) for key, row in by_head.items()},
+    )
+
+
+def _release(
+    of: dict[int, list], layer: int, layers: int, sums: dict[int, float], shifted: float
+) -> dict[str, Any]:
+    """Columns and arrays of η² at the head's output (place −1) and in the stream.
+
+    `sums`: of squares that a random grouping explains, by place; `shifted`: one shifted along the context.
+    """
+    tag, tag_se = ratio(of[-1])
+    totals = {place: sum(t for _, t in pairs) for place, pairs in of.items()}
+    chance = {place: sums[place] / total if total else math.nan for place, total in totals.items()}
+    stream = np.full((layers + 1, 2), math.nan)
+    for place in range(layer, layers + 1):
+        stream[place] = ratio(of[place])
+    after = stream[layer + 1 :, 0]
+    best = layer + 1 + (0 if np.isnan(after).all() else int(np.nanargmax(after)))
+    gain, gain_se = paired(of[best], of[layer])
+    return {
+        "tag_chance": chance[-1],
+        "tag_shifted": shifted / totals[-1] if totals[-1] else math.nan,
+        "gain": gain,
+        "gain_se": gain_se,
+        "release_chance": np.array([chance.get(place, math.nan) for place in range(layers + 1)]),
+        "tag": tag,
+        "tag_se": tag_se,
+        "before": stream[layer, 0],
+        "after": stream[layer + 1, 0],
+        "released": stream[best, 0],
+        "released_se": stream[best, 1],
+        "released_layer": -1 if np.isnan(stream[best, 0]) else best,
+        "last": stream[-1, 0],
+        "release": stream[:, 0],
+        "release_se": stream[:, 1],
+    }
+
+
+def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, length: int) -> dict[str, Any]:
+    found = pd.DataFrame([{k: v for k, v in f.items() if np.ndim(v) == 0} for f in row["found"]])
+    weight, caught = found.weight.to_numpy(), found.caught.to_numpy()
+    width = len(row["found"][0]["value"])
+    direction = np.full(width, math.nan)
+    if weight.sum():
+        direction = np.sum([f["weight"] * f["difference"] for f in row["found"]], axis=0) / weight.sum()
+    value = np.sum([f["caught"] * f["value"] for f in row["found"]], axis=0) / max(caught.sum(), 1)
+    own = sum(f["caught"] * np.linalg.norm(f["value"]) for f in row["found"])
+    others = sum(f["caught"] * f["others"] for f in row["found"])
+    product = np.linalg.norm(direction) * np.linalg.norm(value)
+    size = np.abs(np.nan_to_num(direction))
+    order = np.argsort(-size, kind="stable")[:5]
+    limit = 6 / 0.6745 * np.sort(size)[(width - 1) // 2]
+    of = {place: list(pairs.values()) for place, pairs in row["of"].items()}
+    columns = {
+        "contexts": found.context.nunique(),
+        "share": found.context.nunique() / contexts,
+        "position": found.position.mean(),
+        "received": found.received.mean(),
+        "caught": caught.sum() / (contexts * (length - 1)),
+        "caught_of_seen": caught.sum() / found.seen.sum() if found.seen.sum() else math.nan,
+        "first_caught": found["first"].mean(),
+        "last_caught": found["last"].mean(),
+        "alignment": direction @ value / product if product > 0 else math.nan,
+        "value_ratio": own / others if others else math.nan,
+        "dimension": order[0] if size.any() else -1,
+        "dimension_share": size.max() ** 2 / (size**2).sum() if size.any() else math.nan,
+        "outlier_dimensions": " ".join(str(d) for d in order if size[d] > limit),
+        "tag_direction": direction,
+        **_release(of, layer, layers, row["chance"], row["shifted"]),
+    }
+    return columns | {"tagged": columns["caught"] * columns["tag"]}
+
+
+def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> dict[str, Any]:
+    values, vectors = np.linalg.eigh(row["moment"])
+    released = _release(row["pairs"], layer, layers, row["chance"], row["shifted"])
+    return {
+        "contexts": row["contexts"],
+        "share": row["contexts"] / contexts,
+        "principal_share": values[-1] / values.sum(),
+        "principal_direction": vectors[:, -1],
+        "head_release": released.pop("release"),
+        "head_release_se": released.pop("release_se"),
+        "head_release_chance": released.pop("release_chance"),
+        **released,
+    }
+
+
+# Family → by how much its queries are longer than those of tests/checkpoints.py, so that there are sinks.
+STRENGTH = {
+    "gpt2": 14.0,
+    "bert": 4.0,
+    "bloom": 2.0,
+    "llama3": 4.0,
+    "mistral": 8.0,
+    "gemma2": 2.0,
+    "gpt_oss": 1.0,
+    "modernbert": 6.0,
+}
+MODERNBERT = {
+    **checkpoints.FAMILIES["bert"][2],
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
+    "local_attention": 14,
+    "global_attn_every_n_layers": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory: pytest.TempPathFactory):
+    """strong(family) → the folder of a tiny random model that has sinks."""
+
+    def folder(family: str) -> Path:
+        path = Path(tmp_path_factory.getbasetemp()) / "strong" / family
+        if path.exists():
+            return path
+        with pytest.MonkeyPatch.context() as patch:
+            named = ("ModernBertForMaskedLM", "ModernBertConfig", MODERNBERT)
+            patch.setitem(checkpoints.FAMILIES, "modernbert", named)
+            model = checkpoints.build(family)
+        queries = ("q_proj.weight", "query.weight", "query_key_value.weight")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "c_attn.weight" in name:
+                    parameter[:, :32] *= STRENGTH[family]
+                elif "Wqkv.weight" in name:
+                    parameter[:32] *= STRENGTH[family]
+                elif name.endswith(queries):
+                    parameter *= STRENGTH[family]
+                elif name.endswith("sinks"):
+                    parameter += torch.tensor([4.0, 0.0, 3.0, -2.0])
+        model.save_pretrained(path)
+        return path
+
+    return folder
+
+
+def some_ids(contexts: int = CONTEXTS, seed: int = 1) -> torch.Tensor:
+    """Of a small vocabulary, so that a token is a sink more than once in a context."""
+    return torch.randint(12, (contexts, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
+    scale = np.nanmax(np.abs(expected), initial=1e-3) if np.ndim(expected) else max(abs(expected), 1e-3)
+    if np.isnan(scale):
+        scale = 1.0
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale, err_msg=str(what))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kinds"),
+    [
+        ("gpt2", "float64", {"first", "later"}),
+        ("gpt2", "float32", {"first", "later"}),
+        ("bert", "float64", {"first", "later"}),
+        ("bloom", "float64", {"first", "later"}),
+        ("llama3", "float64", {"first", "later"}),
+        ("llama3", "float32", {"first", "later"}),
+        ("mistral", "float64", {"first", "later"}),
+        ("gemma2", "float64", {"first", "later"}),
+        ("gpt_oss", "float32", {"learned", "later"}),
+        ("modernbert", "float64", {"first", "later"}),
+        ("gpt2", "float64", {"first", "later", "stretch"}),
+        ("gpt_oss", "float32", {"first", "learned", "later", "stretch"}),
+        ("bert", "float64", {"first", "later", "stretch"}),
+    ],
+)
+def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
+    ids = some_ids()
+    model = open_model(strong(family), dtype=dtype)
+    run = trace_sinks(model, ids, stretches="stretch" in kinds, batch=4)
+    reference = type(model.hf).from_pretrained(strong(family), dtype=getattr(torch, dtype)).eval()
+    traces, heads = expected(keep(family, reference, ids), ids.numpy(), "stretch" in kinds)
+    assert set(run.traces.kind) == kinds
+    keys = list(zip(run.traces.layer, run.traces["head"], run.traces.kind, run.traces.token_id, strict=True))
+    assert sorted(keys) == sorted(traces)
+    assert [(row.layer, row.head) for row in run.heads.itertuples()] == sorted(heads)
+    # Directions are kept in float32.
+    tolerance = 1e-9 if dtype == "float64" else 1e-4
+    rows = [(run.traces, traces, keys), (run.heads, heads, sorted(heads))]
+    for table, by_key, order in rows:
+        for number, key in enumerate(order):
+            for name, value in by_key[key].items():
+                got = run.arrays[name][number].numpy() if name in run.arrays else table[name][number]
+                if isinstance(value, str):
+                    assert got == value, (key, name)
+                    continue
+                if name == "principal_direction":
+                    got = got * np.sign(got @ value)
+                direction = name.endswith("_direction")
+                _close(got, value, max(tolerance, 1e-6) if direction else tolerance, (key, name))
+    own = set(run.traces) - {"layer", "head", "kind", "token_id", "token"}
+    arrays = {"tag_direction", "release", "release_se", "release_chance"}
+    assert own | arrays == set(next(iter(traces.values())))
+    assert run.traces.tagged.dropna().is_monotonic_decreasing
+
+
+@pytest.fixture(scope="module")
+def planted_run(tmp_path_factory: pytest.TempPathFactory):
+    """planted_run(family, ids, dtype) → the trace of a planted checkpoint."""
+
+    def trace(family: str, ids: torch.Tensor, dtype: str = "float64", **options: Any) -> Run:
+        folder = Path(tmp_path_factory.getbasetemp()) / "planted" / family
+        if not folder.exists():
+            planted.write(family, folder)
+        return trace_sinks(open_model(folder, dtype=dtype), ids, **options)
+
+    return trace
+
+
+def _planted_keys() -> list[tuple[int, int, str, int]]:
+    token = {planted.IS_S1: ("later", planted.S1), planted.IS_S2: ("later", planted.S2)}
+    return [(layer, head, *token.get(marker, ("first", -1))) for layer, head, marker, _ in planted.SINKS]
+
+
+def _keys(run: Run) -> list[tuple[int, int, str, int]]:
+    return [(row.layer, row.head, row.kind, row.token_id) for row in run.traces.itertuples()]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
+    """Oracle: where they were planted, and what was planted there."""
+    ids = planted.contexts(8)
+    run = planted_run(family, ids)
+    assert sorted(_keys(run)) == sorted(_planted_keys())
+    assert (run.traces.share == 1).all()
+    rows = [_keys(run).index(key) for key in _planted_keys()]
+    table, directions = run.traces.iloc[rows].reset_index(drop=True), run.arrays["tag_direction"][rows]
+    cosine = torch.stack(
+        [torch.cosine_similarity(d.double(), planted.tag(n), 0) for n, d in enumerate(directions)]
+    )
+    # Alone, a sink's tag is what it writes. Beside another, what the others got is in part the other's tag.
+    assert cosine[0] > 0.999
+    assert table.alignment[0] > 0.999
+    np.testing.assert_allclose(table.alignment, cosine, atol=2e-3)
+    assert (cosine > 0.8).all()
+    assert table.dimension[0] == planted.OUTLIER
+    assert table.outlier_dimensions.tolist() == [str(planted.OUTLIER), "", "", "", ""]
+    # A third each is caught, but for tokens that stand before their sink.
+    assert table.caught.between(0.29, 0.48).all()
+    release = run.arrays["release"][rows]
+    assert release[0, 1:3].min() > 0.5  # written by layer 0, taken out by layer 2
+    assert release[0, 3:].max() < release[0, 0] + 0.02 < 0.2
+    assert table.released_layer[0] == 1
+    # What nothing takes out stays; more of it than of what the others' tags added was in the stream before.
+    assert (table["last"][1:] > 1.5 * table.before[1:]).all()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_planted_shares_are_those_of_the_geometry(family, planted_run):
+    """Oracle: attention and values as planted, multiplied out in numpy; no model."""
+    ids = planted.contexts(8).numpy()
+    run = planted_run(family, torch.from_numpy(ids))
+    for head, sinks in ((1, [planted.S1]), (2, [planted.S1, planted.S2])):
+        found: dict[Any, list[tuple[float, float]]] = {name: [] for name in (*sinks, "all", "after")}
+        for context in ids:
+            p = planted.attention(context, head)
+            # Head (0, 2) reads the values of its own two sinks, head (0, 1) those of S1 only.
+            output = {h: planted.attention(context, h) @ planted.written(context, h) for h in (1, 2)}
+            counts = np.flatnonzero(~np.isin(context, sinks))[1:]
+            at = {sink: int(np.flatnonzero(context == sink)[0]) for sink in sinks}
+            paid = np.stack([p[counts, at[sink]] for sink in sinks])
+            group = np.where(paid.max(0) > 0.3, np.array(sinks)[paid.argmax(0)], -1)
+            for sink in sinks:
+                found[sink].append(sums_of_squares(output[head][counts], group == sink))
+            found["all"].append(sums_of_squares(output[head][counts], group))
+            stream = planted.embeddings().numpy()[context] + output[1] + output[2]
+            found["after"].append(sums_of_squares(stream[counts], group))
+        row = run.heads[(run.heads.layer == 0) & (run.heads["head"] == head)].iloc[0]
+        assert row.tag == pytest.approx(ratio(found["all"])[0], abs=1e-4)
+        assert row.after == pytest.approx(ratio(found["after"])[0], abs=1e-4)
+        assert row.tag_se == pytest.approx(ratio(found["all"])[1], rel=1e-2)
+        for sink in sinks:
+            chosen = run.traces[run.traces.token_id == sink]
+            row = chosen[(chosen.layer == 0) & (chosen["head"] == head)].iloc[0]
+            assert row.tag == pytest.approx(ratio(found[sink])[0], abs=1e-4)
+
+
+def test_a_token_that_stands_first_is_kept_apart_from_the_same_token_later(planted_run):
+    ids = planted.contexts(6)
+    first = ids[:2].clone()
+    first[first == planted.S1] = 2
+    first[:, 0] = planted.S1
+    run = planted_run("llama", torch.cat([ids[2:], first]))
+    own = run.traces[(run.traces.layer == 0) & (run.traces["head"] == 1)].set_index("kind")
+    assert own.share.to_dict() == {"later": pytest.approx(4 / 6), "first": pytest.approx(2 / 6)}
+    assert own.token_id.to_dict() == {"later": planted.S1, "first": -1}
+    assert (own.alignment > 0.999).all()
+    assert own.position["first"] == 0 < own.position["later"]
+
+
+def test_less_precision_changes_little(planted_run):
+    """Oracle: the same planted model in float64."""
+    ids = planted.contexts(8)
+    exact = planted_run("llama", ids)
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
+        run = planted_run("llama", ids, dtype)
+        order = [_keys(run).index(key) for key in _keys(exact)]
+        for name in ("tag", "after", "last", "alignment"):
+            got = run.traces[name].to_numpy()[order]
+            np.testing.assert_allclose(got, exact.traces[name], atol=tolerance, err_msg=name)
+
+
+BYTES = ("traces.parquet", "heads.parquet", "arrays.safetensors")
+
+
+def test_the_order_and_the_batches_of_contexts_do_not_matter(strong):
+    model, ids = open_model(strong("llama3"), dtype="float64"), some_ids()
+    whole = trace_sinks(model, ids, batch=6)
+    for other in (trace_sinks(model, ids, batch=1), trace_sinks(model, ids.flip(0), batch=4)):
+        numbers = whole.traces.select_dtypes("number").columns
+        np.testing.assert_allclose(other.traces[numbers], whole.traces[numbers], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            other.heads.select_dtypes("number"), whole.heads.select_dtypes("number"), rtol=1e-9, atol=1e-12
+        )
+        assert other.traces.outlier_dimensions.equals(whole.traces.outlier_dimensions)
+
+
+def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
+    model, ids = open_model(strong("bloom")), some_ids()
+
+    def stop_at(contexts: int):
+        def show(done: int, total: int) -> None:
+            if done >= contexts:
+                raise KeyboardInterrupt
+
+        return show
+
+    whole = trace_sinks(model, ids, tmp_path / "whole", batch=2)
+    for contexts in (0, 2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
+        assert not (tmp_path / "parts").exists()
+    seen: list[int] = []
+    trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
+    assert seen[0] == 4
+    for name in BYTES:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+    loaded = Run.load(tmp_path / "parts")
+    pd.testing.assert_frame_equal(loaded.traces, whole.traces)
+    pd.testing.assert_frame_equal(loaded.heads, whole.heads)
+
+
+def test_one_thread_and_two_give_the_same_bytes(strong, tmp_path):
+    model, ids, threads = open_model(strong("gemma2")), some_ids(), torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            trace_sinks(model, ids, tmp_path / str(number), batch=4)
+    finally:
+        torch.set_num_threads(threads)
+    for name in BYTES:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
+
+
+def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_path):
+    """Oracle: the size of the progress on disk."""
+    sizes = []
+    for count in (2, 8):
+
+        def stop(done: int, total: int, count: int = count) -> None:
+            if done == count:
+                raise KeyboardInterrupt
+
+        out = tmp_path / str(count)
+        with pytest.raises(KeyboardInterrupt):
+            planted_run("gpt2", planted.contexts(9), out=out, batch=1, show_progress=stop)
+        sizes.append((tmp_path / f"{count}.partial" / "progress.safetensors").stat().st_size)
+    assert abs(sizes[1] - sizes[0]) < 16  # the notes' digits
+
+
+def test_no_sink_gives_empty_tables_like_others(checkpoint, strong, tmp_path):
+    full = trace_sinks(open_model(strong("gpt2")), some_ids())
+    run = trace_sinks(open_model(checkpoint("gpt2")), some_ids(2), tmp_path / "run")
+    for table in ("traces", "heads"):
+        empty = getattr(run, table)
+        assert len(empty) == 0 < len(getattr(full, table))
+        assert empty.dtypes.to_dict() == getattr(full, table).dtypes.to_dict()
+        pd.testing.assert_frame_equal(getattr(Run.load(tmp_path / "run"), table), empty)
+    assert {name: (t.dtype, t.shape[1:]) for name, t in run.arrays.items()} == {
+        name: (t.dtype, t.shape[1:]) for name, t in full.arrays.items()
+    }
+
+
+def test_one_context_as_a_row_or_a_vector(strong):
+    model, ids = open_model(strong("bloom")), some_ids(1)
+    assert trace_sinks(model, ids[0]).traces.equals(trace_sinks(model, ids).traces)
+    assert trace_sinks(model, ids.int()).traces.equals(trace_sinks(model, ids).traces)
+    assert trace_sinks(model, ids).traces.tag_se.isna().all()  # one context says nothing of its scatter
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.rand(2, 8), r"token ids of shape \(2, 8\): give whole numbers"),
+        (torch.ones(2, 8, dtype=torch.bool), "give whole numbers"),
+        (torch.zeros(1, 2, 8, dtype=torch.int64), r"shape \(1, 2, 8\)"),
+        (torch.zeros(0, 8, dtype=torch.int64), r"shape \(0, 8\)"),
+        (torch.zeros(0, dtype=torch.int64), r"shape \(1, 0\)"),
+        (torch.zeros(2, 3, dtype=torch.int64), "contexts of 3 tokens are too short: use --length 4 or more"),
+        (torch.zeros(2, 129, dtype=torch.int64), "contexts of 129 tokens are longer than the 128"),
+        (torch.full((2, 8), 300), "token id 300 does not fit the 300 tokens"),
+        (torch.arange(-7, 9).view(2, 8), "token id -7 does not fit the 300 tokens"),
+    ],
+)
+def test_ids_that_cannot_be_read_are_refused_in_one_line(ids, message, opened):
+    with pytest.raises(UsageError, match=message) as error:
+        trace_sinks(opened("gpt2"), ids)
+    assert "\n" not in str(error.value)
+
+
+def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
+    none = Corpus("none", torch.zeros(0, 8, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [], 0)
+    with pytest.raises(UsageError, match="0 contexts are too few: give at least 1"):
+        trace_sinks(opened("gpt2"), none)
+    with pytest.raises(UsageError, match="reads nothing"):
+        trace_sinks(opened("gpt2"), some_ids(), batch=0)
+    trace_sinks(opened("gpt2"), some_ids(2), tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run of another model, corpus or options"):
+        trace_sinks(opened("gpt2"), some_ids(3), tmp_path / "run")
+
+
+def test_weights_that_became_nan_are_reported(strong):
+    model = open_model(strong("llama3"))
+    with torch.no_grad():
+        model.hf.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(WorkError, match="hidden states of layer 2 hold NaN or infinite values"):
+        trace_sinks(model, some_ids(2))

@@ -1,0 +1,171 @@
+"""Oracles: what the paper prints (its Table 1 follows from its Table 4), and rules written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Criterion,
+    harmless,
+    judge,
+    judge_layers,
+    place_of,
+)
+from theodolite.papers.catch_tag_release import few_shot as shots
+from theodolite.papers.catch_tag_release import pruned_sinks as compression
+from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.report import published
+from theodolite.report.data import mean_over_layers
+
+LOW = Criterion("at most", 10.0, "a test")
+
+
+# Where the paper's two tables do not agree: BERT's means differ by 0.08, and one sd has a digit changed.
+DISAGREEING = {("BERT", "OpenWebText"), ("BERT", "WikiText"), ("Llama 2", "GitHub")}
+AGREEING = [row for row in published.TABLE_1[1:] if (row.model, row.text) not in DISAGREEING]
+
+
+@pytest.mark.parametrize("row", AGREEING, ids=lambda row: f"{row.model} on {row.text}")
+def test_layer_means_give_the_ranks_of_table_1_from_those_of_table_4(row):
+    """Oracle: two tables of the paper, printed independently: mean and (population) sd over layers 0…12."""
+    values = published.RANK[row.model][published.TEXTS.index(row.text)]
+    mean, deviation, error = mean_over_layers(values)
+    assert (mean, deviation) == pytest.approx(row.rank, abs=0.0051)
+    assert math.isnan(error)
+
+
+def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
+    """Oracle: fully dependent layers, whose mean has the mean of their errors."""
+    shared = np.random.default_rng(0).normal(size=20_000)
+    scales = np.array([1.0, 3.0, 0.5])
+    means = (shared[:, None] * scales).mean(axis=1)
+    _, _, error = mean_over_layers(np.zeros(3), scales)
+    assert error == pytest.approx(means.std(), rel=0.03)
+    assert math.isnan(mean_over_layers(np.array([np.nan]))[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        (9.0, math.nan, HOLDS),
+        (11.0, math.nan, FAILS),
+        (9.0, 0.4, HOLDS),
+        (9.0, 0.6, UNDECIDED),
+        (11.0, 0.6, UNDECIDED),
+        (11.0, 0.4, FAILS),
+        (10.0, math.nan, HOLDS),
+        (math.nan, math.nan, UNTESTABLE),
+    ],
+)
+def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, expected):
+    verdict = judge("a claim", "a number", value, LOW, error)
+    assert verdict.verdict == expected
+    assert "criterion: at most 10, a test" in verdict.evidence
+    assert ("±" in verdict.evidence) == math.isfinite(error)
+    high = judge("a claim", "a number", -value, Criterion("at least", -10.0, "a test"), error)
+    assert high.verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        (0.0, 0.0, UNDECIDED),
+        (0.0, math.nan, UNDECIDED),
+        (1e-300, 0.0, HOLDS),
+        (-1e-300, 0.0, FAILS),
+        (1.0, 0.4, HOLDS),
+        (1.0, 0.6, UNDECIDED),
+    ],
+)
+def test_a_tie_is_no_more_and_no_less(value, error, expected):
+    more, less = (Criterion(side, 0.0, "a test") for side in ("more than", "less than"))
+    verdict = judge("a claim", "a number", value, more, error)
+    assert verdict.verdict == expected
+    assert judge("a claim", "a number", -value, less, error).verdict == expected
+    assert ("equal to it" in verdict.evidence) == (value == 0)
+    layers = np.array([value] * 3), np.array([error] * 3)
+    assert judge_layers("a claim", "a number", layers[0], more, layers[1]).verdict == expected
+    interval = judge_interval("a claim", "a number", Effect(np.full(3, value)), more)
+    assert interval.verdict == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [compression.MORE, compression_sweep.GAIN, shots.GROWS, shots.WIDENS, criteria.LARGER, criteria.SMALLER],
+    ids=str,
+)
+def test_nothing_is_larger_than_itself(criterion):
+    assert not criterion.met(0.0)
+    assert judge("a claim", "a number", 0.0, criterion, 0.0).verdict == UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("values", "errors", "expected"),
+    [
+        ([1, 2, 30], None, HOLDS),
+        ([1, 20, 30], None, FAILS),
+        ([1, 20], None, FAILS),
+        ([1, 9.5, 30], [0.1, 1.0, 0.1], UNDECIDED),
+        ([1, 2, 9.5], [0.1, 0.1, 1.0], HOLDS),
+        ([1, 2, 30, math.nan], None, HOLDS),
+        ([math.nan], None, UNTESTABLE),
+    ],
+)
+def test_more_than_half_of_the_layers_decide(values, errors, expected):
+    errors = None if errors is None else np.array(errors)
+    verdict = judge_layers("a claim", "a number", np.array(values, dtype=float), LOW, errors)
+    assert verdict.verdict == expected
+
+
+def test_every_published_row_would_hold_by_its_own_criteria():
+    """Oracle: the paper says of its own tables that the claims hold."""
+    for rows in published.RANK.values():
+        assert all(criteria.RANK.met(max(row)) for row in rows)
+    for rows in published.STABLE_RANK.values():
+        assert all(criteria.STABLE_RANK.met(max(row[1:])) for row in rows)
+    for row in published.TABLE_1:
+        if math.isfinite(row.within[0]):
+            assert criteria.SEPARATION.met(row.within[0] / row.between[0])
+    for row in published.TABLE_2:
+        assert criteria.SMOOTH.met(row.low_frequency)
+        assert criteria.RANK_CHANGE.met(abs(row.rank[0] - row.trained_rank))
+    assert criteria.UNLIKE_LANGUAGE.met(published.LOW_FREQUENCY_ADDITION)
+    assert not criteria.UNLIKE_LANGUAGE.met(min(row.low_frequency for row in published.TABLE_2))
+
+
+def test_the_incoherence_limit_follows_random_directions():
+    """Oracle: mean |cosine| of random directions of R^d, drawn here; it falls as 1/√d."""
+    generator = np.random.default_rng(1)
+
+    def cosine(width: int) -> float:
+        pairs = generator.normal(size=(2, 4000, width))
+        pairs /= np.linalg.norm(pairs, axis=2, keepdims=True)
+        return float(np.abs((pairs[0] * pairs[1]).sum(1)).mean())
+
+    scaled = criteria.incoherent(48).limit / criteria.incoherent(768).limit
+    assert scaled == pytest.approx(cosine(48) / cosine(768), rel=0.06)
+    assert criteria.incoherent(4096).limit == 0.1
+
+
+def test_names_sort_as_one_reads_them():
+    names = [
+        "geometry/claims",
+        "geometry/figure24",
+        "geometry/figure3",
+        "geometry/table10",
+        "geometry/table2",
+    ]
+    assert sorted(reversed(names), key=place_of) == [names[4], names[3], names[2], names[1], names[0]]
+
+
+def test_foreign_text_cannot_steer_a_terminal():
+    assert harmless("a\x1b[31mb\u202ec 5\u00a0%") == "a␛[31mb⟨U+202E⟩c 5 %"

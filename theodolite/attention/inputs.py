@@ -1,0 +1,225 @@
+"""Attention from queries and keys, a block of queries at a time, so that no T×T matrix is kept.
+
+This module knows every additive or multiplicative thing that a transformer does to its logits (scaling,
+soft-capping, ALiBi, masks, sliding windows, a learned sink column) and nothing about models or statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from theodolite.system.threads import side_by_side
+
+MASKED = -1e30
+"""Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""
+
+
+BLOCK = 64
+"""Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
+
+BLOCK_ENTRIES = 1 << 20
+"""Logits at a time: of long contexts a few heads only, of 16,384 tokens one."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """All that decides one attention layer's logits and output, after RoPE and before the softmax.
+
+    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
+    see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
+    `g·G … (g+1)·G − 1`, `G = heads / key_heads`. A mask or
+    bias with one batch entry is that of all contexts, a mask with one head that of all heads, a bias with one query
+    that of all queries.
+    """
+
+    query: Float[Tensor, "batch heads queries width"]
+    key: Float[Tensor, "batch key_heads keys width"]
+    value: Float[Tensor, "batch key_heads keys value_width"]
+    scaling: float
+    causal: bool
+    mask: Bool[Tensor, "mask_batch mask_heads queries keys"] | None = None
+    softcap: float | None = None
+    bias: Float[Tensor, "bias_batch heads bias_queries keys"] | None = None
+    sink: Float[Tensor, " heads"] | None = None
+
+    def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
+        """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
+        length = self.query.shape[2]
+        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
+        query = self.query.to(key.dtype) * self.scaling
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            first, last = self._key_range(start, stop)
+            logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
+            yield LogitBlock(start, stop, first, last, logits)
+
+    def head_parts(self) -> Iterator[slice]:
+        """Query heads whose blocks are worked on at once: whole groups that share a key head."""
+        batch, heads, queries, _ = self.query.shape
+        key_heads, keys = self.key.shape[1:3]
+        group = heads // key_heads
+        entries = batch * group * min(BLOCK, queries) * keys
+        step = group * max(1, min(key_heads, BLOCK_ENTRIES // max(entries, 1)))
+        for start in range(0, heads, step):
+            yield slice(start, min(start + step, heads))
+
+    def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
+        """The masked logits of all queries over some keys only."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask[..., keys]
+        elif self.causal:
+            mask = keys <= torch.arange(self.query.shape[2], device=keys.device)[:, None]
+            mask = mask[None, None]
+        bias = None if self.bias is None else self.bias[..., keys]
+        key, value = self.key[:, :, keys], self.value[:, :, keys]
+        return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
+
+    def logits(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The masked logits of all queries over all keys, which few may be."""
+        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
+        return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
+
+    def at_pairs(
+        self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]
+    ) -> Float[Tensor, "batch heads pairs"]:
+        """The masked logits of some queries over one key each, both by position."""
+        dtype = _at_least_float32(self.key.dtype)
+        keys = (
+            self.key[:, :, key].to(dtype).repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
+        )
+        logits = torch.linalg.vecdot(self.query[:, :, query].to(dtype) * self.scaling, keys)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.bias is not None:
+            logits = logits + self.bias[:, :, query if self.bias.shape[2] > 1 else 0, key]
+        seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
+        return logits if seen is None else logits.masked_fill(~seen, MASKED)
+
+    def of_heads(self, part: slice) -> AttentionInputs:
+        """The inputs of some query heads, whole groups that share a key head."""
+        group = self.query.shape[1] // self.key.shape[1]
+        shared = slice(part.start // group, part.stop // group)
+        return replace(
+            self,
+            query=self.query[:, part],
+            key=self.key[:, shared],
+            value=self.value[:, shared],
+            mask=_part(self.mask, 1, part),
+            bias=_part(self.bias, 1, part),
+            sink=None if self.sink is None else self.sink[part],
+        )
+
+    def of_contexts(self, part: slice) -> AttentionInputs:
+        """The inputs of some contexts of the batch."""
+        return replace(
+            self,
+            query=self.query[part],
+            key=self.key[part],
+            value=self.value[part],
+            mask=_part(self.mask, 0, part),
+            bias=_part(self.bias, 0, part),
+        )
+
+    def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
+        """How many queries can see each key."""
+        keys = self.key.shape[2]
+        if self.mask is not None:
+            return self.mask.sum(dim=-2).double()
+        ones = torch.ones(1, 1, keys, dtype=torch.float64, device=self.key.device)
+        queries = self.query.shape[2]
+        return (queries - torch.arange(keys, device=ones.device)) * ones if self.causal else queries * ones
+
+    def visible_keys(self) -> Float[Tensor, "batch_or_1 heads_or_1 queries"]:
+        """How many keys each query can see."""
+        if self.mask is not None:
+            return self.mask.sum(dim=-1).double()
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        ones = torch.ones(1, 1, queries, dtype=torch.float64, device=self.key.device)
+        return (torch.arange(queries, device=ones.device) + 1) * ones if self.causal else keys * ones
+
+    def _key_range(self, start: int, stop: int) -> tuple[int, int]:
+        if self.mask is not None:
+            seen = self.mask[..., start:stop, :].flatten(0, -2).any(dim=0).nonzero()
+            return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+        return 0, stop if self.causal else self.key.shape[2]
+
+    def _logits(self, query: Tensor, key: Tensor, start: int, first: int) -> Tensor:
+        batch, heads, rows, width = query.shape
+        key_heads, stop, last = key.shape[1], start + rows, first + key.shape[-1]
+        grouped = query.reshape(batch, key_heads, heads // key_heads * rows, width)
+        logits = (grouped @ key).view(batch, heads, rows, last - first)
+        if self.softcap is not None:
+            logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
+        if self.bias is not None:
+            bias = self.bias[:, :, start:stop] if self.bias.shape[2] > 1 else self.bias
+            logits += bias[..., first:last]
+        if self.mask is not None:
+            logits.masked_fill_(~self.mask[:, :, start:stop, first:last], MASKED)
+        elif self.causal:
+            # Only the square on the diagonal holds keys after their query.
+            later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
+            logits[..., start - first :].masked_fill_(later, MASKED)
+        return logits
+
+
+@dataclass(frozen=True)
+class LogitBlock:
+    """Logits of queries `start … stop−1` over keys `first … last−1`; invisible pairs hold `MASKED`."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    logits: Float[Tensor, "batch heads rows columns"]
+
+
+def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
+    """Attention weights, with a learned sink column where there is one, whose weight is left out; a row whose keys are
+    all masked is 0."""
+    if sink is not None:
+        column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
+    weights = logits.softmax(dim=-1)
+    if (
+        logits[..., 0] <= MASKED / 2
+    ).any():  # nearly all masks show a block's first key: looked at before the rest
+        weights.masked_fill_((logits.amax(dim=-1) <= MASKED / 2).unsqueeze(-1), 0)
+    return weights
+
+
+def weigh(weights: Tensor, value: Float[Tensor, "batch key_heads keys value_width"]) -> Tensor:
+    """Sum the values by weights (batch, heads, rows, keys): (batch, heads, rows, value_width)."""
+    batch, heads, rows, keys = weights.shape
+    key_heads = value.shape[1]
+    grouped = weights.reshape(batch, key_heads, heads // key_heads * rows, keys)
+    return (grouped @ value.to(weights.dtype)).view(batch, heads, rows, value.shape[-1])
+
+
+def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_width"]:
+    """The attention output itself, in the value's dtype, computed in float32 or better; 0 where no key is seen."""
+    query, value = inputs.query, inputs.value
+    output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def work(part: slice) -> None:
+        own = inputs.of_heads(part)
+        for block in own.blocks():
+            summed = weigh(softmax(block.logits, own.sink), own.value[:, :, block.first : block.last])
+            output[:, block.start : block.stop, part] = summed.transpose(1, 2)
+
+    side_by_side(work, list(inputs.head_parts()))
+    return output
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+    """Part of a mask or bias along the batch or the heads, where it has more than one for all."""
+    return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]

@@ -1,0 +1,93 @@
+"""Keys hidden from heads: attention inputs edited so that no query looks at them.
+
+A bias a key does it, so that no T×T mask is made. What decides which keys and heads is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from theodolite.attention.inputs import MASKED, AttentionInputs, attend
+
+
+def hiding_keys(
+    inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int], sink_column: bool
+) -> AttentionInputs:
+    """The inputs with a bias on the hidden keys, as low as it takes for their weights to be exactly 0.
+
+    It is no lower, so that a query which sees hidden keys only has its own weights, up to the rounding of that bias.
+    """
+    dtype = torch.promote_types(inputs.key.dtype, torch.float32)
+    all_heads = inputs.query.shape[1]
+    norms = [torch.linalg.vector_norm(t, dim=-1, dtype=dtype).max() for t in (inputs.query, inputs.key)]
+    spread = 2 * abs(inputs.scaling) * norms[0] * norms[1]  # |logit| ≤ scaling ‖q‖ ‖k‖
+    if inputs.softcap is not None:
+        spread = spread.clamp(max=2 * inputs.softcap)
+    if inputs.bias is not None:
+        spread = spread + inputs.bias.max() - inputs.bias.min()
+    sink = inputs.sink
+    if sink is not None:
+        spread = spread + sink.to(dtype).abs().max()
+    if sink is not None and sink_column:
+        sink = sink.to(dtype).clone()
+        sink[heads] = MASKED
+    below = spread - 2 * math.log(torch.finfo(dtype).tiny)
+    bias = torch.zeros(len(hidden), all_heads, 1, hidden.shape[1], dtype=dtype, device=hidden.device)
+    bias[:, heads] = hidden[:, None, None].to(dtype) * -below.to(dtype)
+    bias = bias if inputs.bias is None else bias + inputs.bias
+    mask, agreed = _agreeing(inputs.mask, bias)
+    return replace(inputs, mask=mask, bias=agreed, sink=sink)
+
+
+def kept_where_blind(
+    inputs: AttentionInputs,
+    hidden: Bool[Tensor, "hidden_contexts keys"],
+    heads: list[int],
+    output: Float[Tensor, "batch queries heads value_width"],
+) -> Float[Tensor, "batch queries heads value_width"]:
+    """The output, with that of the unedited inputs for queries which see hidden keys only."""
+    blind = _blind(inputs, hidden, heads)
+    which = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
+    if not len(which):
+        return output
+    mask, bias = inputs.mask, inputs.bias
+    if mask is not None:
+        mask = mask[:, :, which]
+    elif inputs.causal:
+        mask = (torch.arange(hidden.shape[1], device=which.device) <= which[:, None])[None, None]
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, which]
+    mask, bias = _agreeing(mask, bias)
+    few = replace(inputs, query=inputs.query[:, :, which], causal=False, mask=mask, bias=bias)
+    own = attend(few)[:, :, heads]
+    output = output.clone()
+    rows, columns = which[:, None], torch.tensor(heads, device=which.device)
+    keep = blind[:, :, which].transpose(1, 2).unsqueeze(-1)
+    output[:, rows, columns] = torch.where(keep, own, output[:, rows, columns])
+    return output
+
+
+def _agreeing(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The two as views with the same number of contexts: `AttentionInputs` has them differ in both or in neither."""
+    if mask is None or bias is None:
+        return mask, bias
+    contexts = max(len(mask), len(bias))
+    return mask.expand(contexts, -1, -1, -1), bias.expand(contexts, -1, -1, -1)
+
+
+def _blind(
+    inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int]
+) -> Bool[Tensor, "blind_contexts blind_heads queries"]:
+    """Which queries see no key but hidden ones; 1 for contexts or heads where they do not differ."""
+    shown = ~hidden[:, None]
+    if inputs.mask is not None:
+        mask = inputs.mask if inputs.mask.shape[1] == 1 else inputs.mask[:, heads]
+        return ~torch.cat([(rows & shown.unsqueeze(2)).any(-1) for rows in mask.split(64, dim=2)], dim=2)
+    if inputs.causal:
+        return shown.cumsum(-1) == 0
+    return ~shown.any(-1, keepdim=True).expand(-1, -1, inputs.query.shape[2])

@@ -1,0 +1,301 @@
+"""What attention does, from queries and keys and without a T×T matrix: entropies, normalisers, mass, sinks, ρ.
+
+`summarise` does it for all that `AttentionInputs` knows: on a CPU in blocks of queries (here), on a CUDA device in the
+Triton kernels of `triton.py` where they can do what is asked for. Nothing here knows models or corpora.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.attention import triton as attention_triton
+from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
+from theodolite.attention.piecewise import empirical_propagation
+from theodolite.errors import UsageError
+from theodolite.system.threads import side_by_side
+
+SINK_THRESHOLD = 0.3
+"""ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
+
+
+def least_queries(length: int) -> int:
+    """How many other queries must see a key before it can count as a sink."""
+    return min(16, math.ceil(length / 4))
+
+
+@dataclass(frozen=True)
+class AttentionSummary:
+    """What each head does on each context.
+
+    Attributes:
+        output: the attention output, in the values' dtype (width 0 where there are no values).
+        entropy: of each query's attention, nats; a learned sink column counts as one more outcome.
+        log_sum_exp: logarithm of the sum of the exponentials of each query's logits, a learned column's too.
+        largest: of the logits of the keys that each query sees.
+        mass: attention that each key receives, summed over the queries.
+        learned: each query's weight of the learned sink column, where there is one.
+        inputs: what it was computed from.
+    """
+
+    output: Float[Tensor, "batch queries heads value_width"]
+    entropy: Float[Tensor, "batch heads queries"]
+    log_sum_exp: Float[Tensor, "batch heads queries"]
+    largest: Float[Tensor, "batch heads queries"]
+    mass: Float64[Tensor, "batch heads keys"]
+    learned: Float[Tensor, "batch heads queries"] | None
+    inputs: AttentionInputs
+
+    @property
+    def received(self) -> Float64[Tensor, "batch heads keys"]:
+        """Mean attention that each key gets from the queries that see it."""
+        return self.mass / self.inputs.visible_queries().clamp_min(1)
+
+    @property
+    def sinks(self) -> Bool[Tensor, "batch heads keys"]:
+        """Which keys receive more than `SINK_THRESHOLD` of at least `least_queries` queries beside their own."""
+        enough = self.inputs.visible_queries() - 1 >= least_queries(self.inputs.query.shape[2])
+        return (self.received > SINK_THRESHOLD) & enough
+
+    @property
+    def propagates(self) -> Bool[Tensor, "batch heads keys"]:
+        """Which keys' signals propagate to the last query (Bao et al. 2024, definition 1); False where unseen.
+
+        Its mean over contexts is the measured ρ.
+        """
+        return last_query(self.inputs)[1]
+
+
+Visit = Callable[[int, int, int, Tensor], None]
+"""Told (first query, first key, first head) of a block and its weights (batch, heads, rows, keys)."""
+
+
+def attention_summary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> AttentionSummary:
+    """Entropy, log-sum-exp, largest logit, mass, sinks and ρ of every head, in O(T) memory a head.
+
+    Computed in float32, or in float64 where that is what is given; masses are summed in float64. On a CUDA device a
+    Triton kernel does it, else blocks of torch operations. A query that sees no key, as padding does, pays nothing: its
+    output and entropy are 0, its log-sum-exp and largest logit −∞, or with a learned column that column's.
+
+    Args:
+        query: (batch, heads, queries, width), after rotary positions.
+        key: (batch, key heads, keys, width); each is shared by `heads / key_heads` neighbouring query heads.
+        value: (batch, key heads, keys, value width); None where the output is not wanted.
+        scaling: of the products; None: 1/√width.
+        causal: whether a query sees no later key; not looked at where there is a mask.
+        mask: (batch or 1, heads or 1, queries, keys), True where the query sees the key: windows and padding.
+        softcap: c of c·tanh(logit / c).
+        bias: (batch or 1, heads, queries or 1, keys), added to the logits after capping, such as ALiBi's.
+        sink: (heads,), a learned logit of each head that every query sees beside its keys.
+
+    Raises:
+        UsageError: shapes or types that do not go together, or a softcap that is not positive.
+    """
+    value = key[..., :0] if value is None else value
+    _check(query, key, value, causal and mask is None, mask, bias, sink)
+    if softcap is not None and not softcap > 0:
+        raise UsageError(f"softcap {softcap} is not positive: give None for none")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if bias is not None:  # −∞ is how others write a mask
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32)).clamp_min(MASKED)
+    return summarise(
+        AttentionInputs(query, key, value, scaling, causal and mask is None, mask, softcap, bias, sink)
+    )
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> None:
+    if query.ndim != 4 or key.ndim != 4 or not query.numel() or not key.numel():
+        raise UsageError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} do not go together: give "
+            "(batch, heads, positions, width)"
+        )
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    if heads % key_heads:
+        raise UsageError(f"{heads} query heads cannot share {key_heads} key heads")
+    if causal and queries != keys:
+        raise UsageError(f"{queries} queries and {keys} keys: say by a mask which keys a query sees")
+    wanted: dict[str, tuple[Tensor | None, tuple[set[int], ...]]] = {
+        "key": (key, ({batch}, {key_heads}, {keys}, {width})),
+        "value": (value, ({batch}, {key_heads}, {keys}, set(value.shape[-1:]))),
+        "mask": (mask, ({1, batch}, {1, heads}, {queries}, {keys})),
+        "bias": (bias, ({1, batch}, {heads}, {1, queries}, {keys})),
+        "sink": (sink, ({heads},)),
+    }
+    for name, (tensor, sizes) in wanted.items():
+        if tensor is None:
+            continue
+        if len(tensor.shape) != len(sizes) or any(
+            n not in may for n, may in zip(tensor.shape, sizes, strict=True)
+        ):
+            one = " × ".join(" or ".join(map(str, sorted(may))) for may in sizes)
+            raise UsageError(f"{name} is {tuple(tensor.shape)}: give {one}")
+    kinds = {tensor.dtype for tensor in (query, key, value)}
+    if len(kinds) > 1 or not query.is_floating_point():
+        raise UsageError(
+            f"query, key and value are {', '.join(sorted(map(str, kinds)))}: give one floating-point type"
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        raise UsageError(f"mask is {mask.dtype}: give booleans, True where the query sees the key")
+
+
+def summarise(inputs: AttentionInputs) -> AttentionSummary:
+    """`attention_summary` of what a layer's attention gets."""
+    found = attention_triton.tried(lambda: _by_kernels(inputs)) if attention_triton.can_do(inputs) else None
+    return found or summarise_in_blocks(inputs)
+
+
+def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
+    rows = attention_triton.summarise(inputs)
+    blind = _see_nothing(rows.entropy, rows.log_sum_exp, rows.largest)
+    rows.output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
+    entropy, log_sum_exp, learned, others = _with_sink(rows.entropy, rows.log_sum_exp, inputs.sink)
+    # e^{logit − ∞} is 0, where the mass's kernel sees a key that a bias hides from the whole row.
+    mass = attention_triton.mass(inputs, log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf))
+    if others is not None:
+        rows.output.mul_(others.transpose(1, 2).unsqueeze(-1))
+    return AttentionSummary(rows.output, entropy, log_sum_exp, rows.largest, mass, learned, inputs)
+
+
+def summarise_in_blocks(
+    inputs: AttentionInputs, output: Tensor | None = None, visit: Visit | None = None
+) -> AttentionSummary:
+    """`summarise` by torch operations.
+
+    Args:
+        inputs: what a layer's attention gets.
+        output: where the output goes.
+        visit: sees the weights of each block, and must copy what it keeps of them.
+    """
+    batch, heads, queries, _ = inputs.query.shape
+    value, dtype = inputs.value, torch.promote_types(inputs.query.dtype, torch.float32)
+    if output is None:
+        output = value.new_empty(batch, queries, heads, value.shape[-1])
+    # Entropy, log-sum-exp, largest logit and weight of the learned column.
+    kinds = 3 if inputs.sink is None else 4
+    rows = [value.new_empty(batch, heads, queries, dtype=dtype) for _ in range(kinds)]
+    mass = value.new_zeros(batch, heads, inputs.key.shape[2], dtype=torch.float64)
+
+    def work(part: slice) -> None:
+        own = inputs if part == slice(0, heads) else inputs.of_heads(part)
+        for block in own.blocks():
+            now, seen = slice(block.start, block.stop), slice(block.first, block.last)
+            weights, *found = weights_and_rows(block.logits, own.sink)
+            summed = weigh(weights, own.value[:, :, seen])
+            output[:, now, part] = summed.transpose(1, 2)
+            mass[:, part, seen] += weights.sum(dim=-2)
+            for kept, one in zip(rows, found, strict=True):
+                kept[:, part, now] = one
+            if visit:
+                visit(block.start, block.first, part.start, weights)
+
+    side_by_side(work, list(inputs.head_parts()))
+    learned = None if inputs.sink is None else rows[3]
+    entropy, log_sum_exp, largest = rows[:3]
+    return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
+
+
+def last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
+    """Which keys the last query sees, and which of them propagate to it (Bao et al. 2024, definition 1)."""
+    if inputs.mask is None:  # it sees all keys
+        logits = replace(
+            inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), causal=False
+        ).logits()
+        return torch.ones_like(logits[:, :, 0], dtype=torch.bool), empirical_propagation(logits[:, :, 0])
+    mask = inputs.mask[:, :, -1:]
+    last = replace(inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), mask=mask)
+    logits = last.logits()[:, :, 0]
+    seen, found = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
+    if bool((seen == seen[:1, :1]).all()):  # as without padding
+        found[..., seen[0, 0]] = empirical_propagation(logits[..., seen[0, 0]])
+        return seen, found
+    for own, row, visible in zip(found.flatten(0, 1), logits.flatten(0, 1), seen.flatten(0, 1), strict=True):
+        own[visible] = empirical_propagation(row[visible])
+    return seen, found
+
+
+def _last(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.shape[2] == 1 else bias[:, :, -1:]
+
+
+def weights_at(
+    inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"], query: Tensor, key: Tensor
+) -> Float[Tensor, "batch heads pairs"]:
+    """The attention that some queries (by position) pay to some keys: 0 where they do not see them."""
+    normaliser = log_sum_exp[..., query]
+    return (inputs.at_pairs(query, key) - normaliser).exp().masked_fill_(normaliser == -torch.inf, 0)
+
+
+def weights_and_rows(
+    logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
+) -> tuple[Tensor, ...]:
+    """Weights; of each row the entropy in nats, the log-sum-exp, the largest logit, and a learned column's weight.
+
+    With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x: no logarithm of another weight,
+    no digits lost to a large common logit. `logits` is overwritten.
+    """
+    largest = logits.amax(dim=-1)
+    shifted = logits.sub_(largest.unsqueeze(-1))
+    weights = shifted.softmax(dim=-1)
+    log_total = -weights.amax(dim=-1).log()
+    entropy, log_sum_exp = log_total - torch.linalg.vecdot(weights, shifted), largest + log_total
+    blind = _see_nothing(entropy, log_sum_exp, largest)
+    if blind.any():
+        weights.masked_fill_(blind.unsqueeze(-1), 0)
+    entropy, log_sum_exp, learned, others = _with_sink(entropy, log_sum_exp, sink)
+    if learned is None or others is None:
+        return weights, entropy, log_sum_exp, largest
+    return weights.mul_(others.unsqueeze(-1)), entropy, log_sum_exp, largest, learned
+
+
+def _see_nothing(
+    entropy: Float[Tensor, "batch heads rows"], log_sum_exp: Tensor, largest: Tensor
+) -> Bool[Tensor, "batch heads rows"]:
+    """Which queries see no key: they pay nothing. (A softmax of equal logits would pay every invisible key.)"""
+    blind = largest <= MASKED / 2
+    entropy.masked_fill_(blind, 0)
+    for tensor in (log_sum_exp, largest):
+        tensor.masked_fill_(blind, -torch.inf)
+    return blind
+
+
+def _with_sink(
+    entropy: Tensor, log_sum_exp: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Entropy and log-sum-exp (batch, heads, rows) with the learned column as one more outcome, its weight λ, 1 − λ.
+
+    The entropy is that of (λ, 1 − λ) and 1 − λ times that of the others.
+    """
+    if sink is None:
+        return entropy, log_sum_exp, None, None
+    column = sink.to(entropy.dtype).view(1, -1, 1)
+    odds, nothing = column - log_sum_exp, torch.zeros((), dtype=entropy.dtype, device=entropy.device)
+    learned, others = odds.sigmoid(), (-odds).sigmoid()
+    # ln(1 + e^x) by logaddexp: torch's softplus is x itself from 20 on, which is off by 2e-9.
+    either = learned * torch.logaddexp(-odds, nothing)
+    either += torch.where(others > 0, others * torch.logaddexp(odds, nothing), nothing)
+    return either + others * entropy, torch.logaddexp(log_sum_exp, column), learned, others

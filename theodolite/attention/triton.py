@@ -1,0 +1,198 @@
+"""The attention summary on a CUDA device, by two Triton kernels.
+
+The first walks over keys for a block of queries with an online softmax, and keeps Σ p (x − max) beside Σ p, which is
+what the entropy needs. The second walks over queries for a block of keys, now that the normalisers are known. Nothing
+of size T×T is written. `summary.py` is what they are tested against; without Triton nothing here is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from theodolite.attention.inputs import AttentionInputs
+
+try:
+    from theodolite.attention import kernels
+except ImportError:  # builds of torch for a CPU come without Triton
+    kernels = None  # type: ignore[assignment]
+
+WIDEST_BYTES = 512
+"""Of a head's vector: wider ones do not fit beside their products in a block's memory (228 KiB of an H100)."""
+
+Result = TypeVar("Result")
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+TILE_BYTES = 128
+"""Queries and keys of a tile: 64 in half precision, 32 in float32, so that a tile's operands fit."""
+
+_failed: list[str] = []
+
+
+def can_do(inputs: AttentionInputs) -> bool:
+    """Whether the kernels can take these inputs: on CUDA, of a usual dtype, not too wide, and not to be derived."""
+    if kernels is None or _failed or not on_gpu(inputs.query):
+        return False
+    same = inputs.query.dtype == inputs.key.dtype == inputs.value.dtype
+    width = max(inputs.query.shape[-1], inputs.value.shape[-1])
+    fits = inputs.query.dtype in DTYPES and width * inputs.query.element_size() <= WIDEST_BYTES
+    return same and fits and not torch.is_grad_enabled()
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether Triton has a device for it."""
+    return tensor.is_cuda
+
+
+def tried(work: Callable[[], Result]) -> Result | None:
+    """What `work` gives; None, with one warning and no second try, where Triton cannot run: no compiler, say."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever compilers and drivers raise
+        _failed.append(str(error))
+        warnings.warn(
+            f"Triton cannot run here ({error}): attention is summarised by slower torch operations",
+            stacklevel=2,
+        )
+        return None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the first kernel finds of each query; the learned column is not in it."""
+
+    output: Float[Tensor, "batch queries heads value_width"]
+    entropy: Float[Tensor, "batch heads queries"]
+    log_sum_exp: Float[Tensor, "batch heads queries"]
+    largest: Float[Tensor, "batch heads queries"]
+
+
+def summarise(inputs: AttentionInputs) -> Rows:
+    """Output, entropy, log-sum-exp and largest logit of every query."""
+    query, value = inputs.query, inputs.value
+    batch, heads, queries, _ = query.shape
+    output = value.new_empty(batch, queries, heads, value.shape[-1])
+    rows = [query.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(3)]
+    first, last = _key_ranges(inputs)
+    kernels.attention_rows[(_cover(queries, inputs), batch * heads)](
+        *_operands(inputs),
+        value,
+        *value.stride(),
+        output,
+        *rows,
+        first,
+        last,
+        **_sizes(inputs),
+        value_width=value.shape[-1],
+        value_padded=_padded(value.shape[-1]),
+        **_kinds(inputs),
+    )
+    return Rows(output, *rows)
+
+
+def mass(
+    inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"]
+) -> Float64[Tensor, "batch heads keys"]:
+    """Attention that each key receives, summed over queries in float64: (batch, heads, keys)."""
+    batch, heads = inputs.query.shape[:2]
+    keys = inputs.key.shape[2]
+    received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
+    first, last = _query_ranges(inputs)
+    kernels.attention_mass[(_cover(keys, inputs), batch * heads)](
+        *_operands(inputs),
+        log_sum_exp.contiguous(),
+        received,
+        first,
+        last,
+        **_sizes(inputs),
+        **_kinds(inputs),
+    )
+    return received
+
+
+def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
+    """Queries, keys, mask and bias, each with its strides; 0 along what is broadcast."""
+    query, mask, bias = inputs.query, inputs.mask, inputs.bias
+    shape = (query.shape[0], query.shape[1], query.shape[2], inputs.key.shape[2])
+    mask = query if mask is None else mask.expand(shape)
+    bias = query if bias is None else bias.expand(shape)
+    found: list[object] = []
+    for tensor in (query, inputs.key, mask, bias):
+        found += [tensor, *tensor.stride()]
+    return (*found, float(inputs.scaling), float(inputs.softcap or 0.0))
+
+
+def _sizes(inputs: AttentionInputs) -> dict[str, int]:
+    heads, queries, width = inputs.query.shape[1:]
+    return {
+        "heads": heads,
+        "group": heads // inputs.key.shape[1],
+        "queries": queries,
+        "keys": inputs.key.shape[2],
+        "width": width,
+        "padded": _padded(width),
+        "tile": _tile(inputs),
+    }
+
+
+def _cover(count: int, inputs: AttentionInputs) -> int:
+    """Tiles that hold so many rows."""
+    return -(-count // _tile(inputs))
+
+
+def _padded(width: int) -> int:
+    """What a tile's width must be: a power of two, 16 or more."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _tile(inputs: AttentionInputs) -> int:
+    return TILE_BYTES // max(2, inputs.query.element_size())
+
+
+def _kinds(inputs: AttentionInputs) -> dict[str, bool]:
+    return {
+        "is_causal": inputs.causal and inputs.mask is None,
+        "has_mask": inputs.mask is not None,
+        "has_bias": inputs.bias is not None,
+        "has_cap": inputs.softcap is not None,
+    }
+
+
+def _key_ranges(inputs: AttentionInputs) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
+    """From which key to which the queries of each tile see any."""
+    return _ranges(inputs, inputs.query.shape[2], inputs.key.shape[2], by_query=True)
+
+
+def _query_ranges(inputs: AttentionInputs) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
+    """From which query to which the keys of each tile are seen by any."""
+    return _ranges(inputs, inputs.key.shape[2], inputs.query.shape[2], by_query=False)
+
+
+def _ranges(
+    inputs: AttentionInputs, own: int, others: int, *, by_query: bool
+) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
+    tile = _tile(inputs)
+    starts = torch.arange(0, own, tile, device=inputs.query.device, dtype=torch.int32)
+    if inputs.mask is None:
+        whole = torch.full_like(starts, others)
+        if not inputs.causal:
+            return torch.zeros_like(starts), whole
+        return (torch.zeros_like(starts), (starts + tile).clamp_max(others)) if by_query else (starts, whole)
+    seen = inputs.mask.flatten(0, 1)
+    seen = seen[0] if len(seen) == 1 else seen.any(dim=0)
+    seen = seen if by_query else seen.T
+    first, last = [], []
+    for rows in seen.split(tile):
+        any_ = rows.any(dim=0).byte()
+        first.append(any_.argmax())
+        last.append(others - any_.flip(0).argmax())
+    return torch.stack(first).int(), torch.stack(last).int()

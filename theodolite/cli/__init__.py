@@ -1,0 +1,1 @@
+"""The command line: a file a command. Nothing is measured here."""

@@ -1,0 +1,80 @@
+"""The command line: parsing, and which function does the work. Nothing is measured here.
+
+Heavy imports happen inside the commands, so that `theodolite --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from theodolite import __version__
+from theodolite.cli.compare import compare_command
+from theodolite.cli.evaluate import evaluate_command
+from theodolite.cli.exclude import mask_command
+from theodolite.cli.explain import explain_command
+from theodolite.cli.explore import explore_command
+from theodolite.cli.options import (
+    BareRay,
+)
+from theodolite.cli.prune import prune_command
+from theodolite.cli.report import report_command
+from theodolite.cli.reproduce import reproduce_command
+from theodolite.cli.screen import show_tracebacks
+from theodolite.cli.spectra import spectra_command
+from theodolite.cli.survey import survey_command
+from theodolite.cli.trace import trace_command
+from theodolite.cli.train import training
+from theodolite.system.allocator import keep_pages
+
+app = typer.Typer(
+    help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
+    "which tokens are sinks.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # else "[default: …]" would be taken for markup, and vanish
+)
+app.add_typer(training, name="train")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    show_tracebacks(debug)
+    # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+app.command("survey", cls=BareRay)(survey_command)
+app.command("spectra")(spectra_command)
+app.command("trace")(trace_command)
+app.command("mask")(mask_command)
+app.command("report")(report_command)
+app.command("prune")(prune_command)
+app.command("compare")(compare_command)
+app.command("evaluate")(evaluate_command)
+app.command("explore")(explore_command)
+app.command("reproduce")(reproduce_command)
+app.command("explain")(explain_command)
+
+
+def main() -> None:
+    """The entry point of the `theodolite` command."""
+    keep_pages()
+    app(prog_name="theodolite")

@@ -1,0 +1,170 @@
+"""`theodolite compare`: parsing, and which function does the work. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.options import (
+    DEFAULT_CONTEXTS,
+    EMBEDDED,
+    AsJson,
+    Batch,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Seed,
+    Text,
+    TextColumnName,
+    opened_model,
+    refuse_unread,
+    say_where,
+    short_name,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.errors import UsageError
+from theodolite.system.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from theodolite.comparison.candidates import Candidate
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
+    from theodolite.passes.run import Run
+
+
+def compare_command(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help=f"Two or more run folders, or folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the "
+            "package); all are compared with the first.",
+            show_default=False,
+        ),
+    ],
+    corpus: CorpusSpec = None,
+    length: Length = None,
+    contexts: Annotated[
+        int | None, typer.Option(help=f"Contexts to read at most [default: {DEFAULT_CONTEXTS}].")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text of the attention maps [default: a question of inference].")
+    ] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(help="Block of the head in the maps, from 0 [default: the head that lost most sinks]."),
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
+    without_low_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="LAYER",
+            help="Also the second model without the low-rank term of W_Q, W_K, W_V of this block, and without a "
+            "random part as large.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Of that term in a model that was not pruned to one: the leading part of an SVD."),
+    ] = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write [default: runs/FIRST-against-SECOND].")
+    ] = None,
+    as_json: AsJson = False,
+    batch: Batch = None,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+) -> None:
+    """What of the mechanism survives: sinks, tags, outliers, positions, what heads write, entropies, head types, W_QK.
+
+    Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
+    (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text
+    first, into the folder that is written; a finished part is used again.
+
+    Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.comparison import command
+        from theodolite.passes.prompts import Focus
+
+        if len(models) < 2:
+            raise UsageError("one model has nothing to be compared with: give two or more")
+        folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
+        runs = [command.is_run(model) for model in models]
+        if any(runs) and not all(runs):
+            other = models[runs.index(False)]
+            raise UsageError(f"{other} is no run folder, others are: give run folders or models, not both")
+        if all(runs):
+            of_models: dict[str, object] = {"--corpus": corpus, "--length": length, "--contexts": contexts}
+            of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
+            of_models |= {"--without-low-rank": without_low_rank}
+            refuse_unread("run folders are compared without a model or a text", of_models)
+            compared = command.compare_folders(models)
+        else:
+            many = DEFAULT_CONTEXTS if contexts is None else contexts
+            text = Text(corpus, length, many, seed, text_column)
+            work = _Work(
+                folder,
+                text,
+                batch,
+                lambda source: opened_model(source, dtype, device, device_map, None),
+                stopped,
+            )
+            focus = Focus(prompt, layer, head)
+            compared = command.compare_models(models, work, focus, without_low_rank, rank)
+        page = command.write(compared, folder)
+        if as_json:
+            print(json.dumps(command.as_json(compared), ensure_ascii=False, allow_nan=False))
+        else:
+            command.show(compared, Console(soft_wrap=True))
+        say_where(page, as_json)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How a candidate is opened, reads, is surveyed and traced: with bars, into folders that can be gone on with."""
+
+    folder: Path
+    text: Text
+    batch: int | None
+    open: Callable[[str], OpenModel]
+    stopped: Callable[[], bool]
+
+    def opened(self, source: str) -> OpenModel:
+        if self.stopped():
+            raise KeyboardInterrupt
+        return self.open(source)
+
+    def read(self, model: OpenModel) -> Corpus:
+        return self.text.read(model)
+
+    def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        from theodolite.passes.survey import survey
+
+        place = self.folder / candidate.folder
+        with progress(f"surveying {candidate.name}", "contexts", self.stopped) as bar:
+            return survey(model, corpus, place, batch=self.batch, seed=self.text.seed, show_progress=bar)
+
+    def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        from theodolite.sinks.trace import trace_sinks
+
+        place = self.folder / f"{candidate.folder}-sinks"
+        with progress(f"tracing sinks of {candidate.name}", "contexts", self.stopped) as bar:
+            return trace_sinks(model, corpus, place, batch=self.batch, show_progress=bar)
+
+    def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+        from theodolite.comparison.outputs import read_outputs
+
+        place = self.folder / f"{candidate.folder}-outputs"
+        with progress(f"reading outputs of {candidate.name}", "contexts", self.stopped) as bar:
+            return read_outputs(model, corpus, place, batch=self.batch, show_progress=bar)

@@ -1,0 +1,51 @@
+"""What an error means and what to do about it: the page of errors, which the package carries.
+
+It is asked by the name of a section or by a message, and knows nothing of who raises what: a section explains a
+message if one of its rows quotes a part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "assets" / "errors.md"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        name: what it is asked for by, and its anchor: the title in lower case with hyphens.
+        text: in Markdown, without links.
+        quoted: the parts of messages that its rows begin with.
+    """
+
+    name: str
+    title: str
+    text: str
+    quoted: tuple[str, ...]
+
+
+@functools.cache
+def sections() -> dict[str, Section]:
+    """All sections by name, in the order of the page."""
+    _, *parts = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = {}
+    for part in parts:
+        title, _, text = part.partition("\n")
+        rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+        if not rows:
+            continue
+        quoted = tuple(said for row in rows for said in re.findall(r"`([^`]+)`", row))
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        found[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
+    return found
+
+
+def section_of(message: str) -> Section | None:
+    """The section that explains this message, if there is one."""
+    return next((s for s in sections().values() if any(said in message for said in s.quoted)), None)

@@ -1,0 +1,129 @@
+"""`theodolite evaluate`: parsing, and which functions do the work.
+
+Nothing is measured here, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.options import (
+    DEFAULT_CONTEXTS,
+    EMBEDDED,
+    AsJson,
+    Contexts,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Revision,
+    Seed,
+    TextColumnName,
+    opened_model,
+    read_corpus,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.system.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from theodolite.evaluate.scores import Score
+
+
+def evaluate_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the package, which is meant too "
+            "if none is named).",
+            show_default=False,
+        ),
+    ] = None,
+    corpus: CorpusSpec = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="few-shot (offline), or a task or group of lm-eval; may be given several times."),
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="Folder of tasks of one's own for lm-eval (may run its Python).")
+    ] = None,
+    shots: Annotated[str, typer.Option(help="Examples in the prompts, as 3, 0,2,5 or 0-5.")] = "0-5",
+    prompts: Annotated[int, typer.Option(help="Prompts of few-shot.")] = 4000,
+    limit: Annotated[int | None, typer.Option(help="Documents of a task of lm-eval [default: all].")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Prompts a forward pass [default: 4096 tokens, 8 prompts of lm-eval]."),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Let lm-eval fetch data that are not here.")
+    ] = False,
+    length: Length = None,
+    contexts: Contexts = DEFAULT_CONTEXTS,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="JSON file that keeps every answer; what is there is not asked again."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Perplexity on a text, accuracy by number of examples, and tasks of lm-eval: of one model, or of several compared.
+
+    Without --task and --tasks: perplexity, on the text inside every Python where no --corpus is given.
+
+    Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.evaluate.answers_file import Kept
+        from theodolite.evaluate.command import Questions, evaluate, parse_shots
+        from theodolite.passes.provenance import describe_model, versions
+
+        asked = Questions(tuple(task or ()), tasks, parse_shots(shots), prompts, seed, limit, batch, download)
+        kept = Kept(out)
+        scores: list[Score] = []
+        described: list[Any] = []
+        names: list[Any] = list(models or []) or [None]  # None: the embedded model
+        for name in names:
+            model = opened_model(name, dtype, device, device_map, revision)
+            described.append(describe_model(model)["model"])
+            read = None
+            if corpus is not None or not (task or tasks):
+                read = read_corpus(model, corpus, length, contexts, seed, text_column)
+            scores += evaluate(model, read, asked, kept, partial(progress, stopped=stopped), stopped)
+            del model  # before the next one is opened
+        _finish(scores, {"versions": versions(), "models": described}, as_json)
+
+
+def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> None:
+    """Show the scores, or print them as JSON."""
+    from theodolite.evaluate.command import lm_eval_version, tables
+    from theodolite.evaluate.scores import table
+
+    found = table(scores)
+    if not as_json:
+        console = Console(soft_wrap=True)
+        for shown in tables(found):
+            console.print(shown)
+        return
+    rows = [
+        {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        for row in found.to_dict(orient="records")
+    ]
+    provenance["versions"]["lm_eval"] = lm_eval_version()
+    print(json.dumps(provenance | {"scores": rows}, ensure_ascii=False, allow_nan=False))

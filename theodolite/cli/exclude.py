@@ -1,0 +1,41 @@
+"""`theodolite mask`: the sinks and outliers of a run as rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.screen import one_line_errors, screen
+
+
+def mask_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("mask.json"),
+    least_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of contexts (sinks, massive activations) or tokens (outliers) below which there is no rule."
+        ),
+    ] = 0.01,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rules, as they are in the file, and nothing else.")
+    ] = False,
+) -> None:
+    """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
+
+    Example: theodolite mask runs/gpt2 --out gpt2-mask.json
+    """
+    with one_line_errors():
+        from theodolite.passes.run import Run
+        from theodolite.sinks.exclusions import Mask
+
+        mask = Mask.of(Run.load(run), least_share)
+        mask.save(out)
+        if as_json:
+            print(out.read_text(encoding="utf-8"), end="")
+        (screen if as_json else Console(soft_wrap=True)).print(
+            f"{len(mask.rules)} rules: {out}", highlight=False
+        )

@@ -1,0 +1,137 @@
+"""`theodolite explore`: parsing, and which functions do the work.
+
+Nothing is measured here, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.options import (
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Model,
+    Revision,
+    Seed,
+    TextColumnName,
+    opened_model,
+    read_corpus,
+    refuse_unread,
+    short_name,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.errors import UsageError
+from theodolite.system.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from theodolite.explore.subject import Subject
+    from theodolite.models import OpenModel
+    from theodolite.passes.run import Run
+
+SURVEYED = 32
+"""Contexts that are read before the page opens: seconds, and enough for a mean at each position."""
+
+
+def explore_command(
+    model: Model = None,
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            help="A second model, shown beside the first: pruned, say. One tokenizer and one shape.",
+            show_default=False,
+        ),
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--run", help="Folder of a survey of the model, instead of one made now; once for each model."
+        ),
+    ] = None,
+    corpus: CorpusSpec = None,
+    length: Length = None,
+    contexts: Annotated[int, typer.Option(help="Contexts to survey at most.")] = SURVEYED,
+    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860 on].")] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    seed: Seed = 0,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Look at one head after the other on a prompt, on a page that only this machine sees.
+
+    The model is surveyed on a little text first (or --run names a finished survey), for what a prompt cannot tell.
+
+    Example: theodolite explore gpt2 runs/gpt2-pruned
+    """
+    with one_line_errors():
+        from theodolite.explore.server_log import quieten
+
+        quieten()
+        from theodolite.explore.server import application, listen, serve
+        from theodolite.explore.subject import check_pair
+
+        names = [model] if other is None else [model, other]
+        if runs:
+            unread = {"--corpus": corpus, "--length": length}
+            refuse_unread("--run brings its own text", unread)
+            if len(runs) != len(names):
+                raise UsageError(
+                    f"{len(runs)} --run for {len(names)} models: give one for each, in their order"
+                )
+        with listen(port) as listening:
+            opened = [opened_model(name, dtype, device, device_map, revision) for name in names]
+            called = _called(opened)
+            check_pair(list(zip(called, opened, strict=True)))
+
+            def surveyed(one: OpenModel) -> Run:
+                from theodolite.explore.brief_survey import brief_survey
+
+                read = read_corpus(one, corpus, length, contexts, seed, text_column)
+                with (
+                    interruptible(say_stopping) as stopped,
+                    progress(f"surveying {short_name(one.id)}", "contexts", stopped) as show,
+                    progress("reading its weights", "layers", stopped) as show_layers,
+                ):
+                    return brief_survey(one, read, seed=seed, show_progress=show, show_layers=show_layers)
+
+            found = [_loaded(one, folder) for one, folder in zip(opened, runs, strict=True)] if runs else []
+            found = found or [surveyed(one) for one in opened]
+            app = application(_subjects(called, opened, found))
+            serve(app, listening, lambda address: _say(address, browser))
+
+
+def _called(opened: list[OpenModel]) -> list[str]:
+    """Short names of the models, whole ones where they would be the same."""
+    short = [short_name(one.id) for one in opened]
+    return short if len(set(short)) == len(short) else [one.id for one in opened]
+
+
+def _loaded(model: OpenModel, folder: Path) -> Run:
+    from theodolite.logits.constituents import check_run
+    from theodolite.passes.run import Run
+
+    run = Run.load(folder)
+    check_run(model, run)
+    return run
+
+
+def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> list[Subject]:
+    from theodolite.explore.subject import Subject
+
+    return [Subject(*one) for one in zip(names, models, runs, strict=True)]
+
+
+def _say(address: str, browser: bool) -> None:
+    Console(soft_wrap=True).print(f"Page: {address} (Ctrl-C ends it)", highlight=False)
+    if browser and not webbrowser.open(address):
+        screen.print("no browser was found: open the address in one", style="dim")

@@ -1,0 +1,165 @@
+"""`theodolite prune`: parsing, and which functions do the work. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.options import (
+    AsJson,
+    Batch,
+    Contexts,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Model,
+    Revision,
+    Seed,
+    TextColumnName,
+    opened_model,
+    read_corpus,
+    refuse_unread,
+    say_where,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.errors import UsageError
+from theodolite.system.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from theodolite.prune import Pruned
+
+PUBLISHED_CONTEXTS = 128
+"""Calibration sequences of Zhang et al. 2025, appendix D."""
+
+RANK_RATIO, DAMPING = 0.25, 0.1
+"""The defaults of `prune_model`."""
+
+READ_BY = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
+"""Options of one method only. `--seed` is of all: texts are drawn by it too."""
+
+
+def prune_command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pruned checkpoint.")],
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="oats, sparsegpt, wanda or magnitude.")] = "oats",
+    sparsity: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of entries removed: one number, or one a block with commas [default: 0.5, or the pattern's]."
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help="Such as 2:4: at most 2 of 4 neighbouring inputs are kept.")
+    ] = None,
+    rank_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Of oats: share of what is kept that goes into the low-rank part [default: {RANK_RATIO}]."
+        ),
+    ] = None,
+    damping: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Of sparsegpt: added to the Hessian's diagonal, in means of it [default: {DAMPING}]."
+        ),
+    ] = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", help="merged (for transformers) or factored (smaller, for theodolite)."),
+    ] = "merged",
+    corpus: CorpusSpec = None,
+    length: Length = None,
+    contexts: Contexts = PUBLISHED_CONTEXTS,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    batch: Batch = None,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
+
+    All linear layers inside the blocks, Q, K and V apart; not embeddings, head, norms and routers. Can be stopped and
+    started again.
+
+    Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.prune import METHODS, prune_model
+        from theodolite.report.pruned_model import page_at, write_page
+
+        if method in METHODS:  # another one is refused with what there is
+            given = {"--rank-ratio": rank_ratio, "--damping": damping}
+            unread = {name: value for name, value in given.items() if READ_BY[name] != method}
+            refuse_unread(f"{method} does not read it", unread)
+        asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
+        _refuse_existing(out)
+        opened = opened_model(model, dtype, device, device_map, revision)
+        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+        with progress("pruning", "matrices", stopped) as show:
+            pruned = prune_model(
+                opened,
+                read,
+                method,
+                asked,
+                pattern=pattern,
+                rank_ratio=RANK_RATIO if rank_ratio is None else rank_ratio,
+                seed=seed,
+                damping=DAMPING if damping is None else damping,
+                out=out,
+                form=form,
+                batch=batch,
+                beside=lambda done, folder: write_page(done, folder / "report"),
+                show_progress=show,
+            )
+        _finish(pruned, out, page_at(out / "report"), as_json)
+
+
+def _numbers(text: str) -> float | list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+        return numbers if "," in text else numbers[0]
+    except ValueError:
+        raise UsageError(f"sparsity {text!r} is no number, nor numbers with commas between") from None
+
+
+def _refuse_existing(out: Path) -> None:
+    """Before a model is opened for nothing; `prune_model` looks again, with the folder locked."""
+    from theodolite.prune.checkpoint import refuse_inside
+
+    refuse_inside(out)
+    if out.with_name(out.name + ".partial").is_dir():
+        return  # a pruning that was killed, perhaps at its very end
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UsageError(f"{out} exists already: choose another --out or remove it")
+
+
+def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
+    """Say what was done, or print it as JSON, and where it is."""
+    from theodolite.papers.command import show_outcome
+    from theodolite.report.pruned_model import PRUNING, pruned_outcome
+
+    left = pruned.provenance["pruning"]["left_dense"]
+    if left:
+        entries = int((pruned.table["outputs"] * pruned.table["inputs"]).sum())
+        share = sum(left.values()) / (sum(left.values()) + entries)
+        screen.print(
+            f"left dense: {share:.1%} of the blocks' weights, {len(left)} tensors such as {next(iter(left))}",
+            highlight=False,
+        )
+    if as_json:
+        result = page.with_name("result.json").read_text(encoding="utf-8")
+        print(json.dumps(json.loads(result), ensure_ascii=False, allow_nan=False))
+    else:
+        console = Console(soft_wrap=True)
+        show_outcome(PRUNING, pruned_outcome(pruned), console)
+        console.print(f"Checkpoint: {out}", highlight=False)
+    say_where(page, as_json)

@@ -1,0 +1,39 @@
+"""`theodolite report`: the page of a run folder, again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from theodolite.cli.options import (
+    AsJson,
+    finish,
+    finish_trace,
+)
+from theodolite.cli.screen import one_line_errors
+from theodolite.errors import UsageError
+
+
+def report_command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Write the report of a run folder again.
+
+    Example: theodolite report runs/gpt2
+    """
+    with one_line_errors():
+        from theodolite.passes.run import Run
+        from theodolite.report.page import write_report
+
+        loaded = Run.load(run)
+        if loaded.is_outputs:
+            raise UsageError(
+                f"{run} holds outputs of heads: `theodolite compare` reads them, with the survey beside it"
+            )
+        if loaded.is_trace:
+            finish_trace(loaded, run, as_json)
+            return
+        finish(loaded, write_report(loaded, run / "report"), as_json)

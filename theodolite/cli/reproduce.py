@@ -1,0 +1,196 @@
+"""`theodolite reproduce`: parsing, and on what the experiments stand. Nothing is measured here.
+
+Heavy imports happen inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from theodolite.cli.options import (
+    DEFAULT_CONTEXTS,
+    Contexts,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Model,
+    Revision,
+    RunFolder,
+    Seed,
+    Text,
+    TextColumnName,
+    default_folder,
+    opened_model,
+    refuse_unread,
+    short_name,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.errors import UsageError
+from theodolite.system.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
+    from theodolite.papers.experiment import Experiment, Study
+    from theodolite.passes.prompts import Focus
+    from theodolite.passes.run import Run
+
+
+def reproduce_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="geometry, localization, geometry/table1, …; several with commas. Without a name: the list."
+        ),
+    ] = None,
+    model: Model = None,
+    corpus: CorpusSpec = None,
+    other: Annotated[
+        str | None, typer.Option(help="Second text, for geometry/table2 [default: random tokens].")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Text for geometry/figure6 and figure30 [default: random tokens, twice], and for sinks/figure2 and "
+            "figure7 to figure11 [default: one that comes with each]."
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Block of the head shown there, or disturbed by sinks/causal, from 0 [default: the heads found; of "
+            "sinks/…, the one that tags most]."
+        ),
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
+    length: Length = None,
+    contexts: Contexts = DEFAULT_CONTEXTS,
+    seed: Seed = 0,
+    out: RunFolder = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON and nothing else.")
+    ] = False,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Make published tables and figures again for a model, with a verdict on each claim.
+
+    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
+    theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
+    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey, and make none. Those of
+    trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
+
+    Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.papers import find
+        from theodolite.papers.catalogue import check_options
+        from theodolite.papers.command import list_as_json, list_experiments, run_experiments
+        from theodolite.passes.prompts import Focus
+
+        if name is None:
+            print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())
+            return
+        experiments, focus = find(name), Focus(prompt, layer, head)
+        options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
+        check_options(experiments, [option for option, value in options.items() if value is not None])
+        text = Text(corpus, length, contexts, seed, text_column)
+        asked = _Asked(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
+        study, pages = _stand(asked, experiments, focus)
+        page = run_experiments(
+            experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
+        )
+        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The call: on what the experiments of a name are to stand."""
+
+    name: str
+    model: str | None
+    text: Text
+    other: str | None
+    out: Path | None
+    opening: tuple[str, str | None, str | None, str | None]
+    stopped: Callable[[], bool]
+
+    def unread(self) -> dict[str, object]:
+        """The options about a text and a model, where neither is read."""
+        _, device, device_map, revision = self.opening
+        of_text: dict[str, object] = {"--corpus": self.text.corpus, "--length": self.text.length}
+        return of_text | {"--device": device, "--device-map": device_map, "--revision": revision}
+
+    def opened(self) -> OpenModel:
+        return opened_model(self.model, *self.opening)
+
+    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
+        from theodolite.passes.survey import survey
+
+        with progress(f"surveying {short_name(corpus.name)}", "contexts", self.stopped) as show:
+            return survey(model, corpus, place, seed=self.text.seed, show_progress=show)
+
+    def say(self, line: str) -> None:
+        if self.stopped():
+            raise KeyboardInterrupt
+        screen.print(line, style="dim", markup=False, highlight=False)
+
+
+def _stand(asked: _Asked, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
+    """What the experiments read, and the folder of their pages."""
+    from theodolite.papers import Study
+    from theodolite.papers.catalogue import on_prompts, stand_alone
+    from theodolite.papers.experiment import model_run, theory_run
+    from theodolite.papers.training_folders import made_by, trainings_at
+
+    name, seed = asked.name, asked.text.seed
+    trainings, command = asked.model and trainings_at(asked.model), made_by(experiments)
+    if asked.model is not None and trainings:
+        refuse_unread(f"{name} of a folder of trainings reads no other text or model", asked.unread())
+        folder = Path(asked.model)
+        return Study(trainings.run(folder), say=asked.say), asked.out or folder / "reproduce"
+    if command is not None:
+        raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
+    if stand_alone(experiments):
+        refuse_unread(f"{name} reads no model and no text", {"MODEL": asked.model} | asked.unread())
+        pages = asked.out or Path("runs") / experiments[0].name.partition("/")[0]
+        return Study(theory_run(seed), say=asked.say), pages
+    if on_prompts(experiments):
+        of_text = {"--corpus": asked.text.corpus, "--length": asked.text.length}
+        refuse_unread(f"{name} reads its prompt and no text", of_text)
+        model = asked.opened()
+        pages = (asked.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
+        return Study(model_run(model, seed), model, focus=focus, say=asked.say), pages
+    return _surveyed(asked, focus)
+
+
+def _surveyed(asked: _Asked, focus: Focus) -> tuple[Study, Path]:
+    """Those that read a survey: it is made here, or reused where it is finished."""
+    from theodolite.papers import Study
+    from theodolite.report.page import write_report
+
+    model = asked.opened()
+    if focus.layer is not None or focus.head is not None:
+        model.check_place(focus.layer or 0, focus.head or 0)  # before a survey is made for nothing
+    read = asked.text.read(model)
+    length = read.contexts.shape[1]
+    second = replace(asked.text, corpus=asked.other, length=length).read(model) if asked.other else None
+    folder = asked.out or default_folder(model, read)
+    run = asked.survey(model, read, folder)
+    if not (folder / "report" / "index.html").is_file():
+        write_report(run, folder / "report")
+    pages = folder / "reproduce"
+    study = Study(run, model, read, second, folder=pages, survey=asked.survey, focus=focus, say=asked.say)
+    return study, pages

@@ -1,0 +1,55 @@
+"""`theodolite spectra`: query-key spectra from the weights alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from theodolite.cli.options import (
+    AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
+    Model,
+    Revision,
+    finish,
+    opened_model,
+    opened_weights,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.system.allocator import give_back_pages
+from theodolite.system.interrupt import interruptible
+
+
+def spectra_command(
+    model: Model = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write a run folder with a report.")
+    ] = None,
+    as_json: AsJson = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Query-key spectra of every head, from the weights alone: no text, and no model that fits into memory.
+
+    The weights are read a layer at a time, on the CPU; with --device or --device-map the whole model is opened there.
+
+    Example: theodolite spectra gpt2 --json
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.passes.survey import spectra
+        from theodolite.report.page import write_report
+
+        give_back_pages()
+        if device is None and device_map is None:
+            opened = opened_weights(model, dtype, revision, stopped)
+        else:
+            opened = opened_model(model, dtype, device, device_map, revision)
+        with progress("reading weights", "layers", stopped) as show:
+            run = spectra(opened, out, show_progress=show)
+        page = None if out is None else write_report(run, out / "report")
+        finish(run, page, as_json)

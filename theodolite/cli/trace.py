@@ -1,0 +1,66 @@
+"""`theodolite trace`: every attention sink of a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from theodolite.cli.options import (
+    DEFAULT_CONTEXTS,
+    AsJson,
+    Batch,
+    Contexts,
+    CorpusSpec,
+    Device,
+    DeviceMap,
+    Dtype,
+    Length,
+    Model,
+    Revision,
+    Seed,
+    TextColumnName,
+    default_folder,
+    finish_trace,
+    opened_model,
+    read_corpus,
+)
+from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.system.interrupt import interruptible
+
+
+def trace_command(
+    model: Model = None,
+    corpus: CorpusSpec = None,
+    length: Length = None,
+    contexts: Contexts = DEFAULT_CONTEXTS,
+    stretches: Annotated[
+        bool, typer.Option("--stretches", help="Also sinks that catch a part of a context only.")
+    ] = False,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks]."),
+    ] = None,
+    as_json: AsJson = False,
+    batch: Batch = None,
+    text_column: TextColumnName = "text",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+) -> None:
+    """Trace every attention sink of a text: what it catches, the tag that it writes, where the tag lives on.
+
+    Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
+    """
+    with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.sinks.trace import trace_sinks
+
+        opened = opened_model(model, dtype, device, device_map, revision)
+        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+        folder = out or default_folder(opened, read, "-stretches" if stretches else "-sinks")
+        with progress("tracing sinks", "contexts", stopped) as show:
+            run = trace_sinks(opened, read, folder, stretches=stretches, batch=batch, show_progress=show)
+        finish_trace(run, folder, as_json)

@@ -1,0 +1,374 @@
+"""From text to a corpus: non-overlapping contexts of T tokens with labels, a hash and a seed.
+
+Everything that a survey reads comes through `Corpus`, wherever the text was. This module tokenizes and cuts;
+it does not find text (`documents.py` does), knows no model, and imports no model library: a tokenizer is anything
+that behaves like those of `transformers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.corpus.documents import (
+    Document,
+    document_of_row,
+    joined_articles,
+    printable,
+    python_topics,
+    read_path,
+    stdlib_sources,
+)
+from theodolite.errors import UsageError
+
+PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
+BREAK = 4_096  # characters before the end of a piece in which white space is looked for
+READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
+STREAMED_CONTEXTS = (
+    256  # of sources without an end (random tokens, streamed datasets) when no number is given
+)
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""
+
+    all_special_ids: Any
+    added_tokens_decoder: Any
+    eos_token_id: Any
+    sep_token_id: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        """A mapping with the token ids of `text` under `input_ids`."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """C contexts of T tokens each, and where they come from.
+
+    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the
+    remainder is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents
+    of the same label, in reading order, with the tokenizer's end-of-sequence token between them (or, without
+    one, its separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS]
+    … [SEP], a beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts
+    nothing.
+
+    Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
+    in reading order; when more, all that there are.
+
+    `labels` indexes `label_names`; −1 says that a context has no label.
+    """
+
+    name: str
+    contexts: Int[Tensor, "contexts length"]
+    labels: Int[Tensor, " contexts"]
+    label_names: list[str]
+    seed: int
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of everything that was read: length, token ids, labels and their names."""
+        digest = hashlib.sha256(f"length {self.contexts.shape[1]}\n".encode())
+        for name in self.label_names:
+            encoded = name.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in (self.contexts, self.labels):
+            digest.update(tensor.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        text_column: str = "text",
+    ) -> Corpus:
+        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`texts.read_path`: labels, errors).
+
+        A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
+        article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
+        out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
+        """
+        documents = read_path(path, text_column)
+        return _build(cls, printable(path), documents, tokenizer, length, contexts, seed)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Iterable[str],
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        labels: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> Corpus:
+        """Texts in memory, each with its label (None: no labels)."""
+        if isinstance(texts, str):
+            raise UsageError("texts is one string; give a list of texts.")
+        texts = list(texts)
+        if labels is not None and len(labels) != len(texts):
+            raise UsageError(
+                f"There are {len(texts)} texts and {len(labels)} labels; give each text one label."
+            )
+        of_text = labels if labels is not None else [None] * len(texts)
+        documents = [Document(text, label) for text, label in zip(texts, of_text, strict=True)]
+        return _build(cls, "texts", documents, tokenizer, length, contexts, seed)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        name: str,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int,
+        config: str | None = None,
+        split: str = "train",
+        text_column: str = "text",
+        seed: int = 0,
+    ) -> Corpus:
+        """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
+
+        Labels are the column `label` or `topic`, if any; of WikiText, whose rows are lines, its articles' titles
+        (`texts.joined_articles`). Reading stops when `READ_AHEAD` × `contexts`
+        contexts were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
+        """
+        _check_sizes(length, contexts)
+        documents = _streamed(name, config, split, text_column)
+        return _build(cls, name, documents, tokenizer, length, contexts, seed, most=READ_AHEAD * contexts)
+
+    @classmethod
+    def python_docs(
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+    ) -> Corpus:
+        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels."""
+        return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+
+    @classmethod
+    def stdlib_code(
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+    ) -> Corpus:
+        """Source code of the running interpreter's standard library, with files as labels."""
+        return _build(cls, "stdlib_code", stdlib_sources(), tokenizer, length, contexts, seed)
+
+    @classmethod
+    def random_tokens(
+        cls, vocabulary: int | Tokenizer, length: int, contexts: int = STREAMED_CONTEXTS, seed: int = 0
+    ) -> Corpus:
+        """Token ids drawn uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
+
+        Of a tokenizer, special tokens are left out, and put around every context as in text.
+        """
+        _check_sizes(length, contexts)
+        ids, frame = _drawable(vocabulary, length)
+        body = length - len(frame.before) - len(frame.after)
+        rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
+        return cls("random_tokens", rows, torch.full((contexts,), -1), [], seed)
+
+
+def repeated_random_tokens(
+    vocabulary: int | Tokenizer, length: int, contexts: int, seed: int
+) -> tuple[Int[Tensor, "contexts length"], int, int]:
+    """Random tokens twice over, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
+
+    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
+    """
+    drawable, frame = _drawable(vocabulary, length)
+    half = (length - len(frame.before) - len(frame.after)) // 2
+    drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
+    return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
+
+
+def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Frame]:
+    """The ids to draw random tokens from, and what goes around them."""
+    if isinstance(vocabulary, int):
+        if vocabulary < 1:
+            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
+        return np.arange(vocabulary), _Frame([], [], [])
+    # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
+    marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
+    special = {*vocabulary.all_special_ids, *marked}
+    ids = np.array(sorted(set(vocabulary.get_vocab().values()) - special), dtype=np.int64)
+    return ids, _frame(vocabulary, length)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
+
+    before: list[int]
+    after: list[int]
+    between: list[int]
+
+    def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
+        """The bodies (contexts, body) with what belongs before and after each."""
+        ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
+        before, after = ends
+        return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
+
+
+@dataclass
+class _Cutter:
+    """Cuts documents into the bodies of contexts, and remembers the longest text that did not fill one."""
+
+    tokenizer: Tokenizer
+    body: int  # tokens of a context without those around it
+    between: list[int]
+    longest: int = 0
+    short: dict[str | None, list[int]] = field(default_factory=dict)
+
+    def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
+        for document in documents:
+            own: list[int] = []
+            full = False
+            for ids in _encode(self.tokenizer, document.text):
+                own += ids
+                whole = len(own) // self.body * self.body
+                for begin in range(0, whole, self.body):
+                    yield document.label, own[begin : begin + self.body]
+                own, full = own[whole:], full or whole > 0
+            if full or not own:
+                continue
+            packed = self.short.setdefault(document.label, [])
+            packed += self.between + own if packed else own
+            self.longest = max(self.longest, len(packed))
+            if len(packed) >= self.body:
+                yield document.label, packed[: self.body]
+                self.short[document.label] = packed[self.body :]
+
+
+def _build(
+    kind: type[Corpus],
+    name: str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    length: int,
+    contexts: int | None,
+    seed: int,
+    most: int | None = None,
+) -> Corpus:
+    """Tokenize, cut, sample; `most` bounds how many contexts are looked at."""
+    _check_sizes(length, contexts)
+    frame = _frame(tokenizer, length)
+    around = len(frame.before) + len(frame.after)
+    cutter = _Cutter(tokenizer, length - around, frame.between)
+    kept = _sample(islice(cutter.cut(documents), most), contexts, seed)
+    if not kept:
+        if not cutter.longest:
+            raise UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
+        raise UsageError(
+            f"{name} is shorter than one context of {length} tokens: its longest text has "
+            f"{cutter.longest + around}; use a smaller --length or a longer text."
+        )
+    rows = [[*frame.before, *body, *frame.after] for _, body in kept]
+    names = list(dict.fromkeys(label for label, _ in kept if label is not None))
+    index = {label: position for position, label in enumerate(names)}
+    labels = [-1 if label is None else index[label] for label, _ in kept]
+    return kind(name, torch.from_numpy(np.array(rows, dtype=np.int64)), torch.tensor(labels), names, seed)
+
+
+def _sample(
+    found: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
+) -> list[tuple[str | None, np.ndarray]]:
+    """A uniform sample of `count` without replacement, in order, in memory for `count` (algorithm R)."""
+    random = np.random.default_rng(seed)
+    kept: list[tuple[int, str | None, np.ndarray]] = []
+    for position, (label, body) in enumerate(found):
+        entry = (position, label, np.array(body, dtype=np.int32))
+        if count is None or position < count:
+            kept.append(entry)
+        elif (place := int(random.integers(0, position + 1))) < count:
+            kept[place] = entry
+    kept.sort(key=lambda entry: entry[0])
+    return [(label, body) for _, label, body in kept]
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
+    """Token ids of `text`, in pieces of at most `PIECE` characters.
+
+    Pieces end before white space where there is some: there the tokenizers that split words before merging
+    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by a token a piece.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + PIECE
+        if end < len(text):
+            breaks = [found.start() for found in re.finditer(r"(?<=\S)\s", text[end - BREAK : end])]
+            end += breaks[-1] - BREAK if breaks else 0
+        piece = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+        # verbose=False: a document is longer than the model, which is why it is cut.
+        yield list(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        begin = end
+
+
+def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
+    """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
+    if not callable(tokenizer):
+        raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            before, after = full[:start], full[start + len(bare) :]
+            break
+    else:
+        raise UsageError(
+            f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
+        )
+    if len(before) + len(after) >= length:
+        raise UsageError(
+            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
+            "special ones; use a larger --length."
+        )
+    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return _Frame(before, after, [token for token in ends if token is not None][:1])
+
+
+def _streamed(name: str, config: str | None, split: str, text_column: str) -> Iterator[Document]:
+    """Rows of a dataset as they arrive, class numbers replaced by their names."""
+    import datasets
+
+    def rows() -> Iterator[Document]:
+        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+        features = dataset.features or {}
+        for row in dataset:
+            for column, feature in features.items():
+                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
+                    row[column] = feature.int2str(row[column])
+            if document := document_of_row(row, text_column, f"Dataset {name}"):
+                yield document
+
+    try:
+        yield from joined_articles(rows())
+    except UsageError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
+            "network, give a folder that holds its files."
+        ) from error
+
+
+def _check_sizes(length: int, contexts: int | None) -> None:
+    if length < 2:
+        raise UsageError(
+            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
+        )
+    if contexts is not None and contexts < 1:
+        raise UsageError(f"{contexts} contexts were asked for: use a number (--contexts) above 0")

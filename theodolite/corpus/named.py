@@ -1,0 +1,107 @@
+"""Corpora by name, as the command line has them, and those of additions and of few-shot prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
+from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
+from theodolite.corpus.few_shot_task import NAME as FEW_SHOT
+from theodolite.corpus.few_shot_task import READ, RULES, prompt_ids
+from theodolite.errors import UsageError
+
+DRAWN_AT_ONCE = 1000
+
+
+def make_corpus(
+    spec: str | Path | None,
+    tokenizer: Tokenizer,
+    length: int,
+    contexts: int | None = None,
+    seed: int = 0,
+    text_column: str = "text",
+) -> Corpus:
+    """The corpus that `spec` names: a path, or one of these.
+
+    `docs` (or None), `code`, `random`, `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
+
+    A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
+    `STREAMED_CONTEXTS` when `contexts` is None.
+    """
+    name = "docs" if spec is None else str(spec)
+    if name == "docs":
+        return Corpus.python_docs(tokenizer, length, contexts, seed)
+    if name == "code":
+        return Corpus.stdlib_code(tokenizer, length, contexts, seed)
+    some = STREAMED_CONTEXTS if contexts is None else contexts
+    if name == "random":
+        return Corpus.random_tokens(tokenizer, length, some, seed)
+    if name == FEW_SHOT:
+        return few_shot_corpus(tokenizer, length, some, seed)
+    digits = digits_of(name)
+    if digits is not None:
+        return addition_corpus(tokenizer, length, some, seed, digits)
+    if name.startswith("hf:"):
+        dataset, config, split, *more = [*name[3:].split(":"), "", ""]
+        if not dataset or any(more):
+            raise UsageError(
+                f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
+            )
+        return Corpus.from_dataset(
+            dataset, tokenizer, length, some, config or None, split or "train", text_column, seed
+        )
+    if not Path(name).exists():
+        raise UsageError(
+            f"There is no file or folder {name}; give a path, or docs, code, random, addition, few-shot or hf:NAME."
+        )
+    return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
+
+
+def addition_corpus(
+    tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
+) -> Corpus:
+    """Additions of so many digits (`arithmetic.additions`), each from its beginning and cut to `length` characters.
+
+    Shorter ones are drawn again. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
+    and `=` stand at the same positions in every context; at 24, say, their places vary.
+
+    Raises:
+        UsageError: a length below 4 or above that of the longest example, or a tokenizer that does not give a token
+            for each character.
+    """
+    full = full_length(digits)
+    if not 4 <= length <= full:
+        raise UsageError(f"these additions have up to {full} characters; use a --length from 4 to {full}")
+    random = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    while len(rows) < contexts:
+        long = [
+            example.text
+            for example in additions(DRAWN_AT_ONCE, random, digits)
+            if len(example.text) >= length
+        ]
+        rows += [
+            list(tokenizer(t[:length], add_special_tokens=False, verbose=False)["input_ids"]) for t in long
+        ]
+        if {len(row) for row in rows} - {length}:
+            raise UsageError(
+                "additions need a tokenizer with one token a character, as `theodolite train` makes"
+            )
+    ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
+    return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1), [], seed)
+
+
+def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
+    """Few-shot prompts (`rules.RULES`), a context each, cut to `length` tokens: none that a model is tested on.
+
+    Raises:
+        UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
+    """
+    prompts = RULES.draw(contexts, np.random.default_rng([seed, READ]))
+    ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
+    if not 4 <= length <= ids.shape[1]:
+        raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
+    return Corpus(FEW_SHOT, ids[:, :length].clone(), torch.full((contexts,), -1), [], seed)

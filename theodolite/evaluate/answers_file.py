@@ -1,0 +1,81 @@
+"""Scores kept in a file as they come, so that an evaluation that was stopped goes on where it was.
+
+What decides a score is its key: the model's and the question's fingerprints, and the versions of the packages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from theodolite.errors import UsageError
+from theodolite.evaluate.scores import Score
+from theodolite.system.files import write_text, writing
+
+SCHEMA_VERSION = 1
+
+
+class Kept:
+    """The scores in a file; without a path, in memory only."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[str, list[Score]] = {}
+        if path is not None and path.exists():
+            try:
+                self._found = _read(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{path} holds no evaluation: choose another --out or remove it") from error
+
+    def get(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
+        """The scores with this key: those in the file, or measured now and kept.
+
+        Raises:
+            WorkError: the file cannot be written.
+        """
+        name = json.dumps(key, sort_keys=True)
+        if name not in self._found:
+            self._found[name] = measure()
+            self._write()
+        return self._found[name]
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        rows = [
+            {"key": json.loads(name), "scores": [_as_json(score) for score in scores]}
+            for name, scores in sorted(self._found.items())
+        ]
+        text = json.dumps({"schema_version": SCHEMA_VERSION, "measured": rows}, ensure_ascii=False)
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._path, text + "\n")
+
+
+def _read(path: Path) -> dict[str, list[Score]]:
+    read = json.loads(path.read_text(encoding="utf-8"))
+    if read["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema {read['schema_version']}")
+    return {
+        json.dumps(row["key"], sort_keys=True): [_of_json(score) for score in row["scores"]]
+        for row in read["measured"]
+    }
+
+
+def _as_json(score: Score) -> dict[str, Any]:
+    """Plain values; a number that is none becomes null."""
+    plain = {field.name: getattr(score, field.name) for field in fields(Score)}
+    plain["each"] = None if score.each is None else score.each.tolist()
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+
+
+def _of_json(row: dict[str, Any]) -> Score:
+    each = row.pop("each")
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+    return Score(**known, each=None if each is None else np.array(each, dtype=np.float64))

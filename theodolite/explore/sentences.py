@@ -1,0 +1,209 @@
+"""What the page says of a head in words and coloured tokens, as HTML; the templates escape every string.
+
+Colour never stands alone: sinks are marked and numbered, and a caught token carries the number of its sink.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jinja2
+import numpy as np
+
+from theodolite.explore.evidence import Evidence, evidence, kind_of, shares_line, spectrum_line
+from theodolite.explore.view import HeadView, Sink, Tags
+from theodolite.passes.run import Run
+from theodolite.report.content import flowing
+from theodolite.report.data import provenance
+from theodolite.report.page import environment
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
+from theodolite.system.wording import counted, head_name, number, percent, token_text, visible
+
+LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of head in the table of evidence."""
+
+    holds: bool
+    kind: str
+    meaning: str
+    on_text: str
+    on_prompt: str
+    least: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token in running text; its line ends apart, so that its mark does not reach into the next line."""
+
+    text: str
+    breaks: str
+    hint: str
+    mark: str
+    note: str
+    style: str
+
+
+def head_words(view: HeadView, run: Run, measured: Run) -> str:
+    """The head's name, its kind with the evidence, and what its spectrum and its logits are said to be."""
+    found = evidence(run, measured, view.layer, view.head)
+    return _render(
+        "head.html.j2",
+        name=head_name(view.layer, view.head),
+        kind=kind_of(found),
+        rows=[_row(one) for one in found],
+        text=text_line(run),
+        lines=[
+            line
+            for line in (shares_line(run, view.layer, view.head), spectrum_line(run, view.layer, view.head))
+            if line
+        ],
+    )
+
+
+def text_line(run: Run) -> str:
+    """What was surveyed: contexts, length and name of the text."""
+    corpus = provenance(run, "corpus") or {}
+    size = f"{counted(int(corpus['contexts']), 'context')} of {counted(int(corpus['length']), 'token')}"
+    return f"{size} of {visible(corpus['name'], 60)}"
+
+
+def most_received(views: Sequence[HeadView]) -> float:
+    """The most that any token of any of the models gets."""
+    return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
+
+
+def sink_words(view: HeadView, most: float) -> str:
+    """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence.
+
+    `most`: what the deepest shade means.
+    """
+    shades = np.nan_to_num(view.received) / most
+    tokens = [_token(view, place, f"--a:{shade:.2f}") for place, shade in enumerate(shades)]
+    learned = float(view.learned.mean())
+    return _render(
+        "sinks.html.j2",
+        tokens=tokens,
+        most=number(most, 2),
+        sinks=[_sink_line(view, index) for index in range(len(view.sinks))],
+        learned=f"{learned:.2f}" if learned > 0 else "",
+        uncaught=int((view.group == UNCAUGHT).sum()),
+    )
+
+
+def tag_words(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
+    """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
+    tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(colours)]
+    return _render(
+        "tags.html.j2",
+        tokens=tokens,
+        why_not=visible(why_not),
+        line="" if tags is None else _tag_line(view, tags),
+    )
+
+
+def message(text: str) -> str:
+    """One line that says why nothing changed; empty for none."""
+    return _render("message.html.j2", text=visible(text))
+
+
+def escaped(text: str) -> str:
+    """A name that stands in a line of HTML."""
+    return html.escape(visible(text, 80))
+
+
+def title(names: list[str], runs: list[Run]) -> str:
+    """The page's heading: the models, and what they were surveyed on."""
+    models = [
+        {
+            "name": visible(name, 80),
+            "shape": _shape(run),
+            "text": text_line(run),
+        }
+        for name, run in zip(names, runs, strict=True)
+    ]
+    return _render("title.html.j2", models=models)
+
+
+def _shape(run: Run) -> str:
+    model = provenance(run, "model") or {}
+    return f"{model.get('layers')} layers × {model.get('heads')} heads"
+
+
+def _row(one: Evidence) -> Row:
+    return Row(
+        one.holds,
+        one.kind.name,
+        one.kind.meaning,
+        number(one.on_text, 2),
+        number(one.on_prompt, 2),
+        f"{one.kind.least:g}",
+    )
+
+
+def _token(view: HeadView, place: int, style: str) -> Token:
+    text = flowing(view.tokens[place])
+    kept = text.rstrip("\n")
+    sinks = [sink.position for sink in view.sinks]
+    mark = f"▼{sinks.index(place) + 1}" if place in sinks else ""
+    group = int(view.group[place])
+    caught = group not in (UNCAUGHT, LEFT_OUT)
+    got = float(view.received[place])
+    hint = f"{place}: {token_text(view.tokens[place])}"
+    hint += " · seen by too few tokens" if math.isnan(got) else f" · gets {got:.3f}"
+    hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
+    return Token(kept, text[len(kept) :], hint, mark, str(group + 1) if caught else "", style)
+
+
+def _sink_line(view: HeadView, index: int) -> tuple[str, str]:
+    sink = view.sinks[index]
+    what = (
+        "the learned column, no token"
+        if sink.position < 0
+        else f"token {sink.position} “{_named(view, sink)}”"
+    )
+    how = "catches a stretch: gets" if sink.stretch else "gets"
+    said = (
+        f"{how} {sink.received:.2f} of the attention on average and catches {counted(sink.caught, 'token')}"
+    )
+    return f"▼{index + 1}", f"{what} {said}"
+
+
+def _named(view: HeadView, sink: Sink) -> str:
+    return token_text(view.tokens[sink.position])
+
+
+def _coloured(colour: np.ndarray) -> str:
+    red, green, blue = (int(part) for part in colour)
+    share = colour / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ (0.2126, 0.7152, 0.0722)
+    return f"background:rgb({red},{green},{blue});color:{'#000' if luminance >= LIGHT else '#fff'}"
+
+
+def _tag_line(view: HeadView, tags: Tags) -> str:
+    if math.isnan(tags.explained):
+        return (
+            "No sink divides these tokens, so there is no tag to measure: the colours show whatever varies most in "
+            "what the head writes."
+        )
+    return (
+        f"Which sink caught a token explains {percent(tags.explained)} of the variance of what the head writes (η²); "
+        f"of the stream that enters the block it explains {percent(tags.before)}, and a random grouping would "
+        f"{percent(tags.chance)}."
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return environment("theodolite.explore", "static")
+
+
+def _render(template: str, /, **values: object) -> str:
+    return _environment().get_template(template).render(values)

@@ -1,0 +1,306 @@
+"""The logits of a prompt, split into constituents; and how much each carries, over a sample of a corpus.
+
+Composes what `models` captures with what `measure` computes of it; knows neither modules nor formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.measure.constituents import Constituents, ShareSums, head_shares, share_sums
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.positional import qk_low_frequency
+from theodolite.models import OpenModel
+from theodolite.models.query_key_parts import LayerPass, listening, split_queries_and_keys, watch_layers
+from theodolite.theory.decomposition import PARTS, Decomposition
+
+SPLIT_CONTEXTS = 8
+"""Contexts of a corpus whose logits are split in a survey: a fixed cost, whatever the corpus."""
+
+TOKENS_A_PASS = 2048
+"""Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
+a second pass."""
+
+COLUMNS = ["layer", "head", "query", "key", "share", "standard_error"]
+
+
+@runtime_checkable
+class Surveyed(Protocol):
+    """A `Run`, as far as it says where the hidden states of a model are."""
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """Name → tensor: `mean` and `positional_basis`."""
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Of which model it is."""
+
+
+def constituents(
+    model: OpenModel,
+    ids: Int[Tensor, " positions"] | Int[Tensor, "contexts positions"],
+    layer: int,
+    *,
+    decomposition: Surveyed | Decomposition | None = None,
+) -> Constituents:
+    """Split the pre-softmax logits of one layer on a prompt into {mean, pos, ctx, resid, bias} × the same.
+
+    The hidden states h that enter the block are decomposed as h = mean + pos + ctx + resid (Song & Zhong 2024).
+    Both sides go through the norm with its scale frozen at each token, through the projection, through a norm
+    after it frozen likewise, and through the rotation, so the constituents add up to the model's own logits
+    (the published code sends each part through the norm by itself, so its parts do not). The part "bias" is
+    what there is without any hidden state: the biases of norm and projection.
+
+    The model runs with the attention implementation that it has (`sdpa`, unless it was given another). Those of
+    `transformers` differ in the last digits: `eager` takes its softmax in float32 in most families even where the
+    model is in float64, so that later layers' logits then agree to 1e-7 only between the two.
+
+    Args:
+        model: from `open_model`.
+        ids: token ids of one context (T) or of several (C, T), as the model reads them (special tokens too).
+        layer: the block, counted from 0.
+        decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its
+            μ and positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context.
+            A `Decomposition` of such hidden states likewise; if it is that of just these ones, its ctx is
+            taken too. None: the hidden states of these contexts themselves, at least 2, with position 0
+            apart as in a survey (μ and ctx are means over positions 1 … T−1).
+
+    Raises:
+        UsageError: ids, layer or decomposition do not fit the model or each other.
+        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
+    """
+    contexts = _contexts(model, ids, layer)
+    given = None if decomposition is None else _given(model, decomposition, contexts, layer)
+    if given is None and len(contexts) < 2:
+        raise UsageError(
+            "one context cannot be decomposed by itself: give several, or a survey of this model as decomposition"
+        )
+    done: list[Constituents] = []
+
+    def tell(seen: LayerPass) -> None:
+        done.append(_of_pass(seen, _parts(seen.stream, given, decomposition)))
+
+    watch_layers(model, contexts, [layer], tell)
+    return done[0]
+
+
+def constituents_of_pass(model: OpenModel, seen: LayerPass, run: Surveyed) -> Constituents:
+    """As `constituents` with a run, of what `watch_layers` told of a layer; no forward pass is made.
+
+    Raises:
+        UsageError: the run is not of this model, or its contexts are shorter.
+        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
+    """
+    given = _given(model, run, seen.stream[..., 0], seen.layer)
+    with listening(model):
+        return _of_pass(seen, decompose_around(seen.stream, *given))
+
+
+def _of_pass(seen: LayerPass, parts: Decomposition) -> Constituents:
+    split = split_queries_and_keys(seen, parts, torch.float64)
+    repeat = split.query.shape[2] // split.key.shape[2]
+    key = split.key.repeat_interleave(repeat, dim=2)
+    return Constituents(PARTS, split.query, key, split.inputs, split.rounding)
+
+
+@dataclass(frozen=True)
+class SampledShares:
+    """Shares of logit variance over sampled contexts.
+
+    Attributes:
+        table: one row for each layer, head and pair of parts, and for the additive bias.
+        columns: of the heads table, L · H values each: `share_…`, NaN where a layer could not be split, and
+            `qk_low_frequency_…` of queries and keys as they are, the mean over the sample, position 0 left out.
+        normed: layer → μ + pos behind the norm in front of the layer's heads, (T, d); as it is without a norm.
+        refused: layer → why it could not be split.
+    """
+
+    table: pd.DataFrame
+    columns: dict[str, list[float]]
+    normed: dict[int, Tensor]
+    refused: dict[int, str]
+
+
+def sampled_shares(
+    model: OpenModel,
+    contexts: Int[Tensor, "contexts positions"],
+    mean: Float[Tensor, "layers width"],
+    pos: Float[Tensor, "layers positions width"],
+    seed: int,
+) -> SampledShares:
+    """How much of each head's logit variance each constituent carries, on a seeded sample of contexts.
+
+    `mean` and `pos` are μ and the positional basis of the residual layers, from the survey of all contexts.
+    """
+    sample = sample_of(contexts, seed)
+    found: dict[int, list[ShareSums]] = {}
+    ratios: dict[int, list[Tensor]] = {}
+    normed: dict[int, Tensor] = {}
+    refused: dict[int, str] = {}
+
+    def tell(seen: LayerPass) -> None:
+        query, key = (t[:, :, 1:] for t in (seen.inputs.query, seen.inputs.key))
+        ratios.setdefault(seen.layer, []).append(qk_low_frequency(query, key).cpu())
+        normed[seen.layer] = _behind_norm(seen, mean[seen.layer] + pos[seen.layer])
+        parts = decompose_around(seen.stream, mean[seen.layer], pos[seen.layer])
+        try:
+            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+        except WorkError as error:
+            refused[seen.layer] = str(error)
+        else:
+            found.setdefault(seen.layer, []).append(share_sums(split.query, split.key, split.inputs))
+
+    for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
+        watch_layers(model, batch, range(model.layers), tell)
+    rows: list[dict[str, Any]] = []
+    columns: dict[str, list[float]] = {}
+    for layer in range(model.layers):
+        if layer in refused:
+            empty = torch.full((model.heads, len(PARTS), len(PARTS)), torch.nan, dtype=torch.float64)
+            values = head_shares(empty, empty[:, 0, 0])
+        else:
+            sums = ShareSums.joined(found[layer])
+            rows += _share_rows(layer, sums)
+            values = head_shares(*sums.shares())
+        lowest = torch.cat(ratios[layer]).mean(dim=0).T
+        values |= {f"qk_low_frequency_{k}": r for k, r in zip(CUTOFFS, lowest, strict=True)}
+        for name, value in values.items():
+            columns.setdefault(name, []).extend(value.tolist())
+    return SampledShares(pd.DataFrame(rows, columns=COLUMNS), columns, normed, refused)
+
+
+def _behind_norm(seen: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
+    rows = rows.to(seen.stream)
+    return (rows if seen.norm is None else seen.norm(rows.unsqueeze(0))[0]).double().cpu()
+
+
+def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:
+    shares, additive = sums.shares()
+    errors, additive_errors = sums.standard_errors()
+    rows: list[dict[str, Any]] = []
+    for head in range(len(shares)):
+        place = {"layer": layer, "head": head}
+        for a, query in enumerate(PARTS):
+            for b, key in enumerate(PARTS):
+                numbers = {
+                    "share": float(shares[head, a, b]),
+                    "standard_error": float(errors[head, a, b]),
+                }
+                rows.append(place | {"query": query, "key": key} | numbers)
+        numbers = {"share": float(additive[head]), "standard_error": float(additive_errors[head])}
+        rows.append(place | {"query": "additive", "key": ""} | numbers)
+    return rows
+
+
+def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, "sampled positions"]:
+    """A seeded sample of at most `SPLIT_CONTEXTS` contexts, in their order."""
+    order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
+    return contexts[order[:SPLIT_CONTEXTS].sort().values]
+
+
+def working_dtype(stream: Tensor) -> torch.dtype:
+    """The dtype in which shares are computed: the model's own, float32 at least."""
+    return torch.promote_types(stream.dtype, torch.float32)
+
+
+def decompose_around(h: Tensor, mean: Tensor, pos: Tensor) -> Decomposition:
+    """Hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
+
+    ctx is the mean over positions 1 … T−1 of h − μ − pos, zero where there are none; resid is what is left.
+    """
+    h = h.double()
+    mean, pos = mean.to(h), pos[: h.shape[1]].to(h)
+    left = h - mean - pos
+    ctx = left[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(left[:, 0])
+    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left - ctx[:, None])
+
+
+def decompose_apart(h: Tensor) -> Decomposition:
+    """Hidden states (C, T, d) as a survey decomposes them: position 0 apart, μ and ctx over the others."""
+    position_mean = h.double().mean(dim=0)
+    mean = position_mean[1:].mean(dim=0) if len(position_mean) > 1 else position_mean[0]
+    return decompose_around(h, mean, position_mean - mean)
+
+
+def _parts(h: Tensor, given: tuple[Tensor, Tensor] | None, decomposition: object) -> Decomposition:
+    if given is None:
+        return decompose_apart(h)
+    if isinstance(decomposition, Decomposition) and decomposition.resid.shape == h.shape:
+        whole = decomposition.mean + decomposition.pos + decomposition.cvec
+        if torch.allclose(whole.to(h.device), h.double(), rtol=1e-6, atol=1e-6 * float(h.abs().max())):
+            left = h.double() - (whole - decomposition.resid).to(h.device)
+            mean, pos, ctx = (
+                t.to(h.device) for t in (decomposition.mean, decomposition.pos, decomposition.ctx)
+            )
+            return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left)
+    return decompose_around(h, *given)
+
+
+def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
+    if not isinstance(ids, Tensor) or not isinstance(layer, int):
+        raise UsageError(
+            f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
+            "a layer's number"
+        )
+    if not 0 <= layer < model.layers:
+        raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
+    if model.vocabulary is None:
+        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not token ids")
+    if ids.ndim not in (1, 2) or 0 in ids.shape or ids.is_floating_point():
+        raise UsageError(
+            f"ids are {ids.dtype} of shape {tuple(ids.shape)}: give token ids of one context (positions) or "
+            "of several (contexts, positions)"
+        )
+    contexts = ids.reshape(-1, ids.shape[-1]).long()
+    if model.longest is not None and contexts.shape[1] > model.longest:
+        raise UsageError(
+            f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
+        )
+    if int(contexts.min()) < 0 or int(contexts.max()) >= model.vocabulary:
+        raise UsageError(f"ids must be between 0 and {model.vocabulary - 1}, the vocabulary of {model.id}")
+    return contexts
+
+
+def _given(
+    model: OpenModel, decomposition: Surveyed | Decomposition, contexts: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    """μ and pos of the stream that enters a block."""
+    if isinstance(decomposition, Surveyed):
+        check_run(model, decomposition)
+        mean, pos = (decomposition.arrays[name][layer] for name in ("mean", "positional_basis"))
+    elif not isinstance(decomposition, Decomposition):
+        raise UsageError(
+            f"decomposition is a {type(decomposition).__name__}: give a Run of this model or what `decompose` gives"
+        )
+    else:
+        mean, pos = decomposition.mean, decomposition.pos
+    if pos.shape[-1] != model.width:
+        raise UsageError(f"the decomposition is of width {pos.shape[-1]}, {model.id} of {model.width}")
+    if len(pos) < contexts.shape[1]:
+        raise UsageError(
+            f"the decomposition has {len(pos)} positions and the prompt {contexts.shape[1]}: give a shorter "
+            "prompt or a survey of longer contexts"
+        )
+    return mean, pos
+
+
+def check_run(model: OpenModel, run: Surveyed) -> None:
+    """Refuse a run that says nothing of where this model's hidden states are.
+
+    Raises:
+        UsageError: it is of another model, or has spectra only.
+    """
+    theirs = run.provenance["model"]
+    same = theirs["width"] == model.width and theirs["layers"] == model.layers
+    if not same or (theirs["sha256"] and model.sha256 and theirs["sha256"] != model.sha256):
+        raise UsageError(f"the run is of another model ({theirs['id']}): give a survey of {model.id}")
+    if "positional_basis" not in run.arrays:
+        raise UsageError("the run has spectra only and no positional basis: give one of `theodolite survey`")

@@ -1,0 +1,251 @@
+"""The weight matrices inside a model's blocks, read and written one at a time, whatever holds them.
+
+They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
+slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
+left out. What enters a matrix is seen where PyTorch multiplies by it (`watching_products`), not by a module's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from theodolite.errors import UsageError
+from theodolite.models.head_weights import Call, capture_calls
+from theodolite.models.open import OpenModel, small_input
+from theodolite.models.projections import Place, find_projections, refuse_replaced_weights
+from theodolite.models.structure import backbone
+
+ROUTER = re.compile(r".*(router|gate|gating)")
+"""Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
+
+EXPERT_TOKENS = 16
+"""Of the sequence on which it is seen how experts multiply by their slices."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix (outputs, inputs) of a block, as `nn.Linear` would hold it.
+
+    Attributes:
+        layer: its block.
+        name: "q", "k", "v" (features head by head), or where the block keeps it: "mlp.c_fc".
+        expert: which slice of a 3-D parameter, else None.
+        parameter: the model's name of the parameter that holds it.
+        module: the submodule that has this parameter as its attribute `attribute`.
+        dimension: that of the outputs, 0 or 1, of the parameter or its slice.
+        rows: which outputs of the parameter, in the matrix's order; None: all.
+    """
+
+    layer: int
+    name: str
+    expert: int | None
+    parameter: str
+    module: nn.Module
+    attribute: str
+    dimension: int
+    rows: Int64[Tensor, " outputs"] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the block, with the expert: `mlp.experts.down_proj.3`."""
+        return self.name if self.expert is None else f"{self.name}.{self.expert}"
+
+    @property
+    def holder(self) -> Float[Tensor, "_ _"]:
+        """What products are taken with: the parameter, or the expert's slice of it. Writes go through."""
+        parameter = getattr(self.module, self.attribute).detach()
+        return parameter if self.expert is None else parameter[self.expert]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.holder.shape[:: 1 if self.dimension == 0 else -1]
+        return (outputs if self.rows is None else len(self.rows)), inputs
+
+    def read(self) -> Float[Tensor, "outputs inputs"]:
+        """A copy, row by row in memory."""
+        weight = self.holder if self.dimension == 0 else self.holder.T
+        if self.rows is None:
+            return weight.clone(memory_format=torch.contiguous_format)
+        return weight.index_select(0, self.rows.to(weight.device)).contiguous()
+
+    def write(self, matrix: Float[Tensor, "outputs inputs"]) -> None:
+        """Put another matrix in its place, in the parameter itself: what is tied stays tied."""
+        with torch.no_grad():
+            parameter = getattr(self.module, self.attribute)
+            held = parameter if self.expert is None else parameter[self.expert]
+            weight = held if self.dimension == 0 else held.T
+            if self.rows is None:
+                weight.copy_(matrix)
+            else:
+                weight[self.rows.to(weight.device)] = matrix.to(weight.device, weight.dtype)
+
+
+@torch.no_grad()
+def block_matrices(model: OpenModel) -> list[list[Matrix]]:
+    """The matrices of every block, in the order in which the block names them.
+
+    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
+
+    Raises:
+        UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules.
+    """
+    refuse_replaced_weights(model.hf, "pruned")
+    names = {module: name for name, module in model.hf.named_modules()}
+    calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
+    experts = _expert_outputs(model)
+    found, owners = [], dict[int, str]()
+    for layer, block in enumerate(model.structure.blocks):
+        places = _projections(model, calls, layer)
+        matrices: list[Matrix] = []
+        for path, module in block.named_modules():
+            if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
+                dimension = 1 if isinstance(module, Conv1D) else 0
+                whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
+                matrices += _parts(whole, {n: p for n, p in places.items() if p.module is module})
+            for name, value in module.named_parameters(recurse=False):
+                at = experts.get(id(value))
+                if at is not None:
+                    full, own = f"{names[module]}.{name}", f"{path}.{name}"
+                    matrices += [Matrix(layer, own, e, full, module, name, at) for e in range(len(value))]
+        _refuse_shared(matrices, owners)
+        found.append(matrices)
+    return found
+
+
+def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
+    """Numbers of entries, by name, of what else the blocks multiply by: routers, experts of an unknown kind."""
+    pruned = {matrix.parameter for matrix in matrices}
+    inside = {id(parameter) for block in model.structure.blocks for parameter in block.parameters()}
+    return {
+        name: parameter.numel()
+        for name, parameter in model.hf.named_parameters()
+        if id(parameter) in inside
+        and parameter.ndim >= 2
+        and name not in pruned
+        and not name.endswith("bias")
+    }
+
+
+Told = Callable[[Tensor, Tensor], None]
+"""Told of a product: the inputs (…, inputs), and a view (outputs, inputs) of the matrix that takes them on."""
+
+
+@contextmanager
+def watching_products(told: Told) -> Iterator[None]:
+    """While open, `told` hears of every product of vectors with a matrix that this thread asks PyTorch for."""
+    with _Products(told):
+        yield
+
+
+@contextmanager
+def one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
+    """While open, experts multiply by their slices one after the other, not by all in one grouped product."""
+    if not model._can_set_experts_implementation():
+        yield
+        return
+    before = model.config._experts_implementation
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+# function → where the inputs and the matrix are among its arguments, and whether the matrix is (outputs, inputs)
+_PRODUCTS: dict[Any, tuple[int, int, bool]] = {
+    functional.linear: (0, 1, True),
+    torch.addmm: (1, 2, False),
+    torch.matmul: (0, 1, False),
+    torch.mm: (0, 1, False),
+    Tensor.matmul: (0, 1, False),
+    Tensor.mm: (0, 1, False),
+    Tensor.__matmul__: (0, 1, False),
+}
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self._told = told
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS:
+            inputs, matrix, outputs_first = _PRODUCTS[func]
+            if args[matrix].ndim == 2:
+                self._told(args[inputs], args[matrix] if outputs_first else args[matrix].T)
+        return func(*args, **(kwargs or {}))
+
+
+def _expert_outputs(model: OpenModel) -> dict[int, int]:
+    """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs, by id."""
+    stacked = [parameter for parameter in model.hf.parameters() if parameter.ndim == 3]
+    slices = {one.data_ptr(): (parameter, one) for parameter in stacked for one in parameter}
+    found: dict[int, int] = {}
+
+    def told(inputs: Tensor, matrix: Tensor) -> None:
+        parameter, one = slices.get(matrix.data_ptr(), (None, None))
+        if parameter is not None and one is not None and matrix.numel() == one.numel():
+            found[id(parameter)] = 0 if matrix.stride() == one.stride() else 1
+
+    if stacked:
+        with torch.inference_mode(), one_expert_at_a_time(model.hf), watching_products(told):
+            backbone(model.hf)(**small_input(model.hf, EXPERT_TOKENS))
+    return found
+
+
+def _projections(model: OpenModel, calls: list[Call], layer: int) -> dict[str, Place]:
+    """Where W_q, W_k and W_v of a layer are, or nothing where they are not entries of one matrix each."""
+    for name, parameter in model.structure.blocks[layer].named_parameters():
+        if parameter.is_meta:
+            raise UsageError(f"layer {layer}: {name} is offloaded; move the model to one device")
+    try:
+        (found,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
+    except UsageError:
+        return {}
+    places = {"q": found.query, "k": found.key, "v": found.value}
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def _parts(whole: Matrix, places: dict[str, Place]) -> list[Matrix]:
+    """A module's matrix, or the projections in it and what is left of it."""
+    free = torch.ones(whole.shape[0], dtype=torch.bool)
+    parts = []
+    for name, place in places.items():
+        if free[place.rows].all():  # else it shares its rows with another: keys that are values, too
+            free[place.rows] = False
+            parts.append(replace(whole, name=name, rows=place.rows))
+    if not parts:
+        return [whole]
+    if free.any():
+        parts.append(replace(whole, name=f"{whole.name}.rest", rows=free.nonzero().flatten()))
+    if len(parts) == 1 and parts[0].rows is not None and bool((parts[0].rows.diff() == 1).all()):
+        return [replace(parts[0], rows=None)]
+    return parts
+
+
+def _chooses_experts(path: str) -> bool:
+    return any(ROUTER.fullmatch(part) for part in path.split("."))
+
+
+def _refuse_shared(matrices: list[Matrix], owners: dict[int, str]) -> None:
+    for matrix in matrices:
+        owner = owners.setdefault(id(getattr(matrix.module, matrix.attribute)), matrix.parameter)
+        if owner != matrix.parameter:
+            raise UsageError(
+                f"{matrix.parameter} is {owner}: one matrix that serves two modules is not pruned"
+            )

@@ -1,0 +1,289 @@
+"""The tap: every layer's queries, keys and values, taken where `transformers` itself hands them over.
+
+`transformers` lets one register an attention function by name; each layer of each family that uses this
+interface then calls it with q, k, v (after RoPE), scaling, mask and whatever else decides its logits. The tap
+is such a function. It passes what it gets to a listener and returns the attention output, so that one forward
+pass both runs the model and is measured. Families outside the interface get one small file each
+(`OUTSIDE_INTERFACE`). Edits of a layer are applied here too, whoever listens. The tap computes no statistic.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import UsageError
+from theodolite.models.doors.bloom import bloom_attention_forward
+
+IMPLEMENTATION = "theodolite"
+
+OUTSIDE_INTERFACE: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention_forward}
+"""Attention classes that do not call the interface, and the forward that makes them do so."""
+
+Listener = Callable[[nn.Module, AttentionInputs], Tensor]
+"""Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
+
+Answer = Callable[[AttentionInputs], Tensor]
+"""From attention inputs to the output, (batch, queries, heads, value_width)."""
+
+Edit = Callable[[AttentionInputs, Answer], Tensor]
+"""Stands between a layer and its attention: may hand other inputs on to the answer, and return another output."""
+
+
+@dataclass(frozen=True)
+class _Listening:
+    """A listener and the modules of the model that it was opened for."""
+
+    modules: frozenset[nn.Module]
+    listener: Listener
+
+
+@dataclass(frozen=True)
+class _Editing:
+    """An edit of one layer's attention, while it is open."""
+
+    modules: frozenset[nn.Module]
+    module: nn.Module
+    edit: Edit
+    of_inputs: bool
+    whole_cache: bool
+
+
+_listening: ContextVar[tuple[_Listening, ...]] = ContextVar("theodolite_listening", default=())
+_unedited: ContextVar[bool] = ContextVar("theodolite_unedited", default=False)
+
+# Of the process and not of a context: the model is edited whoever calls it, as it would be were its weights edited
+# (`generate` with a streamer runs in another thread).
+_editing: list[_Editing] = []
+
+
+@dataclass
+class _Turned:
+    """A model that goes through the tap: how many are open on it, and what turns it back."""
+
+    undo: ExitStack
+    count: int = 0
+
+
+_open: dict[PreTrainedModel, _Turned] = {}
+
+
+def attention_inputs(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+) -> AttentionInputs:
+    """Read the arguments of the attention interface as `AttentionInputs`."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    own_scaling = getattr(module, "scaling", None)
+    if scaling == 1.0 and isinstance(own_scaling, float) and own_scaling != 1.0:
+        # OPT multiplies its queries by the scaling before it hands them over. Undone here, so that W_q and λ
+        # mean the same in every family.
+        query, scaling = query / own_scaling, own_scaling
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        # An additive mask: hugely negative where a key is hidden. What else it adds is a bias.
+        additive, attention_mask = attention_mask, attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        added = additive.masked_fill(~attention_mask, 0)
+        if added.any():
+            position_bias = added if position_bias is None else position_bias + added
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    return AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling,
+        causal=is_causal and attention_mask is None and query.shape[2] > 1,
+        mask=attention_mask,
+        softcap=softcap,
+        bias=position_bias,
+        sink=s_aux,
+    )
+
+
+def _tapped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
+    inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
+    answer = _answer(module)
+    for editing in [] if _unedited.get() else sorted(_editing, key=lambda e: not e.of_inputs):
+        if editing.module is module:
+            if editing.whole_cache:
+                _refuse_dropped_keys(inputs, kwargs.get("sliding_window"))
+            answer = _with_edit(editing.edit, answer)
+    return answer(inputs), None
+
+
+def _answer(module: nn.Module) -> Answer:
+    """Who answers a module: the innermost listener of its model; for a copy of a module, the innermost of all."""
+    listening = _listening.get()
+    for entry in reversed(listening):
+        if module in entry.modules:
+            return functools.partial(entry.listener, module)
+    if not listening or any(module in editing.modules for editing in _editing):
+        return attend
+    return functools.partial(listening[-1].listener, module)
+
+
+def _with_edit(edit: Edit, answer: Answer) -> Answer:
+    return lambda inputs: edit(inputs, answer)
+
+
+def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    if window is not None and queries < keys and keys >= window:
+        raise UsageError(
+            f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any more; "
+            "call generate with use_cache=False"
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
+    """While open, every attention layer of `model` calls `listener`; the model is restored on leaving."""
+    with _opened(model) as modules:
+        own = _Listening(modules, listener)
+        _listening.set((*_listening.get(), own))
+        try:
+            yield
+        finally:
+            # By identity, and not by what was there before: they may be left in any order.
+            _listening.set(tuple(other for other in _listening.get() if other is not own))
+
+
+@contextmanager
+def edited(
+    model: PreTrainedModel,
+    module: nn.Module,
+    edit: Edit,
+    *,
+    of_inputs: bool = False,
+    whole_cache: bool = False,
+) -> Iterator[None]:
+    """While open, `edit` is applied whenever `model` calls the attention module `module`, listened to or not.
+
+    Edits of inputs come first, whatever the order in which edits were opened, and within a kind the one opened first
+    is nearest to the attention itself. A listener gets the edited inputs; what it returns is edited. Copies of the
+    module are not edited.
+
+    Args:
+        model: the model; restored on leaving.
+        module: one of its attention modules.
+        edit: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
+        of_inputs: it changes the inputs, and of the output only what follows from it.
+        whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
+    """
+    with _opened(model) as modules:
+        editing = _Editing(modules, module, edit, of_inputs, whole_cache)
+        _editing.append(editing)
+        try:
+            yield
+        finally:
+            # By identity: two equal edits may be open at once.
+            del _editing[next(i for i, other in enumerate(_editing) if other is editing)]
+
+
+@contextmanager
+def unedited() -> Iterator[None]:
+    """While open, no edit is applied: for looks at the model itself, on inputs that no edit was made for."""
+    token = _unedited.set(True)
+    try:
+        yield
+    finally:
+        _unedited.reset(token)
+
+
+@contextmanager
+def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
+    """While open, the attention layers of `model` go through the tap; yields all of its modules.
+
+    The first one opened turns the model to the tap, the last one left turns it back, whatever their order.
+    """
+    if model not in _open:
+        _open[model] = _Turned(_turned(model))
+    turned = _open[model]
+    turned.count += 1
+    try:
+        yield frozenset(model.modules())
+    finally:
+        turned.count -= 1
+        if not turned.count:
+            del _open[model]
+            turned.undo.close()
+
+
+def _turned(model: PreTrainedModel) -> ExitStack:
+    """Turn a model's attention layers to the tap; what turns them back."""
+    before = model.config._attn_implementation
+    with ExitStack() as undo:
+        outside = [m for m in model.modules() if type(m).__name__ in OUTSIDE_INTERFACE]
+        for module in outside:
+            own_forward = module.forward
+            module.forward = _outside_forward.__get__(module)
+            undo.callback(_restore_forward, module, own_forward)
+        if outside:
+            # Lets the model make the mask that the tap reads.
+            undo.callback(setattr, model.config, "_attn_implementation", before)
+            model.config._attn_implementation = IMPLEMENTATION
+        else:
+            if not model._can_set_attn_implementation():
+                raise UsageError(
+                    f"{type(model).__name__} does not use the attention interface of transformers, so its "
+                    "queries and keys cannot be read; theodolite does not support this family yet"
+                )
+            undo.callback(model.set_attn_implementation, before)
+            model.set_attn_implementation(IMPLEMENTATION)
+        return undo.pop_all()
+
+
+_passed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _outside_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of `OUTSIDE_INTERFACE`, which keeps no cache, so that a pass that continues one is refused."""
+    cache = kwargs.get("layer_past")
+    if cache is not None:
+        passed = _passed.setdefault(cache, weakref.WeakSet())
+        if self in passed or cache.get_seq_length():
+            raise UsageError(
+                f"theodolite runs {type(self).__name__} without a cache, so earlier keys would be missing; call "
+                "generate with use_cache=False"
+            )
+        passed.add(self)
+    return OUTSIDE_INTERFACE[type(self).__name__](self, *args, **kwargs)
+
+
+def _restore_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    del module.forward
+    if module.forward != forward:  # it had been replaced by someone else before (an offloading hook, say)
+        module.forward = forward

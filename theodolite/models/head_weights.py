@@ -1,0 +1,270 @@
+"""The probe: every head's W_q, W_k, W_v and biases, read through the tap and not through parameter names.
+
+An attention module projects its input affinely, whatever the layout of its weights (fused, interleaved,
+grouped, transposed). So its input rows 0 and e_1 … e_d tell all: what arrives at the tap for the row 0 is the
+bias, and for e_i the bias plus row i of the weights. Each row is a sequence of its own at position 0, where
+RoPE is the identity (times its own attention scaling). The rows go through a float64 copy of the module, so
+that the subtraction of the bias costs nothing, and the module stops as soon as the tap has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import WorkError
+from theodolite.models.doors.transformers import tapped, unedited
+from theodolite.models.structure import Structure, backbone, first_tensor
+
+ROWS = 1024
+"""Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of one layer's heads: `query = x W_q + b_q`, logit = `query · key · scaling`, all in float64.
+
+    Grouped keys and values are repeated, so that every array leads with the query heads. `projection` is
+    "projection", or "projection before norm" where the family normalises queries and keys after projecting
+    them (Qwen 3, Gemma 3): then no matrix gives the logits, and these are the weights before that norm.
+    """
+
+    w_q: Float[Tensor, "heads width head_width"]
+    w_k: Float[Tensor, "heads width head_width"]
+    w_v: Float[Tensor, "heads width value_width"]
+    b_q: Float[Tensor, "heads head_width"]
+    b_k: Float[Tensor, "heads head_width"]
+    b_v: Float[Tensor, "heads value_width"]
+    scaling: float
+    projection: str
+
+
+class _Captured(Exception):
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.inputs = inputs
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments with which a model calls an attention module."""
+
+
+class NotAffine(WorkError):
+    """A layer's queries or keys are no affine function of its input."""
+
+
+def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
+    """How the model calls each layer's attention module on `probe_input` (one token at position 0) under the tap."""
+    with tapped(model, lambda _, inputs: attend(inputs)):
+        return seen_calls(model, structure, probe_input)
+
+
+def seen_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
+    """The same by the attention implementation that the model has now."""
+    calls: dict[nn.Module, Call] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True
+        )
+        for module in structure.attention
+    ]
+    try:
+        with unedited(), torch.inference_mode():
+            backbone(model)(**probe_input)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [calls[module] for module in structure.attention]
+
+
+def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
+    """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
+
+    Raises:
+        NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
+    """
+    with unedited(), tapped(model, raise_captured), torch.inference_mode():
+        module = copied(structure.attention[layer], torch.float64)
+        width = first_tensor(*call).shape[-1]
+        for projection in ("projection", "projection before norm"):
+            weights = _probe(module, call, width, projection)
+            if weights is not None:
+                return weights
+            if module is structure.attention[layer]:
+                break  # no copy, so its norms must stay
+            for name in norms_of_queries_and_keys(module, call):
+                module.set_submodule(name, nn.Identity())
+    raise NotAffine(
+        f"layer {layer}: queries and keys are no affine function of {structure.names[layer]}'s input"
+    )
+
+
+def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
+    parameter = next(module.parameters())
+    device, dtype = parameter.device, parameter.dtype
+
+    def send(rows: Tensor) -> AttentionInputs:
+        return run_until_tap(module, call, rows.to(device, dtype).unsqueeze(1))
+
+    at_zero = send(torch.zeros(1, width, dtype=torch.float64))
+    bias = _rows(at_zero)
+    weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
+    for start in range(0, width, ROWS):
+        rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
+        for w, got, b in zip(weights, _rows(send(rows)), bias, strict=True):
+            w[:, start : start + ROWS] = (got - b).transpose(0, 1)
+    mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for got, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
+        expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
+        # Some families rotate in float32 whatever their dtype (Cohere, ModernBERT, DeepSeek 2), so that even the
+        # float64 copy is exact to float32 only; what is not affine is off by a share of order one.
+        tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
+        if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
+            return None
+    (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
+    return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
+
+
+def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    """Queries, keys and values of sequences of one token, each (rows, heads, width), grouped ones repeated."""
+    heads = inputs.query.shape[1]
+    repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
+    return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
+
+
+def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
+
+    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. The tap
+    must be listening with `raise_captured`.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            outputs[name] = output
+
+        return hook
+
+    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
+    parameter = next(module.parameters())
+    width = first_tensor(*call).shape[-1]
+    row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    try:
+        inputs = run_until_tap(module, call, row.to(parameter.device, parameter.dtype).unsqueeze(1))
+    finally:
+        for handle in hooks:
+            handle.remove()
+    tapped_values = [_sorted_values(inputs.query), _sorted_values(inputs.key)]
+    return [
+        name
+        for name, output in outputs.items()
+        if any(
+            len(values) == output.numel()
+            and torch.allclose(_sorted_values(output), values, rtol=0, atol=1e-4)
+            for values in tapped_values
+        )
+    ]
+
+
+def _sorted_values(tensor: Tensor) -> Tensor:
+    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
+    values = tensor.double().flatten().sort().values
+    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
+
+
+def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms inside an attention module, by name."""
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
+    ]
+
+
+def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
+    """Call the attention module as in `call` but with `hidden` (batch, positions, d); what arrives at the tap.
+
+    The tap must be listening with `raise_captured`. Floating-point arguments take the device and dtype of `hidden`.
+
+    Raises:
+        WorkError: as `call_until_tap` does.
+    """
+    return call_until_tap(module, call_with_hidden(call, hidden))
+
+
+def call_with_hidden(call: Call, hidden: Tensor) -> Call:
+    """The arguments of `call` with `hidden` (batch, positions, d) for the hidden states, in its device and dtype."""
+    args, kwargs = call
+    floats = lambda value: _to_dtype(value, hidden)  # noqa: E731
+    args, kwargs = tuple(map(floats, args)), {name: floats(value) for name, value in kwargs.items()}
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = hidden
+    else:
+        args = (hidden, *args[1:])
+    return args, kwargs
+
+
+def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
+    """Call the attention module and stop where it reaches the tap, which listens with `raise_captured`.
+
+    Raises:
+        WorkError: the module did not call its attention function.
+    """
+    args, kwargs = call
+    try:
+        module(*args, **kwargs)
+    except _Captured as captured:
+        return captured.inputs
+    raise WorkError(f"{type(module).__name__} did not reach its attention function")
+
+
+def raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """A listener that stops the attention module there; `call_until_tap` catches it."""
+    raise _Captured(inputs)
+
+
+def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in `dtype`, or the module itself where its weights are no numbers that can be copied (quantised).
+
+    Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
+    """
+    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
+    with ExitStack() as here:
+        if hooked:
+            from accelerate.utils import align_module_device
+
+            for child in hooked:
+                here.enter_context(align_module_device(child))
+        if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
+            return module
+        # A hook knows all offloaded weights of the model: it is not copied with the module.
+        copy_of = copy.deepcopy(module, {id(child._hf_hook): child._hf_hook for child in hooked})
+    for child in copy_of.modules():
+        if child.__dict__.pop("_hf_hook", None) is not None:
+            del child._old_forward
+            if isinstance(child.forward, functools.partial):  # else the tap has put its own there
+                del child.forward
+    return copy_of.to(dtype)
+
+
+def _to_dtype(value: Any, like: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if value.dtype == like.dtype:
+            return value.to(like.device)
+        # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
+        lowest = value <= torch.finfo(value.dtype).min / 2
+        return value.to(like.device, like.dtype).masked_fill(
+            lowest.to(like.device), torch.finfo(like.dtype).min
+        )
+    return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value

@@ -1,0 +1,322 @@
+"""A checkpoint opened for its weights only: read from its safetensors files, those of one attention module at a time.
+
+The model is a skeleton (`skeleton.py`) whose parameters stay on the meta device. While a layer's heads are looked at,
+the tensors of its attention module are there, and nothing else; neither embeddings nor feed-forward parts are read.
+What `transformers` does to the names and shapes of a checkpoint's tensors it does here, too: its own loader is given
+the few that are wanted. What cannot be read so is opened whole, and the reason is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import UsageError, WorkError
+from theodolite.models.doors.transformers import tapped, unedited
+from theodolite.models.factored import is_factored
+from theodolite.models.head_weights import (
+    Call,
+    call_until_tap,
+    call_with_hidden,
+    capture_calls,
+    raise_captured,
+    seen_calls,
+)
+from theodolite.models.loading import (
+    LOADING_ERRORS,
+    architecture_of,
+    commit_of,
+    config_of,
+    first_line,
+    hash_checkpoint,
+    local_folder,
+    on_meta,
+    quiet,
+    refuse_bad_numbers,
+    refuse_more_layers,
+)
+from theodolite.models.open import (
+    EMBEDDED,
+    VERIFIED_LENGTH,
+    OpenModel,
+    attention_kind,
+    check_recomputed,
+    largest_logit,
+    positions_of,
+    small_input,
+)
+from theodolite.models.skeleton import build_skeleton, filled, put_back, stored_tensors
+from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+
+OTHER_WEIGHTS = 2**-6
+"""Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
+
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of safetensors, those that are weights as they are; others wait for what a quantiser does to them."""
+
+
+class Whole(WorkError):
+    """Heads cannot be read without the rest of the model, and why."""
+
+
+def open_shards(
+    path_or_id: str | Path | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    show_progress: Callable[[int, int], None],
+) -> OpenModel:
+    """As `open_weights`, where it can be done in parts.
+
+    Raises:
+        Whole: it cannot, and why.
+        UsageError: no such checkpoint.
+    """
+    source = EMBEDDED if path_or_id is None else path_or_id
+    local = local_folder(source)
+    try:
+        with quiet():
+            if local is None:
+                revision = commit_of(str(source), revision)
+            shards = _shards(source, dtype, revision)
+            reader = _Reader.of(shards)
+            for layer in (0, -1):
+                with reader.present(layer):
+                    pass
+    except LOADING_ERRORS as error:
+        raise Whole(first_line(error)) from error
+    model = shards.model
+    backbone(model).register_forward_pre_hook(_refuse_to_run)
+    return OpenModel(
+        hf=model,
+        tokenizer=None,
+        structure=reader.structure,
+        width=first_tensor(*reader.calls[0]).shape[-1],
+        causal=reader.causal,
+        positions=reader.positions,
+        id="theodolite/topics" if path_or_id is None else str(path_or_id),
+        revision=None if local else revision,
+        sha256=hash_checkpoint(local, show_progress) if local else None,
+        _calls=reader.calls,
+        _present=reader.present,
+    )
+
+
+def _refuse_to_run(module: nn.Module, _args: Any) -> None:
+    raise UsageError(
+        f"this {type(module).__name__} was opened for its weights only, and cannot read a text: use open_model"
+    )
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """A skeleton, and where the checkpoint keeps its tensors.
+
+    Attributes:
+        model: the skeleton.
+        dtype: in which tensors are loaded.
+        kinds: the checkpoint's name of each tensor → its file and its type there.
+        names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
+        changes: what `transformers` does to names and tensors of this architecture on loading.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    kinds: dict[str, tuple[str, str]]
+    names: dict[str, str]
+    changes: list[Any]
+
+    def load(self, module: str) -> None:
+        """Give a module of the skeleton its tensors.
+
+        Raises:
+            Whole: the checkpoint does not hold just what the module needs.
+        """
+        sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
+        if any(self.kinds[source][1] not in FLOATS for source in sources):
+            raise Whole(f"{module} is quantised")
+        to = LoadStateDictConfig(
+            device_map={"": "cpu"},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=self.changes,
+        )
+        with quiet(), ExitStack() as stack:
+            # Opened anew for every module: what was read of a mapped file counts as memory until it is closed.
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in {self.kinds[source][0] for source in sources}
+            }
+            tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
+            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
+        missing = sorted(name for name in found.missing_keys if name.startswith(module + "."))
+        if missing or found.mismatched_keys or found.conversion_errors:
+            raise Whole(
+                f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
+            )
+        if found.unexpected_keys and getattr(self.model.config, "quantization_config", None):
+            raise Whole(f"{module} is quantised ({min(found.unexpected_keys)})")
+
+
+def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
+    """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
+    config = config_of(source, revision)
+    if is_factored(Path(source).expanduser()):
+        raise Whole("its matrices are factored")
+    kinds: dict[str, tuple[str, str]] = {}
+    for path in _files(source, config, revision):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {name: (path, file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    wanted: Any = dtype
+    if wanted == "auto":
+        wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
+    wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
+    architecture = architecture_of(source, config)
+    model = build_skeleton(on_meta(source, architecture, config, wanted))
+    changes = get_model_conversion_mapping(model)
+    names = _renamed(model, list(kinds), changes)
+    refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    return _Shards(model, wanted, kinds, names, changes)
+
+
+def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
+    """The files that `from_pretrained` would load."""
+    if getattr(config, "transformers_weights", None):
+        raise Whole("its config names other files than model.safetensors")
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            whole = name == SAFE_WEIGHTS_NAME
+            return [found] if whole else get_checkpoint_shard_files(source, found, revision=revision)[0]
+    raise Whole(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
+    """The model's name of each tensor of a checkpoint, found as `convert_and_load_state_dict_in_model` does."""
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    known, names = model.state_dict(), {}
+    for source in sources:
+        name, _ = rename_source_key(source, renamings, converters, model.base_model_prefix, known)
+        if name not in known and source in known:
+            name, _ = rename_source_key(source, [], [], model.base_model_prefix, known)
+        names[source] = name
+    return names
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Brings the attention modules of a skeleton to life, one at a time.
+
+    Attributes:
+        structure: of the skeleton.
+        calls: how each attention module is called, with one token at position 0.
+        own: the same with `VERIFIED_LENGTH` tokens; `by_tap` as the tap makes the model call it; `by_others` with other
+            weights in all of the model.
+        causal, positions: as in `OpenModel`.
+    """
+
+    shards: _Shards
+    structure: Structure
+    calls: list[Call]
+    own: list[Call]
+    by_tap: list[Call]
+    by_others: list[Call]
+    causal: bool
+    positions: str
+
+    @classmethod
+    def of(cls, shards: _Shards) -> _Reader:
+        """Find the attention modules and how they are called, by forward passes without weights."""
+        model, seen = shards.model, list[AttentionInputs]()
+
+        def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+            seen.append(inputs)
+            return attend(inputs)
+
+        with filled(model, 0.0):
+            one, several = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
+            structure = find_structure(model, one)
+            calls = capture_calls(model, structure, one)
+            own = seen_calls(model, structure, several)
+            by_tap = capture_calls(model, structure, several)
+        with filled(model, OTHER_WEIGHTS), tapped(model, listener):
+            by_others = seen_calls(model, structure, several)
+        causal, bias = attention_kind(seen)
+        return cls(
+            shards,
+            structure,
+            calls,
+            own,
+            by_tap,
+            by_others,
+            causal,
+            positions_of(model, calls[0], bias),
+        )
+
+    @contextmanager
+    def present(self, layer: int) -> Iterator[None]:
+        """While open, the weights of one attention module are there; they are finite, and the module is verified.
+
+        Raises:
+            WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
+        """
+        module, name = self.structure.attention[layer], self.structure.names[layer]
+        places = stored_tensors(module)
+        try:
+            self.shards.load(name)
+            refuse_bad_numbers(module, name + ".")
+            self._verify(layer)
+            yield
+        finally:
+            put_back(places)
+
+    def _verify(self, layer: int) -> None:
+        model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
+        shape = (1, VERIFIED_LENGTH, first_tensor(*self.calls[layer]).shape[-1])
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
+        seen: list[AttentionInputs] = []
+
+        def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+            seen.append(inputs)
+            return attend(inputs)
+
+        with unedited(), torch.inference_mode():
+            expected = _output(module, call_with_hidden(self.own[layer], hidden))
+            with tapped(model, listener):
+                got = _output(module, call_with_hidden(self.by_tap[layer], hidden))
+            with tapped(model, raise_captured):
+                other = call_until_tap(module, call_with_hidden(self.by_others[layer], hidden))
+        try:
+            check_recomputed(f"layer {layer} ({name})", expected, got, largest_logit(seen[0]))
+        except WorkError as error:
+            raise Whole(str(error)) from error
+        if not all(
+            torch.equal(getattr(seen[0], part), getattr(other, part)) for part in ("query", "key", "value")
+        ):
+            raise Whole(f"queries, keys or values of {name} depend on weights outside it")
+
+
+def _output(module: nn.Module, call: Call) -> Tensor:
+    args, kwargs = call
+    output = module(*args, **kwargs)
+    return output[0] if isinstance(output, tuple) else output

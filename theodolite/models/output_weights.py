@@ -1,0 +1,179 @@
+"""Every head's W_O: what the model makes of a head's output, read through the tap and not through parameter names.
+
+As in `head_weights.py`, the rows 0 and e_1 … e_n tell all, only that here they are the tap's answers: handed back to the
+attention module in place of its heads' outputs, each comes out of it times W_O, plus what the module adds whatever
+the answer (a bias; in BLOOM the residual stream). Where the module returns its heads' outputs as they are (BERT),
+the module that takes them on and holds a matrix is asked in its stead. What comes after W_O in the block (a norm in
+Gemma 2, a scale a dimension) is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import WorkError
+from theodolite.models.doors.transformers import tapped, unedited
+from theodolite.models.head_weights import ROWS, Call, call_with_hidden, copied
+from theodolite.models.structure import Structure, backbone, first_tensor
+
+Sender = Callable[[Tensor, Tensor], Tensor]
+"""Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""
+
+
+def read_output_weights(
+    model: PreTrainedModel, structure: Structure, layer: int, call: Call, probe_input: dict[str, Any]
+) -> Float64[Tensor, "heads value_width width"]:
+    """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
+
+    Args:
+        model: the model; parameters are copied, never changed.
+        structure: as `find_structure` gives it.
+        layer: which layer.
+        call: what `capture_calls` gave for this layer.
+        probe_input: a small valid input of the model, for those whose W_O is outside the attention module.
+
+    Raises:
+        WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
+    """
+    answers = _Answers()
+    width = first_tensor(*call).shape[-1]
+    with unedited(), torch.inference_mode():
+        with tapped(model, answers.give):
+            attention = _Answered(structure.attention[layer], call, answers)
+            attention.send(
+                torch.zeros(1, 0), torch.zeros(1, width)
+            )  # tells how many heads there are, how wide
+            passed_on = attention.passes_on(width)
+            weights = None if passed_on else _linear_part(attention.send, answers.features, width)
+        if passed_on:
+            taker = _taker(model, structure, layer, probe_input)
+            if taker is None:
+                weights = torch.eye(answers.features, dtype=torch.float64)
+            else:
+                weights = _linear_part(_sender(taker), answers.features, width)
+    if weights is None:
+        raise WorkError(
+            f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
+            "outputs (a gate or a norm comes between), so it has no W_O"
+        )
+    return weights.unflatten(0, (answers.heads, -1))
+
+
+class _Answers:
+    """A listener that answers what it is told to; where it was told nothing, zeros."""
+
+    def __init__(self) -> None:
+        self.told = torch.zeros(1, 0)
+        self.heads = self.features = 0
+
+    def give(self, _: nn.Module, inputs: AttentionInputs) -> Tensor:
+        """The listener."""
+        batch, self.heads, queries, _width = inputs.query.shape
+        shape = (batch, queries, self.heads, inputs.value.shape[-1])
+        self.features = shape[2] * shape[3]
+        return self.told.to(inputs.value).view(shape) if self.told.numel() else inputs.value.new_zeros(shape)
+
+
+class _Answered:
+    """A float64 copy of an attention module whose tap answers what it is told to; it must be made under the tap."""
+
+    def __init__(self, module: nn.Module, call: Call, answers: _Answers) -> None:
+        self._module = copied(module, torch.float64)
+        if self._module is not module:
+            self._module.eval()
+        self._call = call
+        self._answers = answers
+
+    def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
+        """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
+        parameter = next(self._module.parameters())
+        self._answers.told = outputs
+        args, kwargs = call_with_hidden(self._call, hidden.to(parameter.device, parameter.dtype).unsqueeze(1))
+        output = self._module(*args, **kwargs)
+        return (output[0] if isinstance(output, tuple) else output)[:, 0].double().cpu()
+
+    def passes_on(self, width: int) -> bool:
+        """Whether the module returns its heads' outputs as they are."""
+        parameter = next(self._module.parameters())
+        outputs = _random(2, self._answers.features).to(parameter.dtype).double()
+        got = self.send(outputs, torch.zeros(2, width))
+        return got.shape == outputs.shape and torch.equal(got, outputs)
+
+
+def _taker(
+    model: PreTrainedModel, structure: Structure, layer: int, probe_input: dict[str, Any]
+) -> nn.Module | None:
+    """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
+    attention, block = structure.attention[layer], structure.blocks[layer]
+    heads_outputs: list[Tensor] = []
+    takers: list[nn.Module] = []
+
+    def left(_module: nn.Module, _args: Any, output: Any) -> None:
+        heads_outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if heads_outputs and args and args[0] is heads_outputs[0]:
+            takers.append(module)
+
+    inside = set(attention.modules())
+    hooks = [attention.register_forward_hook(left)]
+    for module in block.modules():
+        if module not in inside and any(p.ndim == 2 for p in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(entered))
+    try:
+        with tapped(model, lambda _, inputs: attend(inputs)):
+            backbone(model)(**probe_input)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(takers) > 1:
+        raise WorkError(
+            f"layer {layer}: {len(takers)} modules read the heads' outputs of {structure.names[layer]}, so it has "
+            "no one W_O"
+        )
+    return takers[0] if takers else None
+
+
+def _sender(module: nn.Module) -> Sender:
+    module = copied(module, torch.float64)
+    parameter = next(module.parameters())
+    return lambda rows, _: (
+        module(rows.to(parameter.device, parameter.dtype).unsqueeze(1))[:, 0].double().cpu()
+    )
+
+
+def _linear_part(send: Sender, features: int, width: int) -> Float64[Tensor, "features out"] | None:
+    """W where `send(o, x)` is o W + c(x) for all x; None where it is not."""
+    constant = send(torch.zeros(1, features), torch.zeros(1, width))
+    identity = torch.eye(features, dtype=torch.float64)
+    weights = torch.cat(
+        [send(rows, torch.zeros(len(rows), width)) - constant for rows in identity.split(ROWS)]
+    )
+    outputs, hidden = _random(2, features), _random(2, width)
+    # The same outputs over other hidden states: a gate that reads them would show.
+    base = send(torch.zeros(2, features), hidden)
+    got, expected = send(outputs, hidden) - base, outputs @ weights
+    # As in the probe: some families compute in float32 whatever their dtype. What is not affine is off by a share of
+    # order one.
+    scale = expected.abs().max() + base.abs().max() + weights.abs().max() * features**0.5
+    tolerance = 32 * float(torch.finfo(torch.float32).eps)
+    affine = torch.isfinite(got).all() and (got - expected).abs().max() <= tolerance * scale
+    return weights if affine else None
+
+
+def _random(rows: int, columns: int) -> Float64[Tensor, "rows columns"]:
+    return torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(rows + columns), dtype=torch.float64
+    )
+
+
+def state_of(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Changes when a parameter of the module is replaced or written to (but not through `.data`)."""
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())

@@ -1,0 +1,278 @@
+"""Queries and keys of a layer, split into what each part of the hidden states contributes.
+
+What the model does between the residual stream and its queries and keys (a norm, a projection, rotation,
+perhaps another norm) is affine once the norms' scales are held. So each part of the stream is sent the same
+way by itself: through the norm at its frozen scale, then through the attention module, called as the model
+calls it. Nothing is known here of layouts, rotations or families, and no logit is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import WorkError
+from theodolite.models.doors.transformers import tapped
+from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
+from theodolite.models.head_weights import Call, call_until_tap, copied, raise_captured
+from theodolite.models.open import OpenModel
+from theodolite.models.structure import backbone, first_tensor
+from theodolite.theory.decomposition import PARTS, Decomposition
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One layer in a forward pass: the stream that enters its block, and how that becomes queries and keys.
+
+    `norm` is the module that turns `stream` into `entered`, which the attention module reads; None where they
+    are the same (BERT, OLMo 2) or none was found. `inputs` is what arrived at the tap.
+    """
+
+    layer: int
+    name: str
+    stream: Float[Tensor, "contexts positions width"]
+    entered: Float[Tensor, "contexts positions width"]
+    norm: nn.Module | None
+    attention: nn.Module
+    call: Call
+    inputs: AttentionInputs
+
+
+@dataclass(frozen=True)
+class SplitQueriesAndKeys:
+    """Parts of one layer's queries and keys in the order of `PARTS`; they sum to what the model itself had.
+
+    `rounding` is the relative difference of the parts, each computed by itself, from the model's queries or
+    keys, the larger of the two; that difference is in the part `resid`.
+    """
+
+    query: Float[Tensor, "parts contexts heads positions head_width"]
+    key: Float[Tensor, "parts contexts key_heads positions head_width"]
+    inputs: AttentionInputs
+    rounding: float
+
+
+class _LastLayerDone(Exception):
+    pass
+
+
+def watch_layers(
+    model: OpenModel,
+    ids: Int[Tensor, "contexts positions"],
+    layers: range | list[int],
+    tell: Callable[[LayerPass], None],
+) -> None:
+    """Run the model on `ids` and tell of each of `layers` as it comes; the pass ends with the last of them.
+
+    The model computes with its own attention implementation, so that every stream is exactly its own; only the
+    layers asked for go to the tap as well. While `tell` runs, the tap listens with `raise_captured`.
+    """
+    watch = _Watch(model, set(layers), tell)
+    hooks = watch.hooks()
+    try:
+        with torch.inference_mode():
+            backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
+    except _LastLayerDone:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def listening(model: OpenModel) -> Iterator[None]:
+    """While open, what `watch_layers` told can be split, as it can while it tells."""
+    with tapped(model.hf, raise_captured), torch.inference_mode():
+        yield
+
+
+class _Watch:
+    """Collects the pieces of a `LayerPass`. Hooks travel with copies of a module: those are not listened to."""
+
+    def __init__(self, model: OpenModel, layers: set[int], tell: Callable[[LayerPass], None]) -> None:
+        self.model = model
+        self.layers = layers
+        self.tell = tell
+        self.stream: Tensor | None = None
+        self.candidates: list[tuple[nn.Module, Tensor]] = []
+        self.telling = False
+
+    def hooks(self) -> list[Any]:
+        structure = self.model.structure
+        hooks = []
+        for layer in sorted(self.layers):
+            block, attention = structure.blocks[layer], structure.attention[layer]
+            hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
+            inside = set(attention.modules()) | {block}
+            for module in block.modules():
+                if module not in inside:
+                    hooks.append(module.register_forward_hook(self._leave_module(module)))
+            enter = self._enter_attention(layer, attention)
+            hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
+        return hooks
+
+    def _enter_block(self, block: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is block:
+                self.stream, self.candidates = first_tensor(args, kwargs), []
+
+        return hook
+
+    def _leave_module(self, expected: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if module is expected and args and args[0] is self.stream and isinstance(output, Tensor):
+                self.candidates.append((module, output))
+
+        return hook
+
+    def _enter_attention(self, layer: int, attention: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not attention or self.telling:
+                return
+            self.telling = True
+            try:
+                with tapped(self.model.hf, raise_captured):
+                    self.tell(self._layer_pass(layer, attention, (args, kwargs)))
+            finally:
+                self.telling = False
+            if layer == max(self.layers):
+                raise _LastLayerDone
+
+        return hook
+
+    def _layer_pass(self, layer: int, attention: nn.Module, call: Call) -> LayerPass:
+        entered, stream = first_tensor(*call), self.stream
+        assert stream is not None
+        norm = None
+        if not _equal(entered, stream):
+            norm = next((m for m, output in self.candidates if output is entered), None)
+            norm = norm or next((m for m, output in self.candidates if _equal(output, entered)), None)
+        name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
+        return LayerPass(layer, name, stream, entered, norm, attention, call, inputs)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and torch.equal(one, other))
+
+
+def split_queries_and_keys(
+    seen: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool = True
+) -> SplitQueriesAndKeys:
+    """Split one layer's queries and keys; `parts` are those of `seen.stream` and sum to it.
+
+    The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h:
+    `mean`, `pos` and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the
+    norm and of the projection), each computed by itself in `dtype`. `resid` is computed by itself too, and the
+    sum compared with the model's own queries and keys; then it takes up the rounding that is left, so that the
+    parts always sum to the model's own.
+
+    Args:
+        seen: what `watch_layers` tells, while it tells or while `listening`.
+        parts: of the contexts seen (contexts, positions, d).
+        dtype: of the computation; float64 for what is exact.
+        check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
+
+    Raises:
+        WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
+    """
+    try:
+        return _Splitter(seen, parts, dtype).split(check_all)
+    except WorkError as error:
+        raise WorkError(f"layer {seen.layer} ({seen.name}): its logits cannot be split: {error}") from error
+
+
+class _Splitter:
+    def __init__(self, seen: LayerPass, parts: Decomposition, dtype: torch.dtype) -> None:
+        self.seen = seen
+        self.parts = parts
+        self.dtype = dtype
+        self.device = seen.stream.device
+        self.norm = self._frozen_norm()
+        entered = seen.entered.to(dtype)
+        self.attention = FrozenAttention(seen.attention, seen.call, entered)
+        one = torch.zeros_like(entered[:1])
+        self.at_zero = self._send(one if not self.attention.per_context else torch.zeros_like(entered))
+
+    def split(self, check_all: bool) -> SplitQueriesAndKeys:
+        parts, seen = self.parts, self.seen
+        contexts, length, _ = seen.stream.shape
+        named = {
+            "mean": self._image(parts.mean.expand(1, length, -1)),
+            "pos": self._image(parts.pos.unsqueeze(0)),
+            "ctx": self._image(parts.ctx.unsqueeze(1).expand(-1, length, -1)),
+            "bias": self._bias(),
+        }
+        checked = contexts if check_all or self.attention.per_context else 1
+        resid = self._image(parts.resid[:checked])
+        own = tuple(t.to(self.dtype) for t in (seen.inputs.query, seen.inputs.key))
+        rounding, both = 0.0, []
+        for side in range(2):
+            exact = [part[side].expand_as(own[side]) for part in named.values()]
+            left = own[side] - sum(exact)
+            off = resid[side][:checked] - left[:checked]
+            rounding = max(rounding, relative_error(own[side][:checked] + off, own[side][:checked]))
+            named_side = dict(zip(named, exact, strict=True)) | {"resid": left}
+            both.append(torch.stack([named_side[name] for name in PARTS]))
+        if not rounding <= max(EXACT, _tolerance(seen.stream)):
+            raise WorkError(
+                "queries and keys of this family are no affine function of its residual stream "
+                f"(relative error {rounding:.1e})"
+            )
+        return SplitQueriesAndKeys(both[0], both[1], seen.inputs, rounding)
+
+    def _frozen_norm(self) -> FrozenNorm | None:
+        seen = self.seen
+        if seen.norm is None:
+            if not _equal(seen.entered, seen.stream):
+                raise WorkError("no module of the block turns the residual stream into what enters attention")
+            return None
+        copy, given = copied(seen.norm, self.dtype), seen.stream.to(self.dtype)
+        # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
+        own = self.dtype if copy is not seen.norm else seen.stream.dtype
+        frozen = FrozenNorm(lambda x: copy(x.to(own)).to(x.dtype), given)
+        error = relative_error(frozen(given), seen.entered)
+        if not error <= max(EXACT, _tolerance(seen.stream)):
+            raise WorkError(
+                f"{type(seen.norm).__name__} is no norm with one scale a vector (relative error {error:.1e})"
+            )
+        return frozen
+
+    def _image(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """What a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
+        part = part.to(self.device, self.dtype)
+        if self.norm is None:
+            return self._linear(part)
+        direction, scale = self.norm.direction(part), self.norm.scale
+        if self.attention.per_context or len(part) > 1:
+            return self._linear(direction * (scale if len(part) == 1 else scale[: len(part)]))
+        # The same in all contexts but for the scale of each token: projected once, scaled after.
+        query, key = self._linear(direction)
+        return query * scale.unsqueeze(1), key * scale.unsqueeze(1)
+
+    def _bias(self) -> tuple[Tensor, Tensor]:
+        if self.norm is None or not self.norm.bias.any():
+            return self.at_zero
+        entered = self.seen.entered if self.attention.per_context else self.seen.entered[:1]
+        return self._send(self.norm.bias.expand_as(entered))
+
+    def _linear(self, entered: Tensor) -> tuple[Tensor, Tensor]:
+        if self.attention.per_context:
+            entered = entered.expand(self.seen.entered.shape)
+        query, key = self._send(entered)
+        return query - self.at_zero[0], key - self.at_zero[1]
+
+    def _send(self, entered: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = self.attention(entered)
+        return inputs.query.to(self.dtype), inputs.key.to(self.dtype)
+
+
+def _tolerance(stream: Tensor) -> float:
+    """Relative error allowed of what the model computed in its own dtype."""
+    return min(64 * torch.finfo(stream.dtype).eps, 0.1)

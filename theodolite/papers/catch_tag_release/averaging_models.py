@@ -1,0 +1,298 @@
+"""Averaging learned from scratch: does it take the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
+
+Claims of Zhang et al. 2025. The trainings are in `train.averaging`, the construction in `averaging_construction`.
+They need no model and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, error_of_share, judge
+from theodolite.papers.catch_tag_release.averaging_construction import CONSTRUCTION, OUTLIER, RANK_ONE, SINK
+from theodolite.papers.catch_tag_release.averaging_measures import DIRECTIONS, EVALUATED, SOLVED, measured
+from theodolite.papers.catch_tag_release.averaging_training import (
+    HELD_BELOW,
+    LENGTH,
+    WIDTH,
+    Kind,
+    Trained,
+    draw,
+    train_averaging,
+)
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.training.loop import threads
+from theodolite.report.data import Floats
+from theodolite.report.drawing import averaging as drawing
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, listed, number, percent, with_error
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+PAPERS, PAPERS_FAVOURED = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(5, 1)"
+STANDARD, NORMED = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
+HELD = ", held from [SEP]"
+KINDS = {
+    Kind(PAPERS, 2, 3000, 64, 0.05): 8,
+    Kind(PAPERS_FAVOURED, 2, 3000, 64, 0.05, favoured=True): 8,
+    Kind(STANDARD, WIDTH, 1000, 64, 0.01): 5,
+    Kind(STANDARD + HELD, WIDTH, 1000, 64, 0.01, held=True): 5,
+    Kind(NORMED, WIDTH, 1000, 64, 0.01, normed=True): 5,
+    Kind(NORMED + HELD, WIDTH, 1000, 64, 0.01, normed=True, held=True): 5,
+}
+"""What is trained, and with how many seeds."""
+
+NEEDED = Criterion("at least", SOLVED.limit, "no longer solved")
+AIMED = 0.05
+"""The tag's direction is what counts where at most this share of random directions cost as much (ours)."""
+
+MOST = Criterion("at least", 0.5, "most of the models (ours)")
+
+
+def _averaging(study: Study) -> Outcome:
+    first = study.run.provenance["seed"]
+    trained = []
+    for done, (kind, count) in enumerate(KINDS.items(), 1):
+        study.say(f"trainings {done} of {len(KINDS)}: {kind.name}, {counted(count, 'seed')}")
+        trained.append(train_averaging(kind, range(first, first + count)))
+    models = pd.concat([measured(each) for each in trained], ignore_index=True)
+    exhibits = [
+        _losses(trained, models),
+        _maps(trained, models),
+        _dots(models, "sink"),
+        _dots(models, "outlier"),
+    ]
+    return Outcome(_compared(models), judged(models), {"models": models}, exhibits)
+
+
+def _compared(models: pd.DataFrame) -> list[Comparison]:
+    found = [
+        Comparison(
+            "variance left by predicting the mean of all numbers; by 0",
+            "",
+            f"{_range(models['left_mean_of_all'])}; 1",
+        )
+    ]
+    shown = (("variance left", "left"), ("η²", "eta"), ("outlier", "outlier"))
+    for kind, rows in models.groupby("kind", sort=False):
+        sink = f"attention to [SEP] {_range(rows['sink'])}, before training {_range(rows['sink_begun'])}"
+        parts = [sink, *(f"{what} {_range(rows[column])}" for what, column in shown)]
+        seeds = f"{int(rows['solved'].sum())} of {len(rows)} seeds solve the task"
+        unsolved = rows.loc[~rows["solved"], "seed"].astype(str).tolist()
+        seeds += f" (not: {listed(unsolved, 10)})" if unsolved else ""
+        found.append(Comparison(str(kind), "", "; ".join([seeds, *parts])))
+    return found
+
+
+def _range(values: pd.Series) -> str:
+    return f"{number(values.min())} to {number(values.max())}"
+
+
+def judged(models: pd.DataFrame) -> list[Verdict]:
+    """Verdicts on `models`, rows as `measured` gives them: claims of section 4, for models that solve the task."""
+    solved = models[models["solved"]]
+    papers = solved[solved["kind"].isin([PAPERS, PAPERS_FAVOURED])]
+    standard = solved[solved["kind"] == STANDARD]
+    found = [_necessity(solved), _learned(models)]
+    for name, rows in (("paper's architecture", papers), (f"standard one, d = {WIDTH}", standard)):
+        where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
+        found += [
+            _mean(
+                f"[SEP] forms an attention sink{where}",
+                f"attention of later tokens to it (before training {_mean_of(rows['sink_begun'])})",
+                rows["sink"],
+                SINK,
+            ),
+            _mean(
+                f"There is an outlier feature dimension{where}",
+                "RMS of the largest coordinate after [SEP] over the median of the others",
+                rows["outlier"],
+                OUTLIER,
+            ),
+            *(
+                _mean(
+                    f"{printed} is low rank{where}",
+                    f"second over first singular value (before training {_mean_of(rows[f'{column}_begun'])})",
+                    rows[column],
+                    RANK_ONE,
+                )
+                for printed, column in (("W_V¹", "second_value"), ("W_Q² W_K²", "second_query_key"))
+            ),
+            _tag_is_read(f"The tags are what the second layer reads (section 4.2){where}", rows),
+            _mean(
+                f"The sink is what makes the tags (section 4.2){where}",
+                "variance left with [SEP] hidden from later tokens in the first layer",
+                rows["left_blind"],
+                NEEDED,
+            ),
+        ]
+    return found
+
+
+def _mean(claim: str, what: str, values: pd.Series, criterion: Criterion) -> Verdict:
+    """Judge a mean over seeds; its range is said."""
+    spread = f" (from {_range(values)})" if len(values) else ""
+    return judge(
+        claim, f"{what}, mean over seeds{spread}", float(values.mean()), criterion, float(values.sem())
+    )
+
+
+def _mean_of(values: pd.Series) -> str:
+    return with_error(float(values.mean()), float(values.sem()))
+
+
+def _tag_is_read(claim: str, rows: pd.DataFrame) -> Verdict:
+    """Whether models need the tag's direction, beyond what any direction of what the layer writes would cost them."""
+    if rows.empty:
+        return Verdict(claim, UNTESTABLE, "no model solves the task")
+    needed = NEEDED.met(rows["left_untagged"].to_numpy(dtype=np.float64))
+    read = needed & (rows["as_costly"] <= AIMED).to_numpy()
+    what = (
+        f"share of the models that no longer solve it with the tag direction projected out of what the first layer "
+        f"writes (here {int(needed.sum())} of {len(rows)}; variance left {_mean_of(rows['left_untagged'])}), and of "
+        f"which at most {percent(AIMED)} of {DIRECTIONS} random directions of what it writes cost as much (variance "
+        f"left {_mean_of(rows['left_random'])}, spread over directions {number(rows['left_random_sd'].mean())}; as "
+        f"costly or more: {_shares(rows['as_costly'])} of them)"
+    )
+    share = float(read.mean())
+    return judge(claim, what, share, MOST, error_of_share(len(rows)))
+
+
+def _shares(values: pd.Series) -> str:
+    return f"{percent(values.min())} to {percent(values.max())}"
+
+
+def _necessity(solved: pd.DataFrame) -> Verdict:
+    """One trained model that solves the task without a sink is enough."""
+    claim = "Simple tasks, like averaging, necessitate the mechanism (abstract, section 6)"
+    if solved.empty:
+        return Verdict(claim, UNTESTABLE, "no model solves the task")
+    parts = []
+    for kind, rows in solved.groupby("kind", sort=False):
+        without = rows[rows["sink"] < SINK.limit]
+        part = f"{kind}: {len(without)} of {len(rows)}"
+        if len(without):
+            best = without.loc[without["left"].idxmin()]
+            part += f" (attention {_range(without['sink'])}, variance left {number(best['left'])} and "
+            part += f"more, {number(without['left_blind'].min())} and more with [SEP] hidden)"
+        parts.append(part)
+    any_without = bool((solved["sink"] < SINK.limit).any())
+    evidence = (
+        f"models that solve the task and pay [SEP] less than {SINK.limit:g}: {'; '.join(parts)}; {SOLVED}; "
+        "Theorem 4.1 itself shows that the mechanism is enough, not that it is needed"
+    )
+    return Verdict(claim, FAILS if any_without else HOLDS, evidence)
+
+
+def _learned(models: pd.DataFrame) -> Verdict:
+    """Whether the paper's own architecture learns the task, from either start."""
+    papers = models[models["kind"].isin([PAPERS, PAPERS_FAVOURED])]
+    parts = [
+        f"{kind}: {int(rows['solved'].sum())} of {len(rows)} seeds (variance left {_range(rows['left'])})"
+        for kind, rows in papers.groupby("kind", sort=False)
+    ]
+    claim = "A two-layer attention model can be trained to average (section 1)"
+    evidence = f"the paper's architecture: {'; '.join(parts)}; criterion: any, {SOLVED.source}"
+    if papers.empty:
+        return Verdict(claim, UNTESTABLE, "it was not trained")
+    return Verdict(claim, HOLDS if papers["solved"].any() else FAILS, evidence)
+
+
+def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+    steps, curves = {}, {}
+    for each in trained:
+        curves[each.kind.name] = each.losses.numpy()
+        points = each.losses.shape[1]
+        steps[each.kind.name] = (np.arange(points) + 0.5) * each.kind.steps / points
+    variance = float((models["error"] / models["left"]).mean())
+    marks = {"0": variance, "mean of all numbers": variance * float(models["left_mean_of_all"].mean())}
+    return exhibit(
+        "losses",
+        "Training from scratch",
+        drawing.losses(steps, curves, {f"predicting {name}": level for name, level in marks.items()}),
+        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Held: attention to [SEP] above "
+        f"{HELD_BELOW:g} of a sequence's mean is charged for.",
+        "seeds that stay near the dotted lines have found no way to tell the tokens after [SEP].",
+        f"{ZHANG}, section 4; the trainings are ours",
+        wide=True,
+    )
+
+
+def _maps(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+    numbers, _ = draw([torch.Generator().manual_seed(EVALUATED - 1)], 1)
+    middle = LENGTH // 2
+    pictures: dict[str, Floats] = {}
+    for each in trained:
+        if each.kind.name in (PAPERS_FAVOURED, STANDARD, NORMED + HELD):
+            rows = models[models["kind"] == each.kind.name].reset_index(drop=True)
+            best = int(rows["error"].idxmin())
+            count = len(each.seeds)
+            with torch.no_grad(), threads(1):
+                look = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
+            pictures[each.kind.name] = look.attention[best, 0].numpy()
+    return exhibit(
+        "attention",
+        "First-layer attention of trained models",
+        drawing.attention_maps(pictures, middle),
+        "The best seed of three kinds reads the same sequence, [SEP] in the marked column.",
+        "the sink below [SEP] where it was free to grow, and none where attention to it was charged for.",
+        f"{ZHANG}, Fig. 6, for trained models",
+        wide=True,
+    )
+
+
+def _dots(models: pd.DataFrame, column: str) -> Exhibit:
+    title, limit, look = {
+        "sink": (
+            "mean attention of tokens after [SEP] to it",
+            SINK,
+            "dots in the lower left: the task solved without a sink.",
+        ),
+        "outlier": (
+            "largest coordinate over the median of the others",
+            OUTLIER,
+            "whether models that solve the task have one coordinate far above the others.",
+        ),
+    }[column]
+    kinds = {
+        str(kind): (
+            rows["left"].to_numpy(),
+            rows[column].to_numpy(),
+            [f"{kind}, seed {seed}" for seed in rows["seed"]],
+        )
+        for kind, rows in models.groupby("kind", sort=False)
+    }
+    return exhibit(
+        column,
+        f"Every trained model: error and {'the sink' if column == 'sink' else 'outliers'}",
+        drawing.seeds(
+            kinds,
+            ("share of the variance left", title),
+            (SOLVED.limit, limit.limit),
+            logarithmic=column == "outlier",
+        ),
+        "A dot a seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
+        look,
+        f"{ZHANG}, section 4; the trainings are ours",
+        wide=True,
+    )
+
+
+AVERAGING = [
+    CONSTRUCTION,
+    Experiment(
+        "sinks/averaging",
+        "Averaging learned from scratch: does it take a sink, an outlier dimension, low-rank weights?",
+        "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
+        (),
+        _averaging,
+    ),
+]

@@ -1,0 +1,312 @@
+"""Small attention models trained to average the numbers after a separator, as in section 4 of Zhang et al. 2025.
+
+Several seeds are trained at once, each with parameters and sequences of its own: every parameter has them as its
+first dimension. Nothing is written; the same seeds give the same bytes on the same machine and number of threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from theodolite.papers.training.loop import CLIP, threads
+from theodolite.theory.averaging import mean_after
+
+LENGTH = 20
+"""Tokens, [SEP] among them."""
+
+WIDTH = 16
+"""Of the wider models: eight times that of the paper's."""
+
+RECORDED = 10
+"""Steps whose losses are averaged to one point of a curve."""
+
+HELD_BELOW = 0.15
+"""Mean attention of a sequence to [SEP] that is free of charge where it is held down: half of what makes a sink."""
+
+HELD_BY = 1.0
+"""Weight of what exceeds it in the loss: four times the variance of the target, were all attention there."""
+
+START_SCALE = 0.5
+"""Of the entries of the paper's matrices before training; at 1 fewer seeds learn."""
+
+START_TAG = 5.0
+"""Mean of s_tag at the favoured start: [SEP] begins outside of the numbers, which are N(0, 1) with tag −1."""
+
+WARM_UP, FINAL_RATE = 50, 0.02
+
+Numbers = Float[Tensor, "seeds batch length"]
+Places = Int[Tensor, "seeds batch"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained.
+
+    Attributes:
+        name: as tables call it.
+        width: 2: the paper's architecture; more: a standard one of this width.
+        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences a step.
+        favoured: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
+        normed: the second layer's queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2).
+        held: attention to [SEP] above `HELD_BELOW` is charged for.
+    """
+
+    name: str
+    width: int
+    steps: int
+    batch: int
+    rate: float
+    favoured: bool = False
+    normed: bool = False
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a model does with sequences.
+
+    output: the average that it finds. attention: of the first layer. written: what the first layer adds to the
+    residual stream. hidden: the residual stream after it.
+    """
+
+    output: Float[Tensor, "seeds batch"]
+    attention: Float[Tensor, "seeds batch length length"]
+    written: Float[Tensor, "seeds batch length width"]
+    hidden: Float[Tensor, "seeds batch length width"]
+
+
+class TwoLayers(nn.Module):
+    """What both architectures share: a first layer that writes into the residual stream, a second that reads it."""
+
+    def embed(self, numbers: Numbers, separator: Places) -> Tensor:
+        """E, (seeds, batch, T, width)."""
+        raise NotImplementedError
+
+    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention and what is written; `seen`: (…, T, T), the keys that each query sees."""
+        raise NotImplementedError
+
+    def second(self, hidden: Tensor) -> Tensor:
+        """The last token's output, (seeds, batch)."""
+        raise NotImplementedError
+
+    def value_output(self) -> Float[Tensor, "seeds width width"]:
+        """What the first layer's values become in the residual stream: W_V¹, times W_O¹ where there is one."""
+        raise NotImplementedError
+
+    def query_key(self) -> Float[Tensor, "seeds width width"]:
+        """W_Q² W_K²ᵀ."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        numbers: Numbers,
+        separator: Places,
+        *,
+        blind: bool = False,
+        without: Float[Tensor, "seeds width"] | None = None,
+    ) -> Look:
+        """Read sequences; what `numbers` has at the place of [SEP] is not read.
+
+        Args:
+            blind: hide [SEP] from the tokens after it, in the first layer.
+            without: unit directions that are projected out of what the first layer writes.
+        """
+        embedded = self.embed(numbers, separator)
+        place = torch.arange(numbers.shape[-1])
+        seen = place[:, None] >= place
+        if blind:
+            after, here = place > separator[..., None], place == separator[..., None]
+            seen = seen & ~(after[..., :, None] & here[..., None, :])
+        attention, written = self.first(embedded, seen)
+        if without is not None:
+            along = without[:, None, :, None]
+            written = written - (written @ along) @ along.mT
+        hidden = embedded + written
+        return Look(self.second(hidden), attention, written, hidden)
+
+
+class Published(TwoLayers):
+    """Eqs. (1) and (2), with all of θ learned: two coordinates, no weights in the first layer's logits."""
+
+    def __init__(self, generators: Sequence[torch.Generator], *, favoured: bool = False) -> None:
+        super().__init__()
+        self.value_1 = _normal(generators, 1, 2, 2)
+        self.query_2, self.key_2 = (_normal(generators, 1, 2, 2) for _ in range(2))
+        self.value_2 = _normal(generators, 1, 2, 1)
+        for parameter in self.parameters():
+            parameter.data *= START_SCALE
+        self.s_num, self.s_tag = _normal(generators, 1, 1), _normal(generators, 1, 1)
+        if favoured:
+            self.s_tag.data += START_TAG
+
+    def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
+        here = torch.arange(numbers.shape[-1]) == separator[..., None]
+        tag = torch.where(here, -self.s_tag, -torch.ones_like(numbers))
+        return torch.stack([torch.where(here, self.s_num, numbers), tag], -1)
+
+    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        attention = (embedded @ embedded.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+        return attention, attention @ (embedded @ self.value_1)
+
+    def second(self, hidden: Tensor) -> Tensor:  # noqa: D102
+        logits = (hidden[..., -1:, :] @ self.query_2) @ (hidden @ self.key_2).mT
+        return (logits.softmax(-1) @ (hidden @ self.value_2))[..., 0, 0]
+
+    def value_output(self) -> Float[Tensor, "seeds width width"]:  # noqa: D102
+        return self.value_1[:, 0]
+
+    def query_key(self) -> Float[Tensor, "seeds width width"]:  # noqa: D102
+        return (self.query_2 @ self.key_2.mT)[:, 0]
+
+
+class Standard(TwoLayers):
+    """Two attention layers of one head with residuals: x embeds as x·u + v, [SEP] as w, and the last token is read.
+
+    No positions and no MLP, as in the paper's model; logits are divided by √width.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], *, width: int = WIDTH, normed: bool = False
+    ) -> None:
+        super().__init__()
+        self.normed, self.temperature = normed, math.sqrt(width)
+        self.slope, self.constant, self.separator = (_normal(generators, 1, 1, width) for _ in range(3))
+        self.matrices = nn.ParameterDict(
+            {
+                f"{what}_{layer}": _normal(generators, 1, width, width)
+                for layer in (1, 2)
+                for what in ("query", "key", "value", "output")
+            }
+        )
+        self.readout = _normal(generators, 1, width, 1)
+        for parameter in self.parameters():
+            parameter.data /= self.temperature
+
+    def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
+        here = torch.arange(numbers.shape[-1]) == separator[..., None]
+        return torch.where(here[..., None], self.separator, numbers[..., None] * self.slope + self.constant)
+
+    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self._attend(1, embedded, embedded, seen)
+
+    def second(self, hidden: Tensor) -> Tensor:  # noqa: D102
+        last = hidden[..., -1:, :]
+        _, written = self._attend(2, last, hidden, torch.ones((), dtype=torch.bool))
+        return ((last + written) @ self.readout)[..., 0, 0]
+
+    def value_output(self) -> Float[Tensor, "seeds width width"]:  # noqa: D102
+        return (self.matrices["value_1"] @ self.matrices["output_1"])[:, 0]
+
+    def query_key(self) -> Float[Tensor, "seeds width width"]:  # noqa: D102
+        return (self.matrices["query_2"] @ self.matrices["key_2"].mT)[:, 0]
+
+    def _attend(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value, output = (
+            self.matrices[f"{what}_{layer}"] for what in ("query", "key", "value", "output")
+        )
+        asked, offered = queries @ query, keys @ key
+        if self.normed and layer == 2:
+            asked, offered = _unit_scale(asked), _unit_scale(offered)
+        logits = asked @ offered.mT / self.temperature
+        attention = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        return attention, attention @ (keys @ value @ output)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Models of one kind: as they began, as they ended, and their losses: (seeds, points), `RECORDED` steps each."""
+
+    kind: Kind
+    seeds: tuple[int, ...]
+    begun: TwoLayers
+    model: TwoLayers
+    losses: Float[Tensor, "seeds points"]
+
+
+def draw(generators: Sequence[torch.Generator], count: int, length: int = LENGTH) -> tuple[Numbers, Places]:
+    """Sequences of the task, `count` a generator: N(0, 1) numbers, [SEP] anywhere but in the last place."""
+    numbers = torch.stack([torch.randn(count, length, generator=generator) for generator in generators])
+    places = torch.stack(
+        [torch.randint(0, length - 1, (count,), generator=generator) for generator in generators]
+    )
+    return numbers, places
+
+
+def build(kind: Kind, generators: Sequence[torch.Generator]) -> TwoLayers:
+    """A model of a kind before its training, float32."""
+    if kind.width == 2:
+        return Published(generators, favoured=kind.favoured)
+    return Standard(generators, width=kind.width, normed=kind.normed)
+
+
+def attention_to_separator(look: Look, separator: Places) -> Float[Tensor, "seeds batch length"]:
+    """A¹_it for each query i, 0 for those before [SEP]."""
+    index = separator[..., None, None].expand(*look.attention.shape[:-1], 1)
+    return look.attention.gather(-1, index)[..., 0]
+
+
+def train_averaging(kind: Kind, seeds: Sequence[int], *, steps: int | None = None) -> Trained:
+    """Train one model a seed on the squared error.
+
+    Args:
+        kind: what and how. seeds: of parameters and sequences.
+        steps: instead of the kind's own; a multiple of `RECORDED`.
+
+    The gradient of each seed is clipped to a norm of `CLIP`.
+    """
+    steps = kind.steps if steps is None else steps
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    losses = torch.zeros(len(seeds), steps)
+    with threads(1):  # more are slower at this size, and sums would depend on their number
+        model = build(kind, generators)
+        begun = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(model.parameters(), kind.rate)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = kind.rate * _share_of_rate(step, steps)
+            numbers, places = draw(generators, kind.batch)
+            look = model(numbers, places)
+            errors = (look.output - mean_after(numbers, places)).square().mean(-1)
+            losses[:, step] = errors.detach()
+            optimizer.zero_grad()
+            (errors.sum() + (charge(look, places) if kind.held else 0)).backward()
+            _clip(model)
+            optimizer.step()
+    return Trained(kind, tuple(seeds), begun, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+
+
+def charge(look: Look, separator: Places) -> Tensor:
+    """What a held model pays for attention to [SEP]: its excess over `HELD_BELOW`, summed over seeds."""
+    after = torch.arange(look.attention.shape[-1]) > separator[..., None]
+    paid = (attention_to_separator(look, separator) * after).sum(-1) / after.sum(-1)
+    return HELD_BY * (paid - HELD_BELOW).clamp_min(0).mean(-1).sum()
+
+
+def _clip(model: nn.Module) -> None:
+    """Each seed's own gradient, so that one that fails does not slow the others."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+    factors = (CLIP / norms).clamp(max=1)
+    for gradient in gradients:
+        gradient *= factors.view(-1, *(1,) * (gradient.ndim - 1))
+
+
+def _unit_scale(vectors: Tensor) -> Tensor:
+    """RMS norm without a gain."""
+    return vectors * vectors.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+def _normal(generators: Sequence[torch.Generator], *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))

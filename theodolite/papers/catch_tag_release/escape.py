@@ -1,0 +1,272 @@
+"""Do sinks need the tag? Models whose heads may attend to nothing, beside models whose heads may not.
+
+A head that has nothing to say must still pay its attention to something. If that were all that sinks are for, a head
+with an escape that carries no value (a softmax off by one, a learned logit) would grow none. The paper's sinks write a
+tag, which no escape can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import UNTESTABLE, Criterion, Verdict
+from theodolite.models import OpenModel, open_model
+from theodolite.models.hooks import watched
+from theodolite.papers.catch_tag_release.escape_training import CLAIM, held_out_of, place_of
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.papers.training.embedded_model import ESCAPES
+from theodolite.passes.provenance import versions
+from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.report.drawing import escape as drawing
+from theodolite.report.exhibit import exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.trace import trace_sinks
+from theodolite.system.wording import counted, number
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+COMMAND = "theodolite train escape"
+
+CONTEXTS = 256
+"""Of each seed's held-out text that its models are measured on."""
+
+BATCH = 32
+
+NAMES = {
+    "none": "no escape",
+    "off-by-one": "softmax off by one",
+    "learned": "learned logit",
+}
+
+MEASURES = {
+    "loss": "held-out loss, nats a token",
+    "sinks": "share of (context, head) pairs with a sink",
+    "stretches": "the same, sinks of a stretch counted",
+    "caught": "share of queries that a token catches",
+    "tag": "η² of the head's output by being caught, mean over caught queries",
+    "first": "attention to the first token",
+    "most_first": "the same, of the head that pays it most",
+    "escaped": "attention that goes to no token",
+    "massive": "largest entry of the residual stream over the median",
+}
+"""Columns of the table, with what they are."""
+
+KEPT = Criterion("at least", 0.5, "“need” read as: an escape leaves half of the sinks (ours)")
+SAME = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
+
+
+class _Watcher:
+    """Of one model: by head, attention to the first token and to none, and contexts with a sink; the stream's peak."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        zeros = torch.zeros(layers, heads, dtype=torch.float64)
+        self.first, self.escaped, self.sinks, self.stretches = (zeros.clone() for _ in range(4))
+        self.massive: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        sizes = hidden.abs().flatten(1)
+        self.massive.append(sizes.amax(1) / sizes.median(1).values)
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        length = inputs.key.shape[2]
+        logits = inputs.to_keys(torch.arange(length)).double()
+        assert inputs.sink is not None
+        column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, column], -1).softmax(-1)
+        escaped, weights = weights[..., -1], weights[..., :-1]
+        self.first[layer] += weights[:, :, 1:, 0].mean(2).sum(0)  # position 0 sees nothing else
+        self.escaped[layer] += escaped[:, :, 1:].mean(2).sum(0)
+        whole, stretch = sinks_of(weights)
+        self.sinks[layer] += whole.any(-1).sum(0)
+        self.stretches[layer] += (whole | stretch).any(-1).sum(0)
+        return (weights.to(inputs.value.dtype) @ inputs.value).transpose(1, 2)
+
+
+def sinks_of(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Which keys are sinks, and which catch a stretch: (contexts, heads, T), of attention (contexts, heads, T, T).
+
+    Read off whole matrices, by the criteria of `accumulate.catches`.
+    """
+    length = weights.shape[-1]
+    seen_by = torch.arange(length, 0, -1)
+    whole = (weights.sum(2) / seen_by > SINK_THRESHOLD) & (seen_by - 1 >= least_queries(length))
+    paid, key = weights.max(-1)
+    others = (paid > SINK_THRESHOLD) & (key != torch.arange(length))
+    catching = torch.zeros_like(paid).scatter_add_(2, key, others.to(paid.dtype))
+    return whole, catching >= least_queries(length)
+
+
+def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
+    """The `MEASURES` of one model."""
+    contexts, length = corpus.contexts.shape
+    watcher, loss = _Watcher(model.layers, model.heads), 0.0
+    with watched(model, watcher), torch.inference_mode():
+        for ids in corpus.contexts.split(BATCH):
+            logits = model.hf(input_ids=ids, use_cache=False).logits[:, :-1].double()
+            loss += float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+    trace = trace_sinks(model, corpus, stretches=True)
+    tokens = trace.traces[(trace.traces["kind"] != "learned") & trace.traces["tag"].notna()]
+    caught = trace.traces[trace.traces["kind"] != "learned"]["caught"]
+    return {
+        "loss": loss / (contexts * (length - 1)),
+        "sinks": float(watcher.sinks.mean()) / contexts,
+        "stretches": float(watcher.stretches.mean()) / contexts,
+        "caught": float(caught.sum()) / (model.layers * model.heads),
+        "tag": float(np.average(tokens["tag"], weights=tokens["caught"]))
+        if tokens["caught"].sum()
+        else math.nan,
+        "first": float(watcher.first.mean()) / contexts,
+        "most_first": float(watcher.first.max()) / contexts,
+        "escaped": float(watcher.escaped.mean()) / contexts,
+        "massive": float(torch.cat(watcher.massive).max()),
+    }
+
+
+def escape_table(folder: Path, say: Any) -> pd.DataFrame:
+    """One row a model: escape, seed and the `MEASURES`."""
+    rows = []
+    for seed in seeds_of(folder):
+        for escape in ESCAPES:
+            place = place_of(folder, escape, seed)
+            say(f"measuring {place.name}")
+            model = open_model(place, device="cpu")
+            tokenizer: Any = model.tokenizer
+            corpus = Corpus.from_path(
+                held_out_of(folder, seed), tokenizer, model.longest or 0, CONTEXTS, seed
+            )
+            rows.append({"escape": escape, "seed": seed, **measured(model, corpus)})
+    return pd.DataFrame(rows)
+
+
+def seeds_of(folder: Path) -> list[int]:
+    """The seeds whose models are all there."""
+    seeds = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("held-out-*.jsonl"))
+    return [s for s in seeds if all(place_of(folder, e, s).is_dir() for e in ESCAPES)]
+
+
+def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    by_seed = table.pivot(index="seed", columns="escape", values=name)
+    return by_seed[escape].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
+
+
+def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
+    """Verdicts, means with their intervals, and a figure, from `escape_table`."""
+    verdicts = []
+    for escape in ESCAPES[1:]:
+        for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
+            claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
+            own, none = _paired(table, escape, name)
+            if not (none > 0).all():
+                why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
+                verdicts.append(Verdict(claim, UNTESTABLE, why))
+                continue
+            over = f"sinks {what} over those without an escape, paired by seed"
+            verdicts.append(judge_interval(claim, over, Effect(own / none), KEPT))
+        own, none = _paired(table, escape, "loss")
+        verdicts.append(
+            judge_interval(
+                f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
+                "loss with the escape less that without, paired by seed",
+                Effect(own - none),
+                SAME,
+            )
+        )
+    comparisons = [
+        Comparison(what, "", "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
+        for name, what in MEASURES.items()
+    ]
+    figure = exhibit(
+        "escape",
+        "With an escape and without",
+        drawing.by_escape(table, NAMES, MEASURES),
+        "A dot a model, lines join those of a seed, which saw the same tokens in the same order.",
+        "whether the sinks, and what they tag, fall from left to right.",
+        f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
+        wide=True,
+    )
+    return Outcome(comparisons, verdicts, {"models": table}, [figure], {"trainings": kept})
+
+
+def _level(table: pd.DataFrame, escape: str, name: str) -> str:
+    values = table[table["escape"] == escape][name].dropna().to_numpy(np.float64)
+    return str(Effect(values)) if len(values) else "none"
+
+
+def _make(study: Study) -> Outcome:
+    kept = study.run.provenance.get("escapes")
+    if kept is None:
+        raise UsageError(
+            f"sinks/escape is read from a folder of trainings: give the one that `{COMMAND}` wrote"
+        )
+    return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
+
+
+def is_escapes(folder: str | Path) -> bool:
+    """Whether a folder is one of `theodolite train escape`, finished or not."""
+    return (Path(folder) / CLAIM).is_file()
+
+
+def escapes_run(folder: str | Path) -> Run:
+    """What stands for the run of `sinks/escape`: no tables, and the provenance of a folder.
+
+    Raises:
+        UsageError: not all models of a seed are there yet.
+    """
+    seeds: Sequence[int] = seeds_of(Path(folder))
+    if not seeds:
+        raise UsageError(
+            f"{folder} has no seed whose models are all trained: go on with `{COMMAND} --out {folder}`"
+        )
+    empty = pd.DataFrame()
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": f"{counted(len(ESCAPES) * len(seeds), 'model')} in {Path(folder).name}",
+            "sha256": None,
+            "architecture": "gpt-oss, one expert",
+            "layers": 0,
+            "heads": 0,
+        },
+        "seed": 0,
+        "escapes": {
+            "folder": str(folder),
+            "seeds": list(seeds),
+            "contexts": CONTEXTS,
+            "threshold": number(SINK_THRESHOLD),
+            "training": json.loads((Path(folder) / CLAIM).read_text(encoding="utf-8")),
+        },
+    }
+    return Run(empty, empty, empty, empty, empty, {}, provenance)
+
+
+ESCAPE = [
+    Experiment(
+        "sinks/escape",
+        "Do sinks need the tag? Models with an escape from attention, and without",
+        "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
+        "needed for that",
+        (),
+        _make,
+    )
+]

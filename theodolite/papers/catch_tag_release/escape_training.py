@@ -1,0 +1,116 @@
+"""Tiny models with and without an escape from attention, on the same text, tokens and seeds: do sinks need the tag?
+
+One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
+that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training that was
+killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from theodolite.errors import UsageError
+from theodolite.papers.training.embedded import partial_of, train_tiny
+from theodolite.papers.training.embedded_model import ESCAPES, Escape, TinyConfig
+from theodolite.papers.training.embedded_text import Source, python_sources, split_sources
+from theodolite.papers.training.loop import check_numbers
+from theodolite.system.files import TEMPORARY, write_text, writing
+
+DEFAULT = TinyConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
+"""Three hours for three seeds on one core."""
+
+
+CLAIM = "escape.json"
+"""Says that a folder holds such models, and how they are trained."""
+
+
+def place_of(folder: Path, escape: Escape, seed: int) -> Path:
+    """Folder of a model."""
+    return folder / f"{escape}-{seed}"
+
+
+def held_out_of(folder: Path, seed: int) -> Path:
+    """File of the text that the models of a seed were not trained on: JSON rows with `text` and `label`."""
+    return folder / f"held-out-{seed}.jsonl"
+
+
+def train_escapes(
+    out: str | Path,
+    *,
+    seeds: int = 3,
+    sources: list[Source] | None = None,
+    config: TinyConfig = DEFAULT,
+    threads: int = 2,
+    console: Console | None = None,
+) -> list[str]:
+    """Train a model of every kind of escape and seed, those of a seed on the same tokens in the same order.
+
+    Args:
+        out: folder; models that are there already are left as they are.
+        seeds: 0 … seeds − 1, of weights, batches, tokenizer and of what text is held out.
+        sources: None: `python_sources()`.
+        config: sizes and steps; its `escape` and `seed` are set here.
+        threads: of every training; console: where it says how it is.
+
+    Returns:
+        A line for each model that was trained now.
+
+    Raises:
+        UsageError, WorkError: as `train_tiny`; the folder holds something else, or models of other settings.
+    """
+    out, console = Path(out), console or Console(stderr=True)
+    if seeds < 1:
+        raise UsageError(f"seeds is {seeds}; it must be positive.")
+    check_numbers(seeds - 1, threads)
+    texts = python_sources() if sources is None else sources
+    _claim(out, config)
+    said = []
+    for seed in range(seeds):
+        _hold_out(held_out_of(out, seed), texts, seed)
+        for escape in ESCAPES:
+            place = place_of(out, escape, seed)
+            if place.exists() and not partial_of(place).exists():
+                continue
+            console.print(f"{place.name}: training", highlight=False)
+            settings = replace(config, escape=escape, seed=seed)
+            result = train_tiny(place, sources=texts, config=settings, threads=threads, console=console)
+            losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
+            said.append(f"{place.name}: held-out loss {losses}")
+    return said
+
+
+def _claim(out: Path, config: TinyConfig) -> None:
+    """Write into the folder how its models are trained, unless it says the same already."""
+    claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "escape")}
+    place = out / CLAIM
+    if not place.is_file():
+        cut_short = place.with_name(place.name + TEMPORARY)
+        if out.is_file() or (out.is_dir() and set(out.iterdir()) - {cut_short}):
+            raise UsageError(f"{out} holds something else; choose another folder.")
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(place, json.dumps(claim, indent=2) + "\n")
+    found = json.loads(place.read_text(encoding="utf-8"))
+    if found != claim:
+        other = next(name for name in claim if found.get(name) != claim[name])
+        raise UsageError(
+            f"{out} holds models with {other} = {found.get(other)}, not {claim[other]}; choose another folder."
+        )
+
+
+def _hold_out(path: Path, sources: list[Source], seed: int) -> None:
+    _, validation = split_sources(sources, seed)
+    rows = [
+        json.dumps({"text": document.text, "label": source.name}, ensure_ascii=False)
+        for source in validation
+        for document in source.documents
+    ]
+    text = "\n".join(rows) + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UsageError(f"{path.parent} was trained on another text; choose another folder.")
+    with writing(path):
+        write_text(path, text)

@@ -1,0 +1,227 @@
+"""Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
+
+The models come from `theodolite train few-shot`, one a seed, in the folders of one folder. All that are pruned from one
+model answer the same prompts; intervals are over models.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.corpus.few_shot_task import NAME, READ, RULES
+from theodolite.errors import UsageError
+from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
+from theodolite.evaluate.scores import mean_and_error, over_seeds
+from theodolite.judging import Criterion, Verdict
+from theodolite.models import open_model
+from theodolite.papers.catch_tag_release.pruned_models import METHODS
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.passes.provenance import versions
+from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.prune import prune_model
+from theodolite.report.data import Floats
+from theodolite.report.drawing import few_shot as drawing
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.trace import corpus_of_ids
+from theodolite.system.wording import counted, number, percent
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+COMMAND = "theodolite train few-shot"
+
+DENSE = "dense"
+SPARSITIES = (0.5, 0.7)
+"""The paper's, and one at which small models lose more."""
+
+CALIBRATION = 512
+"""Prompts that pruning is calibrated on; no model was trained or is tested on them."""
+
+ASKED_WITH = 1
+"""Seed of the prompts that all models answer."""
+
+GROWS = Criterion("more than", 0.0, "more right answers with five examples than with none")
+WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
+SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
+
+
+def shots_table(folder: Path, say: Any) -> pd.DataFrame:
+    """One row a model, sparsity, method and number of examples: accuracy with its binomial standard error.
+
+    The dense model stands at every sparsity.
+    """
+    prompts = RULES.draw(CALIBRATION, np.random.default_rng([ASKED_WITH, READ]))
+    calibration = corpus_of_ids(torch.from_numpy(prompts.ids))
+    rows: list[dict[str, Any]] = []
+    for place in models_in(folder):
+        dense = open_model(place, device="cpu")
+        seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
+        say(f"{place.name}: dense")
+        answers = few_shot_answers(dense, prompts=PROMPTS, seed=ASKED_WITH)
+        for sparsity in SPARSITIES:
+            rows += _rows(DENSE, place.name, seed, sparsity, answers)
+            for method, name in METHODS.items():
+                say(f"{place.name}: {name}, {percent(sparsity)}")
+                model = copy.deepcopy(dense)
+                prune_model(model, calibration, method, sparsity)
+                found = few_shot_answers(model, prompts=PROMPTS, seed=ASKED_WITH)
+                rows += _rows(name, place.name, seed, sparsity, found)
+    return pd.DataFrame(rows)
+
+
+def _rows(name: str, place: str, seed: int, sparsity: float, right: np.ndarray) -> list[dict[str, Any]]:
+    found = []
+    for shots, each in enumerate(right.astype(np.float64).T):
+        accuracy, error = mean_and_error(each)
+        found.append(
+            {"model": name, "folder": place, "seed": seed, "sparsity": sparsity, "shots": shots}
+            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(right)}
+        )
+    return found
+
+
+def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
+    """Accuracy (models, numbers of examples)."""
+    own = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
+    wide: Floats = own.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
+    return wide
+
+
+def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
+    return judge_interval(claim, what, Effect(values), criterion, "models")
+
+
+def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
+    """Charts, levels and verdicts from `shots_table`."""
+    dense = _by_shots(table, DENSE, SPARSITIES[0])
+    verdicts = [
+        _over_models(
+            "More examples help the dense model (section 3.5)",
+            "accuracy with five examples less that with none",
+            dense[:, -1] - dense[:, 0],
+            GROWS,
+        )
+    ]
+    for sparsity in SPARSITIES:
+        oats = _by_shots(table, "OATS", sparsity)
+        for name in ("Wanda", "SparseGPT"):
+            gap, at = oats - _by_shots(table, name, sparsity), f"{percent(sparsity)} removed"
+            verdicts += [
+                _over_models(
+                    f"OATS and {name} perform similarly without examples, {at} (section 3.5, Fig. 3)",
+                    "size of the difference of accuracies",
+                    np.abs(gap[:, 0]),
+                    SIMILAR,
+                ),
+                _over_models(
+                    f"OATS's lead over {name} widens with examples, {at} (section 3.5, Fig. 3)",
+                    "lead with five examples less that with none",
+                    gap[:, -1] - gap[:, 0],
+                    WIDENS,
+                ),
+            ]
+    comparisons = [
+        Comparison(
+            f"{name}, {percent(sparsity)} removed" if name != DENSE else name,
+            "",
+            ", ".join(percent(value) for value in _by_shots(table, name, sparsity).mean(axis=0)) + " by k",
+        )
+        for sparsity in SPARSITIES
+        for name in (DENSE, *METHODS.values())
+        if name != DENSE or sparsity == SPARSITIES[0]
+    ]
+    return Outcome(
+        comparisons,
+        verdicts,
+        {"accuracy": table},
+        [_chart(table, s) for s in SPARSITIES],
+        {"trainings": kept},
+    )
+
+
+def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
+    each = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
+    best = RULES.best_accuracy().tolist()
+    return exhibit(
+        f"accuracy-{round(100 * sparsity)}",
+        f"Accuracy against the number of examples, {percent(sparsity)} removed",
+        drawing.accuracy_by_shots(over_seeds(each), each, chance=1 / RULES.values, best=best),
+        f"Means over {counted(each['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
+        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best that any reader of the prompts can "
+        "do, computed exactly.",
+        "whether the lines of the methods part from left to right.",
+        f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
+        wide=True,
+    )
+
+
+def _order(names: pd.Series) -> pd.Series:
+    return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
+
+
+def _make(study: Study) -> Outcome:
+    kept = study.run.provenance.get("few_shot")
+    if kept is None:
+        raise UsageError(
+            f"sinks/figure3 is read from a folder of trainings: give the one that `{COMMAND}` wrote into"
+        )
+    return shots_outcome(shots_table(Path(kept["folder"]), study.say), kept)
+
+
+def models_in(folder: str | Path) -> Sequence[Path]:
+    """The models of the few-shot task in the folders of a folder, in the order of their names."""
+    return [path.parent for path in sorted(Path(folder).glob("*/training.json")) if _task_of(path) == NAME]
+
+
+def _task_of(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("task")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def is_few_shot(folder: str | Path) -> bool:
+    """Whether a folder has folders of such models."""
+    return Path(folder).is_dir() and bool(models_in(folder))
+
+
+def few_shot_run(folder: str | Path) -> Run:
+    """What stands for the run of `sinks/figure3`: no tables, and the provenance of a folder."""
+    found = models_in(folder)
+    empty = pd.DataFrame()
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": f"{counted(len(found), 'model')} in {Path(folder).name}",
+            "sha256": None,
+            "architecture": "GPT-NeoX",
+            "layers": 0,
+            "heads": 0,
+        },
+        "seed": 0,
+        "few_shot": {"folder": str(folder), "models": [place.name for place in found], "prompts": PROMPTS},
+    }
+    return Run(empty, empty, empty, empty, empty, {}, provenance)
+
+
+FIGURE_3 = [
+    Experiment(
+        "sinks/figure3",
+        "Accuracy against the number of examples: dense, and pruned by four methods",
+        "Methods are similar at 0 shots; with more the gap between OATS and Wanda or SparseGPT widens (Fig. 3)",
+        (),
+        _make,
+    )
+]

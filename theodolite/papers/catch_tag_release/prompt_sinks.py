@@ -1,0 +1,310 @@
+"""Catch, tag and release on a prompt (Zhang et al. 2025, Fig. 2 and Figs. 7 to 11), for any head of any model."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.papers.experiment import Experiment
+from theodolite.passes.prompts import prompt_ids, shipped_prompt
+from theodolite.passes.provenance import token_texts
+from theodolite.report.data import evenly
+from theodolite.report.drawing import prompt as drawing
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
+from theodolite.system.wording import counted, head_name, number
+from theodolite.system.wording import token_text as shown_token
+from theodolite.theory.colouring import principal_scores, rgb, turned
+from theodolite.theory.grouping import chance_explained, variance_explained
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+DEEPER = 4
+"""Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
+
+
+def _ids(study: Study, name: str) -> Tensor:
+    """The prompt asked for, or the shipped one; of this the last tokens that the model has positions for."""
+    model = study.opened()
+    longest = model.longest
+    if study.focus.prompt is not None:
+        ids = prompt_ids(model, study.focus.prompt, 0, 0)
+        if longest is not None and len(ids) > longest:
+            raise UsageError(f"the prompt is {len(ids)} tokens long: {model.id} has positions for {longest}")
+        return ids
+    return prompt_ids(model, shipped_prompt(name), 0, 0)[-(longest or 0) :]
+
+
+def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> Outcome:
+    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
+
+    Args:
+        trace: of the head. tokens: as they are shown.
+        chosen: the head was chosen for its tags, so that it has a sink by choice: that is then no verdict.
+    """
+    sinks = [int(position) for position in trace.sinks if position >= 0]
+    kept = trace.group != LEFT_OUT
+    places = _places(trace)
+    reference = principal_scores(trace.output, kept)
+    scores = {
+        name: reference
+        if vectors is trace.output
+        else turned(principal_scores(vectors, kept), reference, kept)
+        for name, vectors in places.items()
+    }
+    colours = np.stack([rgb(values, kept).numpy() for values in scores.values()])
+    groups = _names(trace, tokens)
+    eta = {name: variance_explained(vectors[kept], trace.group[kept]) for name, vectors in places.items()}
+    chance = chance_explained(trace.group[kept])
+    table = pd.DataFrame({"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance})
+    listing = pd.DataFrame(
+        {
+            "position": range(len(tokens)),
+            "token_id": trace.ids.tolist(),
+            "token": tokens,
+            "sink": [place in sinks for place in range(len(tokens))],
+            "caught_by": groups,
+        }
+    )
+    head = head_name(trace.layer, trace.head)
+    why = (
+        [Comparison("head", "", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
+    )
+    comparisons = [
+        *why,
+        Comparison(f"sinks of {head}", "", _listed_sinks(trace, tokens)),
+        *(
+            Comparison(
+                f"η² of the grouping by sink: {name}", "", f"{number(value)} (by chance {number(chance)})"
+            )
+            for name, value in eta.items()
+        ),
+    ]
+    return Outcome(
+        comparisons,
+        _verdicts(trace, eta, chance)[int(chosen) :],
+        {"places": table, "tokens": listing},
+        _exhibits(trace, tokens, sinks, places, scores, colours, groups),
+    )
+
+
+def _places(trace: PromptTrace) -> dict[str, Tensor]:
+    """What is coloured, in the order of the computation; the head's output is the tag, deeper layers the release."""
+    layer, last = trace.layer, len(trace.streams) - 1
+    deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
+    return {
+        f"stream into block {layer}": trace.streams[layer],
+        "output of the head": trace.output,
+        **{f"stream, layer {deep}": trace.streams[deep] for deep in deeper},
+    }
+
+
+def _names(trace: PromptTrace, tokens: list[str]) -> list[str]:
+    names = []
+    for group in trace.group.tolist():
+        if group == LEFT_OUT:
+            names.append("position 0, or a sink")
+        elif group == UNCAUGHT:
+            names.append("not caught")
+        else:
+            names.append(f"caught by {_sink(int(trace.sinks[group]), tokens)}")
+    return names
+
+
+def _sink(position: int, tokens: list[str]) -> str:
+    return "the learned column" if position < 0 else f"{position} “{shown_token(tokens[position])}”"
+
+
+def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
+    if not len(trace.sinks):
+        return "none: no key gets more than 0.3 of the attention of those who see it, or of enough of them"
+    said = [
+        f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
+        for number_of, position in enumerate(trace.sinks)
+    ]
+    return "; ".join(said)
+
+
+def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[Verdict]:
+    caught = "Sinks catch the attention of tokens that come later (Fig. 2a)"
+    tagged = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
+    released = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
+    if not len(trace.sinks):
+        return [
+            Verdict(
+                caught, FAILS, "this head has no sink on this prompt: name another with --layer and --head"
+            ),
+            Verdict(tagged, UNTESTABLE, "nothing is caught"),
+            Verdict(released, UNTESTABLE, "nothing is caught"),
+        ]
+    before, tag, *later = eta.values()
+    deep = later[-1]
+    many = int((trace.group >= 0).sum())
+    first = Verdict(
+        caught, HOLDS, f"{counted(len(trace.sinks), 'sink')} of this head, {counted(many, 'token')} caught"
+    )
+    if not np.isfinite(tag):
+        why = "all tokens are in one group"
+        return [first, Verdict(tagged, UNTESTABLE, why), Verdict(released, UNTESTABLE, why)]
+    one = "one prompt, no standard error"
+    return [
+        first,
+        Verdict(
+            tagged,
+            HOLDS if tag > max(2 * chance, before) else FAILS,
+            f"η² {number(tag)} in the head's output, {number(before)} before it, {number(chance)} by chance; "
+            f"criterion: more than before the head and than twice by chance (ours); {one}",
+        ),
+        Verdict(
+            released,
+            HOLDS if deep > max(2 * chance, before) else FAILS,
+            f"η² {number(deep)} in the last layer, {number(before)} before the head, {number(chance)} by chance; the "
+            f"same criterion; {one}",
+        ),
+    ]
+
+
+def _exhibits(
+    trace: PromptTrace,
+    tokens: list[str],
+    sinks: list[int],
+    places: dict[str, Tensor],
+    scores: dict[str, Tensor],
+    colours: np.ndarray,
+    groups: list[str],
+) -> list[Exhibit]:
+    head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
+    kept = (trace.group != LEFT_OUT).numpy()
+    names = sorted({group for group, one in zip(groups, kept, strict=True) if one})
+    shown = [token for token, one in zip(tokens, kept, strict=True) if one]
+    of_shown = [group for group, one in zip(groups, kept, strict=True) if one]
+    made = [
+        exhibit(
+            "attention",
+            f"Catch: attention of {head}",
+            drawing.attention(trace.attention.numpy(), tokens, sinks),
+            "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
+            "of those who see them on average, or the most of what a stretch of them pays.",
+            "strong columns: everything that comes after is caught by that token.",
+            source,
+            wide=True,
+        ),
+        exhibit(
+            "output",
+            f"Tag: output of {head} by dimension",
+            drawing.by_dimension(trace.output.numpy(), tokens, sinks),
+            f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
+            "dimensions that are largest at any token.",
+            "columns of one colour over all tokens that one sink caught.",
+            f"{ZHANG}, Fig. 2b",
+            wide=True,
+        ),
+        exhibit(
+            "values",
+            f"What there is to copy: value vectors of {head}",
+            drawing.by_dimension(trace.value.numpy(), tokens, sinks),
+            "The value vector of each token, through W_O, the largest dimensions.",
+            "the rows of the sinks (▼): the same colours as in the columns of the output.",
+            f"{ZHANG}, Fig. 7d",
+            wide=True,
+        ),
+        exhibit(
+            "colours",
+            "Release: tokens coloured by principal components",
+            drawing.coloured(colours, list(places), tokens, sinks),
+            "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
+            "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
+            "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
+            "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
+            f"{ZHANG}, Figs. 2c and 2d",
+            wide=True,
+        ),
+    ]
+    flat = {name: values[kept][:, :2].numpy() for name, values in scores.items()}
+    made.append(
+        exhibit(
+            "clusters",
+            "Clusters: tokens on two principal components",
+            drawing.clusters(next(iter(flat.values())), of_shown, shown, names),
+            "The scores behind the first two colours, at each place; a colour a sink that caught the token.",
+            "groups that mix before the head, stand apart in its output, and still do in deep layers.",
+            source,
+            choice=by_name(
+                "place",
+                list(flat),
+                lambda place: drawing.clusters_patch(list(flat.values())[place], of_shown, names),
+                grid=True,
+            ),
+            wide=True,
+        )
+    )
+    made.append(
+        exhibit(
+            "received",
+            "Where any head has a sink",
+            drawing.received(trace.received.numpy(), tokens, sinks),
+            "By layer and token, the attention that the keenest head of the layer pays it on average.",
+            "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
+            "layers.",
+            f"{ZHANG}, Figs. 8f and 10f",
+            wide=True,
+        )
+    )
+    return made
+
+
+def _make(default: str, study: Study) -> Outcome:
+    model = study.opened()
+    ids = _ids(study, default)
+    study.say("looking at the prompt")
+    trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
+    return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
+
+
+def _experiment(figure: str, prompt: str, what: str, paper: str) -> Experiment:
+    return Experiment(
+        f"sinks/{figure}",
+        f"Catch, tag and release of one head on {what}",
+        paper,
+        ("model", "prompt"),
+        functools.partial(_make, prompt),
+        options=("prompt", "layer", "head"),
+    )
+
+
+PROMPT_SINKS = [
+    _experiment(
+        "figure2",
+        "few-shot",
+        "a few-shot prompt",
+        "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
+        "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
+    ),
+    _experiment(
+        "figure7",
+        "passage",
+        "a passage of text",
+        "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
+    ),
+    _experiment(
+        "figure8",
+        "step-by-step",
+        "a zero-shot chain of thought",
+        "A sink on “Let's think step by step” in a deep layer (Fig. 8, L3H6 and L38H33)",
+    ),
+    _experiment(
+        "figure9",
+        "chain-of-thought",
+        "a chain of thought",
+        "Clusters in the head's output and at layer 21 (Fig. 9, L5H16)",
+    ),
+]

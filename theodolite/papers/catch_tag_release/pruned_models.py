@@ -1,0 +1,210 @@
+"""A model pruned in memory, and what is measured of it on a text: losses, every sink of every context, one prompt.
+
+The text is split: even contexts calibrate the pruning, odd ones are measured, so that nothing is judged on what it was
+fitted to. The model itself is left alone; copies of it are pruned one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from theodolite.accumulate.catches import attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.measure.tags import ratio
+from theodolite.models import OpenModel
+from theodolite.models.hooks import watched
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.prune import Pruned, prune_model
+from theodolite.prune.settings import RankRatio
+from theodolite.report.data import evenly
+from theodolite.sinks.prompt import PromptTrace, trace_prompt
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
+
+SPARSITY = 0.5
+"""As in the paper's figures."""
+
+ITERATIONS = 80
+"""Of OATS, as published."""
+
+MOST_CONTEXTS = 128
+"""That are measured, evenly chosen, and as many that calibrate."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is measured of one model.
+
+    Attributes:
+        loss: next-token loss of each context, nats a token.
+        sinks: which keys of which heads are sinks of each context (the survey's criterion; no learned columns).
+        prompt: one head on one prompt, where one was asked for.
+    """
+
+    loss: Float[Tensor, " contexts"]
+    sinks: Bool[Tensor, "contexts layers heads positions"]
+    prompt: PromptTrace | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The head that is looked at, and on what."""
+
+    ids: Tensor
+    layer: int
+    head: int
+
+
+class _Watcher:
+    """Keeps the sinks of one batch."""
+
+    def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
+        self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        outputs = []
+        for context in range(len(inputs.query)):
+            output, catches = attend_and_catch(inputs.of_contexts(slice(context, context + 1)))
+            outputs.append(output)
+            tokens = catches.position >= 0
+            head, position = catches.head[tokens].cpu(), catches.position[tokens].cpu()
+            self.sinks[context, layer, head, position] = True
+        return torch.cat(outputs)
+
+
+def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> Look:
+    """Measure a model as it is now."""
+    losses, sinks = [], []
+    for ids in corpus.contexts.split(batch_of(corpus, None)):
+        watcher = _Watcher(len(ids), model.layers, model.heads, ids.shape[1])
+        ids = ids.to(model.device)
+        with watched(model, watcher), torch.inference_mode():
+            logits = model.hf(input_ids=ids, use_cache=False).logits
+        each = [cross_entropy(row[:-1].double(), own[1:]) for row, own in zip(logits, ids, strict=True)]
+        losses.append(torch.stack(each).cpu())
+        sinks.append(watcher.sinks)
+    seen = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
+    return Look(torch.cat(losses), torch.cat(sinks), seen)
+
+
+def kept_sinks(dense: Look, other: Look, layer: int | None = None) -> tuple[float, float]:
+    """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
+
+    Args:
+        layer: of this block only.
+    """
+    return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
+
+
+def new_sinks(dense: Look, other: Look) -> tuple[float, float]:
+    """Sinks of another model that the first has not, over the first one's; its standard error over contexts."""
+    return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
+
+
+def _ratio(part: Tensor, whole: Tensor, layer: int | None) -> tuple[float, float]:
+    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, whole))
+    value, error = ratio(torch.stack([b.sum(), t.sum(), (b * b).sum(), (b * t).sum(), (t * t).sum()]))
+    return float(value), float(error)
+
+
+def loss_difference(dense: Look, other: Look) -> tuple[float, float]:
+    """Mean loss of another model less that of the first, and its standard error: paired by context."""
+    difference = other.loss - dense.loss
+    return float(difference.mean()), float(difference.std() / len(difference) ** 0.5)
+
+
+def halves(study: Study) -> tuple[Corpus, Corpus]:
+    """What calibrates, and what is measured.
+
+    Raises:
+        UsageError: there is no text, or too little, or the model predicts no next tokens.
+    """
+    corpus, model = study.corpus, study.opened()
+    if corpus is None:
+        raise UsageError("pruned models are calibrated and measured on a text: give it beside the run")
+    if len(corpus.contexts) < 4:
+        raise UsageError(
+            f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
+        )
+    if not model.causal or model.hf.get_output_embeddings() is None:
+        raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
+    return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
+
+
+def part_of(corpus: Corpus, contexts: slice) -> Corpus:
+    """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
+    ids, labels = corpus.contexts[contexts], corpus.labels[contexts]
+    chosen = evenly(len(ids), MOST_CONTEXTS)
+    return Corpus(corpus.name, ids[chosen], labels[chosen], corpus.label_names, corpus.seed)
+
+
+def dense_look(study: Study, prompt: Prompt | None = None) -> Look:
+    """The model itself; measured once."""
+    _, measured = halves(study)
+    return study.once(f"look/{_told(prompt)}", lambda: look(study.opened(), measured, prompt))
+
+
+def pruned(
+    study: Study,
+    method: str,
+    calibration: Corpus,
+    *,
+    sparsity: float = SPARSITY,
+    rank_ratio: RankRatio = 0.25,
+) -> tuple[OpenModel, Pruned]:
+    """A copy of the model, pruned."""
+    model = copy.deepcopy(study.opened())
+    study.say(f"pruning by {METHODS[method]}, {sparsity:.0%}")
+    return model, prune_model(
+        model, calibration, method, sparsity, rank_ratio=rank_ratio, iterations=ITERATIONS
+    )
+
+
+def pruned_look(study: Study, method: str, prompt: Prompt | None = None) -> Look:
+    """The model pruned by `SPARSITY`; pruned and measured once."""
+    calibration, measured = halves(study)
+
+    def make() -> Look:
+        model, _ = pruned(study, method, calibration)
+        return look(model, measured, prompt)
+
+    return study.once(f"look/{method}/{_told(prompt)}", make)
+
+
+def without_term(
+    study: Study,
+    edits: Callable[[OpenModel, Pruned], Iterator[tuple[str, AbstractContextManager[object]]]],
+    prompt: Prompt,
+) -> dict[str, Look]:
+    """The model pruned by OATS, as it is and under interventions, which `edits` names."""
+    calibration, measured = halves(study)
+    model, done = pruned(study, "oats", calibration)
+    found = {"": look(model, measured, prompt)}
+    for name, edit in edits(model, done):
+        with edit:
+            found[name] = look(model, measured, prompt)
+    return found
+
+
+def _told(prompt: Prompt | None) -> str:
+    return "" if prompt is None else f"{prompt.layer}/{prompt.head}/{prompt.ids.tolist()}"

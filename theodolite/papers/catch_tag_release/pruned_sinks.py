@@ -1,0 +1,222 @@
+"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and what the low-rank term has to do with it.
+
+The model is pruned in memory. `theodolite compare` does the same for checkpoints that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.models import OpenModel
+from theodolite.papers.catch_tag_release.pruned_models import (
+    METHODS,
+    SPARSITY,
+    Look,
+    Prompt,
+    dense_look,
+    kept_sinks,
+    loss_difference,
+    new_sinks,
+    pruned_look,
+    without_term,
+)
+from theodolite.papers.experiment import Experiment
+from theodolite.passes.prompts import prompt_ids, shipped_prompt
+from theodolite.passes.provenance import token_texts
+from theodolite.prune import Pruned
+from theodolite.report.drawing import compare as figures_compare
+from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.interventions import without_low_rank
+from theodolite.sinks.prompt import trace_prompt
+from theodolite.system.wording import head_name, with_error
+from theodolite.system.wording import token_text as shown_token
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+DENSE = "dense"
+CONTROL_SEED = 0
+
+KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
+MORE = Criterion("more than", 0.0, "the other method keeps fewer")
+REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
+SPARED = Criterion("at least", 0.9, "a control that is not aimed leaves nine tenths (ours)")
+
+
+def _prompt(study: Study) -> Prompt:
+    """The prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
+    model, focus = study.opened(), study.focus
+    text = shipped_prompt("inference") if focus.prompt is None else focus.prompt
+    ids = prompt_ids(model, text, 0, 0)
+    longest = model.longest
+    if longest is not None and len(ids) > longest:
+        if focus.prompt is not None:
+            raise UsageError(f"the prompt is {len(ids)} tokens long: {model.id} has positions for {longest}")
+        ids = ids[-longest:]
+    if focus.layer is not None and focus.head is not None:
+        return Prompt(ids, focus.layer, focus.head)
+    strongest = study.once("strongest head", lambda: trace_prompt(model, ids))
+    return Prompt(ids, strongest.layer, strongest.head)
+
+
+def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> pd.DataFrame:
+    """One row a model: sinks kept and new over the dense model's, and the loss beyond its own."""
+    rows = []
+    for name, look in looks.items():
+        kept, new, loss = kept_sinks(dense, look, layer), new_sinks(dense, look), loss_difference(dense, look)
+        rows.append(
+            {
+                "model": name,
+                "sinks_kept": kept[0],
+                "sinks_kept_se": kept[1],
+                "sinks_new": new[0],
+                "sinks_new_se": new[1],
+                "loss_more": loss[0],
+                "loss_more_se": loss[1],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _told(table: pd.DataFrame) -> list[Comparison]:
+    return [
+        Comparison(
+            row.model,
+            "",
+            f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of the dense model's sinks, has "
+            f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new ones; loss "
+            f"{with_error(row.loss_more, row.loss_more_se)} nats more",
+        )
+        for row in table.itertuples()
+    ]
+
+
+def _maps(study: Study, looks: Mapping[str, Look], prompt: Prompt, source: str) -> Exhibit:
+    tokens = [shown_token(text) for text in token_texts(study.opened(), prompt.ids)]
+    figures = {}
+    for name, look in looks.items():
+        assert look.prompt is not None
+        sinks = [int(place) for place in look.prompt.sinks if place >= 0]
+        figures[name] = figures_prompt.attention(look.prompt.attention.numpy(), tokens, sinks)
+    return exhibit(
+        "maps",
+        f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
+        figures_compare.side_by_side(figures, square=True),
+        "Queries down, keys across; only sinks are written at the axes, ▼ marks them.",
+        "strong columns of the dense model that are missing in another.",
+        source,
+        wide=True,
+    )
+
+
+def _figure_5(study: Study) -> Outcome:
+    prompt = _prompt(study)
+    dense = dense_look(study, prompt)
+    looks = {name: pruned_look(study, method, prompt) for method, name in METHODS.items()}
+    table = _table(dense, looks)
+    if not dense.sinks.any():
+        why = "the dense model has no sink in this text"
+        verdicts = [Verdict("Only OATS retains the sinks (Fig. 5)", UNTESTABLE, why)]
+    else:
+        verdicts = [_kept(dense, looks["OATS"])]
+        verdicts += [
+            _fewer(dense, looks["OATS"], looks[name], name) for name in ("Wanda", "SparseGPT", "magnitude")
+        ]
+    return Outcome(
+        _told(table),
+        verdicts,
+        {"methods": table},
+        [_maps(study, {DENSE: dense, **looks}, prompt, f"{ZHANG}, Fig. 5")],
+    )
+
+
+def _kept(dense: Look, oats: Look) -> Verdict:
+    value, error = kept_sinks(dense, oats)
+    what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
+    return judge(
+        "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)", what, value, KEEPS, error
+    )
+
+
+def _fewer(dense: Look, oats: Look, other: Look, name: str) -> Verdict:
+    """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
+    count = dense.sinks.flatten(1).sum(1).double()
+    both = [(dense.sinks & look.sinks).flatten(1).sum(1).double() for look in (oats, other)]
+    gain = (both[0] - both[1]).numpy()
+    mean = float(gain.sum() / count.sum())
+    residual = gain - mean * count.numpy()
+    error = float(np.sqrt((residual**2).sum() * len(gain) / (len(gain) - 1)) / float(count.sum()))
+    what = f"share kept by OATS less that kept by {name} (paired by context)"
+    return judge(f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)", what, mean, MORE, error)
+
+
+def _edits(layer: int) -> dict[str, int | None]:
+    return {
+        f"OATS without the low-rank term of layer {layer}": None,
+        f"OATS without a random part as large of layer {layer}": CONTROL_SEED,
+    }
+
+
+def _figure_4(study: Study) -> Outcome:
+    prompt = _prompt(study)
+    layer, dense = prompt.layer, dense_look(study, prompt)
+
+    def edits(model: OpenModel, done: Pruned) -> Iterator[tuple[str, AbstractContextManager[object]]]:
+        for name, seed in _edits(layer).items():
+            yield name, without_low_rank(model, layer, factors=done.factors(layer), instead=seed)
+
+    looks = {name or "OATS": look for name, look in without_term(study, edits, prompt).items()}
+    table = _table(dense, looks, layer)
+    claim = f"The low-rank term is responsible for the sinks: without it they are gone, layer {layer} (section 3.2)"
+    if not (dense.sinks[:, layer] & looks["OATS"].sinks[:, layer]).any():
+        verdicts = [Verdict(claim, UNTESTABLE, "the pruned model has none of the layer's sinks in this text")]
+    else:
+        gone, spared = ((name, kept_sinks(looks["OATS"], looks[name], layer)) for name in _edits(layer))
+        verdicts = [
+            judge(
+                claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
+            ),
+            judge(
+                "It is this term, not what any as large a change does (control, ours)",
+                f"share of the layer's sinks that is left: {spared[0]}",
+                spared[1][0],
+                SPARED,
+                spared[1][1],
+            ),
+        ]
+    return Outcome(
+        _told(table),
+        verdicts,
+        {"models": table},
+        [_maps(study, {DENSE: dense, **looks}, prompt, f"{ZHANG}, Fig. 4")],
+    )
+
+
+COMPRESSION = [
+    Experiment(
+        "sinks/figure4",
+        "One layer's sinks: dense, pruned by OATS, and without OATS's low-rank term",
+        "Sinks are clear in both, and gone without the low-rank term of W_Q, W_K, W_V (Fig. 4)",
+        ("model",),
+        _figure_4,
+        ("prompt", "layer", "head"),
+    ),
+    Experiment(
+        "sinks/figure5",
+        "One head of the dense model and pruned by four methods",
+        "Wanda and SparseGPT at 50 % lose sinks that the dense model and OATS have (Fig. 5)",
+        ("model",),
+        _figure_5,
+        ("prompt", "layer", "head"),
+    ),
+]

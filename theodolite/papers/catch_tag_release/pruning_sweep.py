@@ -1,0 +1,221 @@
+"""Past the paper: how much rank OATS should have, and where. Sweeps on copies of a model, pruned in memory.
+
+Measured on the contexts that did not calibrate: the loss beyond the dense model's, and the share of its sinks kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from theodolite.judging import UNTESTABLE, Criterion, Verdict
+from theodolite.papers.catch_tag_release.pruned_models import (
+    SPARSITY,
+    dense_look,
+    halves,
+    kept_sinks,
+    look,
+    loss_difference,
+    part_of,
+    pruned,
+)
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.prune.settings import RankRatio
+from theodolite.report.data import Floats
+from theodolite.report.drawing import sweep as drawing
+from theodolite.report.exhibit import exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.trace import trace_sinks
+from theodolite.system.wording import counted, listed, number, percent, with_error
+
+if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.papers.experiment import Study
+
+SPARSITIES = (0.3, 0.5, 0.6, 0.7)
+RATIOS = (0.0, 0.1, 0.25, 0.5)
+
+PROJECTIONS = "qkv"
+USUAL, RAISED = 0.25, 0.5
+"""Rank ratios: the paper's, and the one of Q, K and V where the audit says that rank is needed."""
+
+PARTS = 3
+"""Of the calibration text: every comparison of allocations is made on each."""
+
+GAIN = Criterion("more than", 0.0, "better than the rival plan")
+
+
+def _place(study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio) -> dict[str, float]:
+    """One pruning measured: bytes over dense ones, loss and sinks against the dense model, with standard errors."""
+    model, done = pruned(study, "oats", calibration, sparsity=sparsity, rank_ratio=ratio)
+    dense, found = dense_look(study), look(model, halves(study)[1])
+    loss, kept = loss_difference(dense, found), kept_sinks(dense, found)
+    sizes = done.table[["compact_bytes", "dense_bytes"]].sum()
+    return {
+        "bytes": float(sizes["compact_bytes"] / sizes["dense_bytes"]),
+        "loss_more": loss[0],
+        "loss_more_se": loss[1],
+        "sinks_kept": kept[0],
+        "sinks_kept_se": kept[1],
+    }
+
+
+def front(cost: Floats, worth: Floats) -> Floats:
+    """Which points no other one beats: none costs as little or less and is worth as much or more, but itself."""
+    order = np.lexsort((-worth, cost))
+    best = np.maximum.accumulate(np.concatenate([[-np.inf], worth[order][:-1]]))
+    flags = np.zeros(len(cost), dtype=bool)
+    flags[order] = worth[order] > best
+    return flags
+
+
+def _sweep(study: Study) -> Outcome:
+    calibration, _ = halves(study)
+    rows = [
+        {"sparsity": sparsity, "rank_ratio": ratio} | _place(study, calibration, sparsity, ratio)
+        for sparsity in SPARSITIES
+        for ratio in RATIOS
+    ]
+    table = pd.DataFrame(rows)
+    cost = table["bytes"].to_numpy()
+    table["front_loss"] = front(cost, -table["loss_more"].to_numpy())
+    table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
+    comparisons = []
+    for sparsity in SPARSITIES:
+        own = table[table["sparsity"] == sparsity]
+        least, most = own.loc[own["loss_more"].idxmin()], own.loc[own["sinks_kept"].fillna(0).idxmax()]
+        comparisons.append(
+            Comparison(
+                f"{percent(sparsity)} removed, {percent(own['bytes'].mean())} of the bytes",
+                "rank ratio 0.25",
+                f"least loss at rank ratio {number(least['rank_ratio'])} "
+                f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
+                f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
+            )
+        )
+    figure = exhibit(
+        "front",
+        "Loss and sinks against bytes",
+        drawing.fronts(table),
+        "A dot a pruning by OATS, coloured by its rank ratio; bytes as stored (values, a bit an entry, and factors). "
+        "The line joins those that no other beats. Bars are standard errors over contexts.",
+        "the colour of the dots on the line: how much rank pays.",
+        f"{ZHANG}, section 3; the sweep is ours",
+        wide=True,
+    )
+    return Outcome(comparisons, [], {"prunings": table}, [figure])
+
+
+def tagging_layers(study: Study) -> list[int]:
+    """The third of the layers (at least one) whose heads tag most: caught share times η², summed over their sinks."""
+    calibration, _ = halves(study)
+    study.say("tracing sinks: which layers tag")
+    traces = trace_sinks(study.opened(), calibration).traces.fillna({"tagged": 0.0})
+    by_layer = traces.groupby("layer")["tagged"].sum().sort_values(ascending=False, kind="stable")
+    most = max(1, study.opened().layers // 3)
+    return sorted(int(layer) for layer in by_layer[by_layer > 0].index[:most])
+
+
+def _raised(layers: list[int]) -> RankRatio:
+    return lambda layer, name: RAISED if layer in layers and name in PROJECTIONS else USUAL
+
+
+def _allocation(study: Study) -> Outcome:
+    tagging = tagging_layers(study)
+    claim = "Rank goes furthest where heads tag (ours)"
+    if not tagging or len(tagging) == study.opened().layers:
+        return Outcome(
+            [], [Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")], {}
+        )
+    others = [layer for layer in range(study.opened().layers) if layer not in tagging]
+    random = np.random.default_rng(study.run.provenance["seed"])
+    control = sorted(random.permutation(others)[: len(tagging)].tolist())
+    whole, _ = halves(study)
+    plans: dict[str, RankRatio] = {
+        "uniform": USUAL,
+        "more where heads tag": _raised(tagging),
+        "more elsewhere (control)": _raised(control),
+    }
+    rows: list[dict[str, Any]] = []
+    for part in range(PARTS):
+        calibration = part_of(whole, slice(part, None, PARTS))
+        rows += [
+            {"plan": name, "part": part} | _place(study, calibration, SPARSITY, ratio)
+            for name, ratio in plans.items()
+        ]
+    table = pd.DataFrame(rows)
+    by_plan = {name: table[table["plan"] == name] for name in plans}
+    comparisons = [
+        Comparison("layers whose heads tag", "", listed([str(layer) for layer in tagging], 20)),
+        Comparison("layers of the control", "", listed([str(layer) for layer in control], 20)),
+        *(
+            Comparison(
+                name,
+                "",
+                f"sinks kept {_level(own, 'sinks_kept')}, loss {_level(own, 'loss_more')} nats more, bytes "
+                f"{number(float(own['bytes'].mean()))} of the dense",
+            )
+            for name, own in by_plan.items()
+        ),
+    ]
+    raised, rivals = (
+        by_plan["more where heads tag"],
+        [name for name in plans if name != "more where heads tag"],
+    )
+    verdicts = [
+        _better(
+            f"{claim}: {what} against {rival}",
+            sign * (raised[column].to_numpy() - by_plan[rival][column].to_numpy()),
+        )
+        for rival in rivals
+        for column, sign, what in (
+            ("sinks_kept", 1, "share of sinks kept"),
+            ("loss_more", -1, "loss saved, nats"),
+        )
+    ]
+    figure = exhibit(
+        "allocation",
+        "Uniform ranks, and more rank in some layers' Q, K and V",
+        drawing.plans(table),
+        f"A dot a calibration; {percent(SPARSITY)} removed in all, rank ratio {USUAL}, {RAISED} where it is raised.",
+        "dots that lie higher on the left and lower on the right than those of uniform ranks.",
+        "ours",
+        wide=True,
+    )
+    return Outcome(comparisons, verdicts, {"prunings": table}, [figure])
+
+
+def _better(claim: str, gains: Floats) -> Verdict:
+    """Whether the mean of gains, one a calibration, is above 0."""
+    what = f"gain, paired, over {counted(PARTS, 'calibration')}"
+    return judge_interval(claim, what, Effect(gains.astype(np.float64)), GAIN, "calibrations")
+
+
+def _level(rows: pd.DataFrame, name: str) -> str:
+    return _interval(Effect(rows[name].to_numpy(np.float64)))
+
+
+def _interval(effect: Effect) -> str:
+    return f"{number(effect.mean)} ± {number(effect.half_width, 2)}"
+
+
+SWEEPS = [
+    Experiment(
+        "sinks/sweep",
+        "OATS at several sparsities and rank ratios: loss, sinks kept and bytes, with the Pareto front",
+        "Rank ratio 0.25 throughout (appendix C.1); the sweep is ours",
+        ("model",),
+        _sweep,
+    ),
+    Experiment(
+        "sinks/allocation",
+        "More rank for Q, K and V of the layers that tag, against uniform ranks and against other layers",
+        "Low-rank terms preserve the mechanism (section 3); to put them where it is needed is ours",
+        ("model",),
+        _allocation,
+    ),
+]

@@ -1,0 +1,262 @@
+"""Every sink of a text traced: what it catches, what it writes, where that lives on (Zhang et al. 2025, section 2)."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.judging import (
+    ERRORS,
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Criterion,
+    Verdict,
+    error_of_share,
+    judge,
+)
+from theodolite.papers.experiment import Experiment
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats
+from theodolite.report.drawing import traces as drawing
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import ZHANG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.sinks.trace import trace_sinks
+from theodolite.system.wording import counted, number, percent, with_error
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+LATER = "Attention sinks emerge in later tokens too, and depend on the sequence (section 1.4, Q2)"
+TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (section 2, Fig. 2c)"
+RELEASED = "The clusters by attended sink remain in deeper layers (section 2, Fig. 2d)"
+COPIED = "The tag is the sink's own value, copied to the tokens that it caught (Fig. 2b)"
+OUTLIER = "The tag is an outlier feature dimension (section 2, Fig. 2b)"
+
+MANY = Criterion("at least", 0.01, "“emerge” read as: in one context in a hundred at some head (ours)")
+CLUSTERED = Criterion("at least", 0.1, "“cluster” read as: a tenth of the variance (ours)")
+MORE = Criterion(
+    "at least", 0.5, "“remain” read as: in half of the heads more after the head than before (ours)"
+)
+SAME = Criterion("at least", 0.9, "“copied” read as: a cosine of 0.9 (ours)")
+MOSTLY = Criterion("at least", 0.5, "“outlier” read as: a dimension of six robust standard deviations (ours)")
+
+
+def traced_outcome(run: Run) -> Outcome:
+    """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims.
+
+    Raises:
+        UsageError: the trace is an older theodolite's.
+    """
+    traces, heads = run.traces, run.heads
+    if "gain_se" not in traces:
+        raise UsageError("this trace is an older theodolite's and lacks errors of the release: trace again")
+    tables = {"sinks": traces, "heads": heads}
+    if not len(traces):
+        reason = "no key of any head is a sink in this text: no query pays one more than 0.3 on average"
+        claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
+        return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
+    later = traces[traces["kind"] == "later"]
+    comparisons = [
+        Comparison("heads that have a sink", "", f"{len(heads)} of {_heads_of(run)}"),
+        *(
+            Comparison(f"sinks: {name}", "", _counted(traces[traces["kind"] == kind]))
+            for kind, name in drawing.KIND_NAMES.items()
+        ),
+        *(Comparison(_place(row), "", _told(row)) for _, row in traces.head(3).iterrows()),
+    ]
+    weights = traces["tagged"].fillna(0).to_numpy()
+    verdicts = [
+        judge(
+            LATER,
+            "largest share of contexts in which a later token is a sink of a head",
+            float(later["share"].max()) if len(later) else 0.0,
+            MANY,
+        ),
+        _clustered(heads),
+        _released(heads, run.provenance["model"]["layers"]),
+        _copied(traces["alignment"], weights),
+        _outlying(traces["outlier_dimensions"] != "", weights),
+    ]
+    return Outcome(comparisons, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
+
+
+def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:
+    return [
+        exhibit(
+            "release",
+            "Where each tag lives on",
+            drawing.release_map(traces, release),
+            "A row a sink, those that tag most first; η², the share of the variance within contexts that is between "
+            "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
+            "in the residual stream, where it is far less, from the layer that enters the head's block on.",
+            "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
+            f"{ZHANG}, section 2; MATH: tag, release",
+            wide=True,
+        ),
+        exhibit(
+            "strength",
+            "How much is caught, and how strongly it is tagged",
+            drawing.strength(traces),
+            "A dot a sink of a head: the share of all queries of the text that it catches, and η² of the head's "
+            "output by being caught or not.",
+            "dots to the right and up: sinks that mark many tokens clearly.",
+            f"{ZHANG}, section 2",
+        ),
+        exhibit(
+            "kept",
+            "The grouping before the head and after it",
+            drawing.kept(heads),
+            "A dot a head: η² of its grouping of tokens in the residual stream that enters its block, and the largest "
+            "of all later layers; bars: the standard error of the difference. On the dotted line nothing was added.",
+            "dots well above the line. On it, the grouping was there before the head looked.",
+            f"{ZHANG}, section 2, Fig. 2d",
+        ),
+    ]
+
+
+def _clustered(heads: pd.DataFrame) -> Verdict:
+    """η² of the heads, each counted by the contexts that it rests on.
+
+    Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
+    """
+    known = heads[heads["tag_se"].notna()]
+    alone = len(heads) - len(known)
+    what = (
+        f"η² of the head's output by the sink that caught a query, mean over {counted(len(known), 'head')} with a "
+        "sink, weighted by the contexts where it has one"
+    )
+    if not len(known):
+        return Verdict(TAGGED, UNTESTABLE, f"no standard error in {counted(alone, 'head')}; {CLUSTERED}")
+    best = known.loc[known["tag"].idxmax()]
+    mean, error, shifted = (
+        float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
+    )
+    left_out = f"; {counted(alone, 'head')} that rest on one context left out" if alone else ""
+    said = (
+        f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
+        f"{number(shifted)}{left_out})"
+    )
+    return judge(TAGGED, said, mean, CLUSTERED, error)
+
+
+def _released(heads: pd.DataFrame, layers: int) -> Verdict:
+    """Whether most heads' grouping explains more of some later layer than of the one before the head.
+
+    The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be at
+    two standard errors, divided by their number (Bonferroni). Heads whose gain is neither more nor less count for
+    neither side.
+    """
+    clear = heads[heads["gain_se"].notna()]
+    if not len(clear):
+        return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
+    chance = NormalDist().cdf(-ERRORS)
+    needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
+    yes = int((clear["gain"] > needed * clear["gain_se"]).sum())
+    no = int((clear["gain"] < -ERRORS * clear["gain_se"]).sum())
+    best = clear.loc[clear["gain"].idxmax()]
+    evidence = (
+        f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {yes} of "
+        f"{counted(len(clear), 'head')} with a sink, less in {no} (mean {number(float(clear['gain'].mean()))}, largest "
+        f"{with_error(best['gain'], best['gain_se'])}; more: by {number(min(needed))} to {number(max(needed))} "
+        f"standard errors, the more the more layers are later); {MORE}"
+    )
+    if 2 * yes >= len(clear):
+        return Verdict(RELEASED, HOLDS, evidence)
+    return Verdict(RELEASED, FAILS if 2 * no >= len(clear) else UNDECIDED, evidence)
+
+
+def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
+    known = alignment.notna().to_numpy() & (weights > 0)
+    count = _effective(weights[known])
+    what = f"cosine of tag and value vector, mean over {_sinks(known, count)}"
+    if not known.any():
+        return judge(COPIED, what, float("nan"), SAME)
+    values, own = alignment[known], weights[known]
+    mean = float(np.average(values, weights=own))
+    scatter = float(np.average((values - mean) ** 2, weights=own))
+    error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
+    return judge(COPIED, what, mean, SAME, error)
+
+
+def _outlying(outlying: pd.Series, weights: np.ndarray) -> Verdict:
+    known = weights > 0
+    count = _effective(weights[known])
+    what = f"share of {_sinks(known, count)} that have an outlier dimension in their tag"
+    if not known.any():
+        return judge(OUTLIER, what, float("nan"), MOSTLY)
+    share = float(np.average(outlying[known], weights=weights[known]))
+    return judge(OUTLIER, what, share, MOSTLY, error_of_share(count))
+
+
+def _effective(weights: np.ndarray) -> float:
+    """As many sinks of equal weight (Kish): (Σw)²/Σw²."""
+    return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
+
+
+def _sinks(known: np.ndarray, count: float) -> str:
+    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (as many as {number(count, 2)} alike)"
+
+
+def _heads_of(run: Run) -> int:
+    model = run.provenance["model"]
+    return int(model["layers"] * model["heads"])
+
+
+def _counted(rows: pd.DataFrame) -> str:
+    if not len(rows):
+        return "none"
+    heads_with = rows.groupby(["layer", "head"]).groups
+    heads = counted(len(heads_with), "head")
+    sinks, caught = counted(len(rows), "sink"), percent(float(rows["caught"].sum()) / len(heads_with))
+    return f"{sinks} of {heads}, which catch {caught} of a head's queries"
+
+
+def _place(row: pd.Series) -> str:
+    return drawing.sink_name(row)
+
+
+def _told(row: pd.Series) -> str:
+    return (
+        f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
+        f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
+        f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
+        f"{with_error(row['released'], row['released_se'])} at the most after it (layer {row['released_layer']}; "
+        f"gain {with_error(row['gain'], row['gain_se'])})"
+    )
+
+
+def trace_of(study: Study) -> Run:
+    """The trace of the study's text, made once and kept beside the pages.
+
+    Raises:
+        UsageError: there is no text.
+    """
+    corpus = study.corpus
+    if corpus is None:
+        raise UsageError("sinks are traced through a text: give it beside the run")
+    folder = None if study.folder is None else study.folder / "trace"
+    study.say("tracing every sink through the model")
+    return study.once("trace", lambda: trace_sinks(study.opened(), corpus, folder))
+
+
+def _make(study: Study) -> Outcome:
+    return traced_outcome(trace_of(study))
+
+
+TRACE = Experiment(
+    "sinks/trace",
+    "Every sink of the text: what it catches, the tag that it writes, where the tag lives on",
+    "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
+    "tag is still to be seen in deep layers (section 2)",
+    ("model",),
+    _make,
+)
+
+TRACING = [TRACE]

@@ -1,0 +1,127 @@
+"""`theodolite reproduce`: the list of names, and experiments made, written and shown one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from theodolite.errors import UsageError
+from theodolite.judging import Verdict, harmless
+from theodolite.papers.catalogue import ALIASES, EXPERIMENTS
+from theodolite.papers.experiment import Experiment, Study
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
+
+_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
+
+
+def list_experiments(console: Console) -> None:
+    """Print every name with one line, and which published figures are others on another model or text."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for experiment in EXPERIMENTS.values():
+        table.add_row(experiment.name, escape(experiment.title))
+    console.print(table)
+    console.print("\nThe same on another model or text:", highlight=False)
+    aliases = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for alias in ALIASES.values():
+        aliases.add_row(alias.name, f"{alias.of}, there {escape(alias.shown_there)}")
+    console.print(aliases)
+
+
+def list_as_json() -> list[dict[str, Any]]:
+    """The same as plain values."""
+    made = [
+        {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
+        for experiment in EXPERIMENTS.values()
+    ]
+    return made + [
+        {
+            "name": alias.name,
+            "title": EXPERIMENTS[alias.of].title,
+            "paper": f"{alias.of}, there {alias.shown_there}",
+        }
+        for alias in ALIASES.values()
+    ]
+
+
+def run_experiments(
+    experiments: list[Experiment],
+    study: Study,
+    place: Path,
+    console: Console,
+    *,
+    as_json: bool,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Path | None:
+    """Make, write and show each experiment, and return the page to open: its own, or the index of several.
+
+    In a group, one that cannot be made is passed over with its reason, on `console` (which must not be where the
+    JSON goes); alone, its reason is the error.
+
+    Raises:
+        UsageError: none of them could be made.
+        WorkError: the pages cannot be written.
+        KeyboardInterrupt: `stopped` said so between two of them.
+    """
+    results: list[dict[str, Any]] = []
+    said: set[Verdict] = set()
+    passed: list[str] = []
+    page: Path | None = None
+    for experiment in experiments:
+        if stopped():
+            raise KeyboardInterrupt
+        try:
+            outcome = study.outcome(experiment)
+        except UsageError as error:
+            if len(experiments) == 1:
+                raise
+            passed.append(str(error))
+            console.print(
+                f"{experiment.name} is left out: {harmless(str(error))}", markup=False, highlight=False
+            )
+            continue
+        page = write_outcome(experiment, outcome, study.run, place)
+        results.append(result(experiment, outcome, study.run))
+        if not as_json:
+            show_outcome(experiment, outcome, console, said)
+            said |= set(outcome.verdicts)
+    if not results:
+        raise UsageError(passed[0])
+    index = write_index(place)
+    if as_json:
+        shown: Any = results[0] if len(experiments) == 1 else results
+        print(json.dumps(shown, ensure_ascii=False, allow_nan=False))
+    return page if len(experiments) == 1 else index
+
+
+def show_outcome(
+    experiment: Heading, outcome: Outcome, console: Console, said: Collection[Verdict] = ()
+) -> None:
+    """Print what the paper says beside what was found, and the verdicts that were not `said` before."""
+    console.print(f"\n[bold]{escape(experiment.name)}[/bold]  {escape(experiment.title)}", highlight=False)
+    if outcome.comparisons:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        parts = {"": "quantity", "paper": "paper", "here": "here"}
+        if not any(row.paper for row in outcome.comparisons):
+            del parts["paper"]
+        for heading in parts:
+            table.add_column(heading, overflow="fold")
+        for row in outcome.comparisons:
+            table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
+        console.print(table)
+    for verdict in outcome.verdicts:
+        if verdict in said:
+            continue
+        mark = MARKS[verdict.verdict]
+        line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.verdict}"
+        console.print(line, highlight=False)
+        console.print(f"  {harmless(verdict.evidence)}", style="dim", markup=False, highlight=False)

@@ -1,0 +1,170 @@
+"""What an experiment is, and what it works on: the run, and on demand the model, its text, and surveys of other texts.
+
+An experiment that needs only the run leaves the model alone. Every outcome and every further survey is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.passes.prompts import Focus, vocabulary_of
+from theodolite.passes.provenance import describe_model, versions
+from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.survey import survey
+from theodolite.report.data import array, column
+from theodolite.report.outcome import Heading, Outcome
+
+Survey = Callable[[OpenModel, Corpus, Path | None], Run]
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Experiment(Heading):
+    """A published table or figure.
+
+    Attributes:
+        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text.
+        make: the work.
+        options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
+    """
+
+    needs: tuple[str, ...]
+    make: Callable[[Study], Outcome]
+    options: tuple[str, ...] = ()
+
+
+@dataclass
+class Study:
+    """A run with what it came from.
+
+    Attributes:
+        run: the survey that the experiments are about.
+        model: the model of the run, where it is at hand.
+        corpus: the text of the run, where it is at hand.
+        other: a second text, for robustness; None: random tokens.
+        folder: where surveys of other texts are kept and looked for; None: in memory.
+        survey: how a further text is surveyed.
+        focus: the prompt and the head of the experiments that have one.
+        say: what an experiment that works for minutes tells of its progress.
+    """
+
+    run: Run
+    model: OpenModel | None = None
+    corpus: Corpus | None = None
+    other: Corpus | None = None
+    folder: Path | None = None
+    survey: Survey = survey
+    focus: Focus = field(default_factory=Focus)
+    say: Callable[[str], None] = lambda line: None
+    _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
+    _runs: dict[str, Run] = field(default_factory=dict, repr=False)
+    _shared: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
+            raise UsageError(
+                f"{self.model.id} is not the model of this run: give the model that was surveyed"
+            )
+
+    def outcome(self, experiment: Experiment) -> Outcome:
+        """What the experiment gives; made once.
+
+        Raises:
+            UsageError: something that it needs is not there.
+        """
+        if experiment.name not in self._outcomes:
+            for need in experiment.needs:
+                self._require(need, experiment.name)
+            self._outcomes[experiment.name] = experiment.make(self)
+        return self._outcomes[experiment.name]
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What several experiments work on, made by the first that asks for it under this name."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        made: Made = self._shared[name]
+        return made
+
+    def opened(self) -> OpenModel:
+        """The model.
+
+        Raises:
+            UsageError: it was not given.
+        """
+        if self.model is None:
+            raise UsageError("this experiment needs the model beside the run: give it")
+        return self.model
+
+    def other_run(self) -> Run:
+        """The survey of the second text."""
+        return self.random_run() if self.other is None else self._survey_of(self.other)
+
+    def random_run(self) -> Run:
+        """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+        described = self.run.provenance["corpus"]
+        if described["name"] == "random_tokens":
+            return self.run
+        model = self.opened()
+        length, contexts = described["length"], described["contexts"]
+        return self._survey_of(
+            Corpus.random_tokens(vocabulary_of(model), length, contexts, self.run.provenance["seed"])
+        )
+
+    def _survey_of(self, corpus: Corpus) -> Run:
+        if corpus.sha256 not in self._runs:
+            name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
+            place = None if self.folder is None else self.folder / name
+            self._runs[corpus.sha256] = self.survey(self.opened(), corpus, place)
+        return self._runs[corpus.sha256]
+
+    def _require(self, need: str, name: str) -> None:
+        kind, _, what = need.partition(".")
+        if kind == "prompt":
+            return  # it has one of its own
+        if kind == "model":
+            if self.model is None:
+                raise UsageError(f"{name} needs the model beside the run: give it")
+        elif kind == "labels":
+            labels = array(self.run, "context_label")
+            if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
+                raise UsageError(
+                    f"{name} needs contexts with at least two labels: give a text with labels "
+                    "(a folder of files, or rows with a column label or topic)"
+                )
+        else:
+            found = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
+            if found is None:
+                raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def model_run(model: OpenModel, seed: int = 0) -> Run:
+    """What stands for the run of experiments that read a prompt alone: no tables, and the provenance of the model."""
+    empty = pd.DataFrame()
+    described = describe_model(model) | {"seed": seed, "reads": "a prompt"}
+    return Run(empty, empty, empty, empty, empty, {}, described)
+
+
+def theory_run(seed: int = 0) -> Run:
+    """What stands for the run of experiments that need none: no tables, and the provenance of nothing read."""
+    empty = pd.DataFrame()
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": "no model",
+            "sha256": None,
+            "architecture": "no model",
+            "layers": 0,
+            "heads": 0,
+        },
+        "seed": seed,
+    }
+    return Run(empty, empty, empty, empty, empty, {}, provenance)

@@ -1,0 +1,70 @@
+"""Does the model add? What the paper says of models of additions can be judged only of one that does.
+
+The model is asked sums and nothing else is measured here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
+from theodolite.judging import HOLDS, judge
+from theodolite.models import OpenModel
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.training.tasks import GLANCED, Additions
+from theodolite.passes.run import Run
+from theodolite.report.data import provenance
+from theodolite.system.wording import counted
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+
+def reads_additions(run: Run) -> bool:
+    """Whether the text of the run is additions: nothing but their characters among its example tokens."""
+    tokens = "".join(run.examples["token"].astype(str)) if len(run.examples) else ""
+    return "=" in tokens and "+" in tokens and set(tokens) <= set(CHARACTERS)
+
+
+def is_adder(model: OpenModel) -> bool:
+    """Whether the model reads the characters of additions and nothing else, as `theodolite train addition` makes it."""
+    if model.tokenizer is None or model.vocabulary != len(CHARACTERS):
+        return False
+    return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
+
+
+def task_of(run: Run) -> Additions:
+    """Additions of as many digits as the text of the run says, which are those that the model was trained on."""
+    return Additions(digits_of(provenance(run, "corpus", "name") or "") or DIGITS)
+
+
+def spelled(digits: tuple[int, int]) -> str:
+    """`5 to 10 digits`."""
+    fewest, most = digits
+    return counted(most, "digit") if fewest == most else f"{fewest} to {most} digits"
+
+
+def on_cpu(model: OpenModel) -> Any:
+    """The model where the examples of the task are."""
+    return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
+
+
+def binomial_error(share: float, count: int) -> float:
+    """Standard error of a share, at (k + 2)/(n + 4) (Agresti & Coull 1998), so that all or none right has one too."""
+    moved = (share * count + 2) / (count + 4)
+    return math.sqrt(moved * (1 - moved) / count)
+
+
+def why_no_adder(study: Study) -> str | None:
+    """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
+    if study.model is None:
+        return "whether the model adds is not known without it: give the model beside the run"
+    if not is_adder(study.model):
+        return f"{study.model.id} is no model of additions alone, so whether it adds is not known"
+    task = task_of(study.run)
+    share = task.accuracy(on_cpu(study.model))
+    what = f"share of {GLANCED} sums of {spelled(task.digits)} that are right in every character"
+    verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
+    return None if verdict.verdict == HOLDS else f"this model is not known to add: {verdict.evidence}"

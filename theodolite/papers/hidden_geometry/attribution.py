@@ -1,0 +1,365 @@
+"""Which constituent makes a head what it is, and which carries most logits: the tables of a run, judged.
+
+Reads a run's own tables; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
+from theodolite.logits.attribution import STRONG
+from theodolite.measure.attribution import ATTRIBUTED
+from theodolite.measure.constituents import DISJOINT, paired_groups
+from theodolite.papers.experiment import Experiment
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, blocks, heads_per_block, provenance
+from theodolite.report.drawing import constituents as figures_constituents
+from theodolite.report.drawing import qk as drawing
+from theodolite.report.drawing import theory as maps
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, head_name, number, percent
+from theodolite.theory.decomposition import PARTS
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+TIMES_EVEN = 2.0
+"""A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
+
+KEEPS = Criterion(
+    "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
+)
+MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
+OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
+REFUSALS_SAID = 2
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent.
+
+    `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
+    bias on the other side, which `ours` claims. Both are judged, each by its own words.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    claim: str
+    strict: str
+    ours: str
+    group: str
+
+
+PATTERNS = [
+    Pattern(
+        "same",
+        "identical tokens",
+        "to the same token of the first copy",
+        "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
+        "cvec-cvec",
+        "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
+        "context",
+    ),
+    Pattern(
+        "previous",
+        "the token before",
+        "to the token before",
+        "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
+        "pos-pos",
+        "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
+        "position",
+    ),
+    Pattern(
+        "induction",
+        "shifted tokens",
+        "to the token after the same one of the first copy",
+        "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
+        "cvec-cvec",
+        "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
+        "context",
+    ),
+]
+"""In the order of Fig. 6."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
+
+    kept, left: what is left of the score's excess over even attention with this group only, and without it.
+    """
+
+    layer: int
+    head: int
+    score: float
+    uniform: float
+    groups: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        """`L3H5`."""
+        return head_name(self.layer, self.head)
+
+    @property
+    def found(self) -> bool:
+        """Whether the head has the pattern at all."""
+        return self.score >= STRONG and self.score >= TIMES_EVEN * self.uniform
+
+    @property
+    def strongest(self) -> str:
+        """The group that keeps most of the pattern by itself, of those that share nothing."""
+        return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
+
+    def determined_by(self, pattern: Pattern, group: str) -> bool:
+        """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
+        return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
+
+    def said(self, group: str) -> str:
+        """The head's numbers in a line."""
+        row = self.groups.loc[group]
+        evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
+        if not self.found:
+            return evidence
+        evidence += (
+            f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
+            f"its share of the logits' variance is {percent(float(row['share']))}"
+        )
+        if self.strongest != group:
+            most = percent(float(self.groups.loc[self.strongest, "kept"]))
+            evidence += f"; {self.strongest} alone keeps {most}"
+        return evidence
+
+
+def attributed_heads(run: Run, pattern: str) -> list[Head]:
+    """The attributed heads of a pattern, those that follow it most first."""
+    table = run.attribution
+    if not len(table):
+        return []
+    heads = []
+    for (layer, head), rows in table[table["pattern"] == pattern].groupby(["layer", "head"], sort=False):
+        groups = rows.set_index("group")[["share", "only", "without"]].astype(np.float64)
+        score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
+        excess = score - uniform if score > uniform else math.nan
+        groups["kept"] = (groups["only"] - uniform) / excess
+        groups["left"] = (groups["without"] - uniform) / excess
+        heads.append(Head(int(layer), int(head), score, uniform, groups))
+    return sorted(heads, key=lambda head: -head.score)
+
+
+def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
+    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
+    return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
+
+
+def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+    """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
+    if not heads or not heads[0].found:
+        return [_none_found(pattern.claim, heads, pattern.strict)]
+    return [
+        Verdict(
+            claim,
+            HOLDS if heads[0].determined_by(pattern, group) else FAILS,
+            f"{heads[0].said(group)}; {KEEPS}",
+        )
+        for claim, group in _claims(pattern)
+    ]
+
+
+def _claims(pattern: Pattern) -> list[tuple[str, str]]:
+    return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
+
+
+def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+    found = [head for head in heads if head.found]
+    if not found:
+        return [_none_found(pattern.claim, heads, pattern.strict)]
+    verdicts = []
+    for claim, group in _claims(pattern):
+        wins = [head.determined_by(pattern, group) for head in found]
+        kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
+        what = (
+            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
+            f"other group more (it keeps {percent(kept)} on average)"
+        )
+        verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
+    return verdicts
+
+
+def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
+    return exhibit(
+        pattern.name,
+        f"Attention to {pattern.title}: with one constituent only, and without it",
+        figures_constituents.attribution(run, pattern.name),
+        f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
+        "line), recomputed from the logits of one group of constituents only and without them, and even attention "
+        "(dotted line).",
+        f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
+        "without mean and bias.",
+        f"{SONG}, section 5.2; the recomputation is ours",
+        wide=True,
+    )
+
+
+def _attribution(study: Study) -> Outcome:
+    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in PATTERNS}
+    verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
+    comparisons = []
+    for pattern in PATTERNS:
+        found = sum(head.found for head in heads[pattern.name])
+        top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
+        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
+    comparisons += refusals(study.run)
+    table = study.run.attribution.copy()
+    excess = table["score"] - table["uniform"]
+    excess = excess.where(excess > 0)
+    table["kept"] = (table["only"] - table["uniform"]) / excess
+    table["left"] = (table["without"] - table["uniform"]) / excess
+    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in PATTERNS if heads[pattern.name]]
+    return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
+
+
+def refusals(run: Run) -> list[Comparison]:
+    """A line where layers could not be split, with the reason."""
+    refused = provenance(run, "constituents_refused") or {}
+    if not refused:
+        return []
+    said = "; ".join(list(refused.values())[:REFUSALS_SAID])
+    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {said}")]
+
+
+def share_grids(run: Run) -> dict[str, Floats]:
+    """Group → share of logit variance of every head, (L, H); NaN where a layer could not be split."""
+    table = run.constituents
+    sides = list(zip(table["query"], table["key"], strict=True))
+    grids = {}
+    for group in ATTRIBUTED:
+        members = {(PARTS[a], PARTS[b]) for a, b in paired_groups().get(group, [])} or {("additive", "")}
+        inside = table[[side in members for side in sides]]
+        grids[group] = np.full((blocks(run), heads_per_block(run)), np.nan)
+        for (layer, head), share in inside.groupby(["layer", "head"])["share"].sum(min_count=1).items():
+            grids[group][int(layer), int(head)] = share
+    return grids
+
+
+def _largest(grids: dict[str, Floats]) -> dict[str, float]:
+    """Group → share of the heads in which it is the largest."""
+    stacked = np.stack(list(grids.values())).reshape(len(grids), -1)
+    stacked = stacked[:, np.isfinite(stacked).all(axis=0)]
+    winners = stacked.argmax(axis=0)
+    return {group: float((winners == place).mean()) for place, group in enumerate(grids)}
+
+
+def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
+    names = list(grids)
+    pictures = [maps.head_values(grid, "share of logit variance") for grid in grids.values()]
+    layers = np.arange(len(grids["position"]), dtype=np.float64)
+    by_layer = {group: _layer_means(grid) for group, grid in grids.items()}
+    return [
+        exhibit(
+            "shares",
+            "Share of logit variance of every head",
+            pictures[0],
+            "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
+            "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
+            "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
+            "heads that one group makes: strong in one map, pale in the others.",
+            f"{SONG}, eq. 10; the shares are ours",
+            choice=by_name(
+                "group",
+                names,
+                lambda place: [{"z": pictures[place].data[0].z, "text": pictures[place].data[0].text}],
+                grid=True,
+            ),
+            wide=True,
+        ),
+        exhibit(
+            "by-layer",
+            "Mean share by layer",
+            drawing.shares_by_layer(layers, by_layer),
+            "The mean over each layer's heads; mean and bias count with what is on the other side.",
+            "position early, context late.",
+            f"{SONG}, eq. 10; the shares are ours",
+            wide=True,
+        ),
+    ]
+
+
+def _constituents(study: Study) -> Outcome:
+    run = study.run
+    grids = share_grids(run)
+    if not np.nan_to_num(grids["additive"]).any():
+        del grids["additive"]
+    apart = {group: grid for group, grid in grids.items() if group in (*DISJOINT, "additive")}
+    # The paper's own constituents, and all pairs with a mean or a bias as one group of their own.
+    strict = {
+        name: grid for name, grid in grids.items() if name in ("pos-pos", "cvec-cvec", "cross", "additive")
+    }
+    strict["mean or bias"] = np.sum(list(apart.values()), axis=0) - np.sum(list(strict.values()), axis=0)
+    largest, largest_strict = _largest(apart), _largest(strict)
+    heads = int(np.isfinite(grids["position"]).sum())
+    means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
+    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
+    verdicts = [
+        judge(
+            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+            what.format("pos-pos", len(strict), percent(means["pos-pos"])),
+            largest_strict["pos-pos"],
+            OFTEN,
+        ),
+        judge(
+            "Position is often dominant, mean and bias counted with it (ours)",
+            what.format("position", len(apart), percent(means["position"])),
+            largest["position"],
+            OFTEN,
+        ),
+    ]
+    comparisons = [
+        Comparison(
+            f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
+            "“important, often dominant”" if group == "pos-pos" else "",
+            percent(means[group]) + (f"; {percent(largest[group])} of the heads" if group in apart else ""),
+        )
+        for group in grids
+    ]
+    rows = [
+        {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
+        for layer in range(blocks(run))
+        for head in range(heads_per_block(run))
+    ]
+    return Outcome(
+        [*comparisons, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
+    )
+
+
+def _layer_means(grid: Floats) -> Floats:
+    """Mean over each layer's heads; NaN where a layer could not be split."""
+    return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
+
+
+ATTRIBUTION = [
+    Experiment(
+        "geometry/attribution",
+        "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
+        "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
+        ("attribution.score",),
+        _attribution,
+    ),
+    Experiment(
+        "geometry/constituents",
+        "How much of each head's logits every constituent carries",
+        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+        ("constituents.share",),
+        _constituents,
+    ),
+]

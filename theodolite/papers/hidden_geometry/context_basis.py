@@ -1,0 +1,175 @@
+"""The context basis beside the positional one: the Gram matrix ordered by label (Figs. 2 and 15 to 17)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, error_of, evenly, need, provenance, value_of
+from theodolite.report.drawing import experiments as drawing
+from theodolite.report.exhibit import by_layer, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+DOCUMENTS, CONTEXTS_A_DOCUMENT = 4, 32
+"""As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
+
+SHOWN_POSITIONS = 96
+POSITIONS_A_CONTEXT = 2  # at most, or the contexts would vanish beside them
+LEAST_LAYERS = 5  # below that, a rank correlation with depth says nothing
+
+
+def chosen_contexts(labels: np.ndarray) -> tuple[list[int], list[int]]:
+    """Kept contexts of the four most frequent labels, at most 32 each, grouped: (places, label of each place)."""
+    present, counts = np.unique(labels[labels >= 0], return_counts=True)
+    frequent = sorted(zip(-counts, present, strict=True))[:DOCUMENTS]
+    places, of = [], []
+    for _, label in frequent:
+        found = np.flatnonzero(labels == label)[:CONTEXTS_A_DOCUMENT].tolist()
+        places += found
+        of += [int(label)] * len(found)
+    return places, of
+
+
+def _unit(rows: Floats) -> Floats:
+    norms = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return rows / np.where(norms > 0, norms, 1.0)
+
+
+def _grams(run: Run, positions: list[int], places: list[int]) -> Floats:
+    """[P̄, C̄][P̄, C̄]ᵀ at every layer: (N, n + m, n + m)."""
+    basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
+    both = _unit(np.concatenate([basis[:, positions], contexts[:, places]], axis=1).astype(np.float64))
+    return both @ both.transpose(0, 2, 1)
+
+
+def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
+    """Of every layer: mean cosine within and between labels, and mean |cosine| of positions and contexts."""
+    label = np.array(of)
+    pairs = np.triu(np.ones((len(of), len(of)), dtype=bool), 1)
+    same = label[:, None] == label[None]
+    inner = grams[:, first:, first:]
+    return pd.DataFrame(
+        {
+            "layer": range(len(grams)),
+            "within": inner[:, pairs & same].mean(axis=1) if (pairs & same).any() else np.nan,
+            "between": inner[:, pairs & ~same].mean(axis=1),
+            "position_context": np.abs(grams[:, :first, first:]).mean(axis=(1, 2)),
+        }
+    )
+
+
+def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
+    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife).
+
+    NaN where a context left out leaves no pair with one label.
+    """
+    label, inner = np.array(of), grams[:, first:, first:]
+    same = label[:, None] == label[None]
+    means = []
+    for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
+        rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
+        left = (counts.sum() - 2 * counts).astype(np.float64)
+        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(left > 0, left, np.nan))
+    gaps = means[0] - means[1]
+    errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
+    return errors
+
+
+def _figure_2(study: Study) -> Outcome:
+    run = study.run
+    names = provenance(run, "corpus", "labels") or []
+    places, of = chosen_contexts(need(run, "context_label"))
+    shown = min(SHOWN_POSITIONS, POSITIONS_A_CONTEXT * len(places))
+    positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
+    grams = _grams(run, positions, places)
+    blocks = _blocks(grams, len(positions), of)
+    labels = [str(names[label]) if label < len(names) else str(label) for label in of]
+    middle = len(grams) // 2
+    figure = exhibit(
+        "gram",
+        "Normalised Gram matrix of positions and contexts",
+        drawing.gram_by_label(grams[middle], positions, labels),
+        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {len(set(of))} labels, "
+        "grouped by label.",
+        "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
+        "block a label (bottom right).",
+        f"{SONG}, Fig. 2; Figs. 15 to 17",
+        choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
+        wide=True,
+    )
+    comparisons = [
+        Comparison(
+            "labels and contexts", "4 documents of 32", f"{len(set(of))} labels, {len(places)} contexts"
+        ),
+        Comparison("mean cosine within a label", "", number(float(blocks["within"].mean()))),
+        Comparison("mean cosine between labels", "", number(float(blocks["between"].mean()))),
+        Comparison(
+            "mean |cosine| of positions and contexts",
+            "“values close to 0”",
+            number(float(blocks["position_context"].mean())),
+        ),
+    ]
+    return Outcome(
+        comparisons,
+        _verdicts(run, blocks, gap_errors(grams, len(positions), of)),
+        {"blocks": blocks},
+        [figure],
+    )
+
+
+def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
+    gap = (blocks["within"] - blocks["between"]).to_numpy()
+    width = run.provenance["model"]["width"]
+    verdicts = [
+        smooth_verdict(run, "The position–position part is smooth (Fig. 2, i)"),
+        judge_layers(
+            "The position–context part has values close to 0 (Fig. 2, ii)",
+            "mean |cosine|",
+            value_of(run, "incoherence_mean"),
+            criteria.incoherent(width),
+            error_of(run, "incoherence_mean"),
+        ),
+        judge_layers(
+            "The context–context part shows strong cluster patterns (Fig. 2, iii)",
+            "mean cosine within labels less that between",
+            gap,
+            criteria.CLUSTERS,
+            errors,
+        ),
+    ]
+    claim = "The blocks become progressively clear with depth (appendix C.3)"
+    if not np.isfinite(gap).all():
+        return [*verdicts, Verdict(claim, UNTESTABLE, "no label has two contexts")]
+    if len(gap) < LEAST_LAYERS or np.ptp(gap) == 0:
+        return [
+            *verdicts,
+            Verdict(claim, UNTESTABLE, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can"),
+        ]
+    correlation = float(spearmanr(np.arange(len(gap)), gap).statistic)
+    what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
+    # The standard error of a rank correlation under independence.
+    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, (len(gap) - 1) ** -0.5)]
+
+
+CONTEXTS = [
+    Experiment(
+        "geometry/figure2",
+        "Gram matrix of positions and of contexts ordered by label",
+        "Positions are smooth, positions and contexts near orthogonal, contexts of one document cluster (Fig. 2)",
+        ("labels", "arrays.context_basis", "arrays.positional_basis", "layers.low_frequency_10"),
+        _figure_2,
+    )
+]

@@ -1,0 +1,146 @@
+"""Whether residual connections explain the geometry: norms and cosines between layers on random tokens (Fig. 8)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.corpus.corpus import Corpus
+from theodolite.judging import judge
+from theodolite.models import OpenModel
+from theodolite.models.hooks import watched
+from theodolite.models.structure import backbone
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.passes.prompts import vocabulary_of
+from theodolite.report import published
+from theodolite.report.data import Floats
+from theodolite.report.drawing import experiments as drawing
+from theodolite.report.exhibit import exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number, with_error
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+
+class _Streams:
+    """A `Watcher` that keeps the residual stream of one sequence, position 0 apart, in float64."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Keep one layer."""
+        self.kept.append(hidden[0, 1:].double().cpu())
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Nothing is asked of it."""
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """The model's own output."""
+        return attend(inputs)
+
+
+def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
+    """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
+    ids = Corpus.random_tokens(vocabulary_of(model), length, 1, seed).contexts
+    streams = _Streams()
+    with watched(model, streams), torch.inference_mode():
+        backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
+    return torch.stack(streams.kept)
+
+
+def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
+    """Of (N, n, d): mean norm and its standard error over tokens (N), mean cosine and its error (N, N)."""
+    norms = torch.linalg.vector_norm(hidden, dim=-1)
+    unit = torch.nn.functional.normalize(hidden, dim=-1)
+    root = math.sqrt(hidden.shape[1])
+    cosines, errors = [], []
+    for layer in unit:
+        with_all = (unit * layer).sum(-1)
+        cosines.append(with_all.mean(1))
+        errors.append(with_all.std(1) / root)
+    parts = norms.mean(1), norms.std(1) / root, torch.stack(cosines), torch.stack(errors)
+    mean, error, cosine, cosine_error = (part.numpy() for part in parts)
+    return mean, error, cosine, cosine_error
+
+
+def _figure_8(study: Study) -> Outcome:
+    run = study.run
+    length = run.provenance["corpus"]["length"]
+    hidden = random_stream(study.opened(), length, run.provenance["seed"])
+    norms, errors, cosines, cosine_errors = norms_and_cosines(hidden)
+    ratios = norms / norms[0] if norms[0] > 0 else np.full_like(norms, np.nan)
+    # The relative errors of a quotient add up at most.
+    ratio_errors = ratios * (errors / norms + errors[0] / norms[0])
+    far = int(np.abs(cosines[0, 1:]).argmax()) + 1
+    last = len(norms) - 1
+    verdicts = [
+        judge(
+            "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
+            f"norm at layer {last} over layer 0, {length - 1} random tokens",
+            float(ratios[last]),
+            criteria.GROWS,
+            float(ratio_errors[last]),
+        ),
+        judge(
+            "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
+            f"largest mean |cosine| with layer 0, at layer {far}",
+            float(abs(cosines[0, far])),
+            criteria.UNRELATED,
+            float(cosine_errors[0, far]),
+        ),
+    ]
+    comparisons = [
+        Comparison(
+            f"norm of layer {layer} over layer 0",
+            f"GPT-2: {paper:g}",
+            with_error(ratios[layer], ratio_errors[layer]),
+        )
+        for layer, paper in ((1, published.NORM_RATIO_FIRST), (last, published.NORM_RATIO_LAST))
+    ]
+    near = f"{number(cosines[0, 1:].min())} to {number(cosines[0, 1:].max())}"
+    comparisons.append(Comparison("mean cosine of layer 0 with the others", "“close to 0”", near))
+    table = pd.DataFrame({"layer": range(len(norms)), "norm": norms, "norm_se": errors, "norm_ratio": ratios})
+    matrix = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in range(len(norms))])
+    figures = [
+        exhibit(
+            "norms",
+            "Mean norm at every layer",
+            drawing.layer_norms(
+                norms, errors, {1: published.NORM_RATIO_FIRST, last: published.NORM_RATIO_LAST}
+            ),
+            "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
+            "layer 0 times the ratios printed for GPT-2.",
+            "a steep rise: what a block adds outgrows what it found.",
+            f"{SONG}, Fig. 8, left",
+        ),
+        exhibit(
+            "cosines",
+            "Cosine between layers",
+            drawing.layer_cosines(cosines),
+            "Mean cosine between a token's vectors at every two layers.",
+            "a first row near 0: the residual connection does not carry the embedding along unchanged.",
+            f"{SONG}, Fig. 8, right",
+        ),
+    ]
+    return Outcome(comparisons, verdicts, {"norms": table, "cosines": matrix}, figures)
+
+
+DEPTH = [
+    Experiment(
+        "geometry/figure8",
+        "Norms and cosines between layers on random tokens",
+        "Norms grow more than 100-fold and layer 0 is nearly orthogonal to the others (appendix B.2, Fig. 8)",
+        ("model", "layers.norm"),
+        _figure_8,
+    )
+]

@@ -1,0 +1,165 @@
+"""Positional locality of every head: the argmax property (Fig. 25), and whether attention is local where it holds."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.papers.experiment import Experiment
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, column, head_grid, need_column
+from theodolite.report.drawing import theory as drawing
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number, percent
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+MOSTLY = 0.8
+"""“for more than 80 % positions t” (section 4.2)."""
+
+MANY_HEADS = Criterion("at least", 0.43, "section 4.2: “more than 43% heads in GPT-2”")
+TOGETHER = Criterion(
+    "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
+)
+EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
+
+LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
+
+LOCALITY = {
+    "previous_token": "attention to the previous token",
+    "entropy": "entropy of attention",
+}
+"""How local a head's attention is on the text: high, and low."""
+
+MEANT = {
+    "argmax_property": "raw vectors, as published",
+    "argmax_property_normed": "behind the layer's norm",
+}
+BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
+
+
+def _rank_correlation(x: Floats, y: Floats) -> tuple[float, int]:
+    """Spearman's, over heads that have both; NaN where there are too few or one does not vary."""
+    both = np.isfinite(x) & np.isfinite(y)
+    count = int(both.sum())
+    if count < LEAST_HEADS or np.ptp(x[both]) == 0 or np.ptp(y[both]) == 0:
+        return math.nan, count
+    return float(spearmanr(x[both], y[both]).statistic), count
+
+
+def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion) -> Verdict:
+    correlation, count = _rank_correlation(x, y)
+    if math.isnan(correlation):
+        return Verdict(claim, UNTESTABLE, f"{what}: {count} heads with both, or no difference between them")
+    # The standard error of a rank correlation under independence.
+    return judge(claim, f"{what}, {count} heads", correlation, criterion, (count - 1) ** -0.5)
+
+
+def _map(run: Run, name: str) -> Exhibit:
+    grid = head_grid(run, name)
+    assert grid is not None
+    return exhibit(
+        name.replace("_", "-"),
+        f"The argmax property of every head, {MEANT[name]}",
+        drawing.head_values(grid, "share of positions"),
+        "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, P̃ = pos + μ"
+        f"{BEHIND.get(name, '')}.",
+        "heads above 0.8, mostly in early layers.",
+        f"{SONG}, Fig. 25 and appendix D.2",
+    )
+
+
+def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
+    """Rank correlation over heads of each share with local attention, entropy and depth."""
+    rows: list[tuple[str, str, float, int]] = []
+    for name, values in shares.items():
+        for measure in ("previous_token", "entropy", "layer"):
+            other = column(run.heads, measure)
+            correlation, count = (math.nan, 0) if other is None else _rank_correlation(values, other)
+            rows.append((name, measure, correlation, count))
+    return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
+
+
+def _verdicts(run: Run, shares: Floats) -> list[Verdict]:
+    what = "rank correlation of the head's share with"
+    return [
+        judge(
+            "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
+            f"share of {len(shares)} heads above {MOSTLY:g}",
+            float((shares > MOSTLY).mean()),
+            MANY_HEADS,
+        ),
+        _together(
+            "The property is satisfied especially among early layers (appendix D.2)",
+            f"{what} its layer",
+            shares,
+            need_column(run.heads, "layer"),
+            EARLIER,
+        ),
+        _together(
+            "Local attention is a consequence of smoothness (section 4.2)",
+            f"{what} the attention that it pays to the previous token",
+            shares,
+            need_column(run.heads, "previous_token"),
+            TOGETHER,
+        ),
+    ]
+
+
+def _figure_25(study: Study) -> Outcome:
+    run = study.run
+    shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
+    published = shares["argmax_property"]
+    correlations = _correlations(run, shares)
+    comparisons = [
+        Comparison(
+            f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
+            "GPT-2: more than 43 %" if name == "argmax_property" else "",
+            percent(float((values > MOSTLY).mean())),
+        )
+        for name, values in shares.items()
+    ]
+    comparisons += [
+        Comparison(f"rank correlation with {said}, {MEANT[name]}", "", number(found))
+        for name, measure, found, _ in correlations.itertuples(index=False)
+        if (said := LOCALITY.get(measure))
+    ]
+    scatter = exhibit(
+        "locality",
+        "The argmax property beside local attention",
+        drawing.head_scatter(
+            published,
+            need_column(run.heads, "previous_token"),
+            need_column(run.heads, "layer"),
+            need_column(run.heads, "head"),
+            ("argmax property", "attention to the previous token"),
+        ),
+        "Every head by its share of positions (as published) and by the mean attention that its queries pay to the "
+        "token before; violet blocks are early, green ones late.",
+        "a rise to the right, if local attention followed from position.",
+        f"{SONG}, section 4.2; the comparison is ours",
+    )
+    names = ["layer", "head", *shares, *(name for name in LOCALITY if name in run.heads)]
+    tables = {"heads": run.heads[names].copy(), "correlations": correlations}
+    return Outcome(
+        comparisons, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
+    )
+
+
+HEADS = [
+    Experiment(
+        "geometry/figure25",
+        "The argmax property of every head, and local attention",
+        "More than 43 % of the heads of GPT-2 satisfy it at more than 80 % of the positions (section 4.2, Fig. 25)",
+        ("heads.argmax_property", "heads.previous_token"),
+        _figure_25,
+    )
+]

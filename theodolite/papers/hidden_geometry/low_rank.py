@@ -1,0 +1,120 @@
+"""Is the positional basis low-rank? ScreeNOT's rank, and the energy that as many directions hold (Tables 1 and 4).
+
+ScreeNOT looks for at most 20 directions, so a low number alone cannot tell a low rank from a high one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Answer,
+    Verdict,
+    judge,
+)
+from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, error_of, mean_over_layers, need, value_of
+from theodolite.system.wording import listed, number
+
+
+def found_ranks(run: Run) -> Floats:
+    """ScreeNOT's rank of each layer, NaN where it is 0: no direction found is no low rank."""
+    ranks = value_of(run, "rank")
+    return np.where(ranks > 0, ranks, np.nan)
+
+
+def energy_within_rank(run: Run) -> Floats:
+    """Share of ‖P‖_F² in as many leading singular directions as the rank, by layer; NaN where no rank was found."""
+    squared = torch.linalg.svdvals(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()).square()
+    shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
+    ranks = found_ranks(run)
+    places = np.nan_to_num(ranks, nan=1).astype(int) - 1
+    held: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
+    return held
+
+
+def noise_share(run: Run) -> Floats:
+    """Share of ‖P‖_F² that means over C contexts have by chance, by layer; 0 where the run has no norms.
+
+    Of independent contexts: (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, E‖h‖² taken as the square of the mean norm.
+    """
+    energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
+    constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
+    rest = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
+    share: Floats = np.nan_to_num(rest / (run.provenance["corpus"]["contexts"] * energy))
+    return share
+
+
+def no_room(run: Run) -> str | None:
+    """Why no rank can be judged in contexts this short; None: it can."""
+    positions, width = need(run, "positional_basis").shape[1:]
+    if min(positions - 1, width) >= criteria.LEAST_RANKED:
+        return None
+    return (
+        f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of {SCREENOT_RANK} no room: use "
+        f"contexts of {criteria.LEAST_RANKED + 1} or more"
+    )
+
+
+def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
+    """Judge the rank and the energy within it: of `every` layer, or their means over layers.
+
+    Layers without a rank are not judged: one leaves "every layer" undecided, half of them the mean.
+    """
+    if why := no_room(run):
+        return Verdict(claim, UNTESTABLE, why)
+    ranks, layers = found_ranks(run), len(run.layers)
+    missing = np.flatnonzero(np.isnan(ranks)).tolist()
+    basis = torch.from_numpy(need(run, "positional_basis")[0, 1:])
+    cap = f"ScreeNOT looks for at most {screenot_bound(basis)} directions"
+    if len(missing) == layers:
+        why = f"{cap} and found none in any of {layers} layers: no rank found"
+        return Verdict(claim, UNTESTABLE, why)
+    if missing:
+        cap += f" and found none at layer {listed([str(layer) for layer in missing])}: no rank found, not testable"
+    parts = [_of_rank(run, claim, ranks, every), _of_energy(run, claim, every)]
+    answers = {part.verdict for part in parts}
+    undecided = bool(missing) if every else 2 * len(missing) >= layers
+    answer: Answer = HOLDS
+    if FAILS in answers:
+        answer = FAILS
+    elif UNTESTABLE in answers or undecided:
+        answer = UNTESTABLE
+    elif UNDECIDED in answers:
+        answer = UNDECIDED
+    return Verdict(claim, answer, "; ".join([parts[0].evidence, cap, parts[1].evidence]))
+
+
+def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
+    count, possible = int(np.isfinite(ranks).sum()), min(need(run, "positional_basis")[0, 1:].shape)
+    errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
+    if every:
+        worst = int(np.nanargmax(ranks))
+        what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
+        return judge(claim, what, float(ranks[worst]), criteria.RANK, float(errors[worst]))
+    mean, _, error = mean_over_layers(ranks, errors)
+    return judge(claim, f"mean rank over {count} layers, of {possible} possible", mean, criteria.RANK, error)
+
+
+def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
+    """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
+    held, noise = energy_within_rank(run), noise_share(run)
+    taken, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
+    value, without_noise = float(summary(held)), min(float(summary(held + noise)), 1.0)
+    count = int(np.isfinite(held).sum())
+    what = f"share of the energy of P within its rank, {taken} {count} layers"
+    verdict = judge(claim, what, value, criteria.WITHIN_RANK, math.nan)
+    if verdict.verdict == FAILS and criteria.WITHIN_RANK.met(without_noise):
+        contexts = run.provenance["corpus"]["contexts"]
+        near = f"{verdict.evidence}; up to {number(without_noise)} without the sampling noise of {contexts} contexts"
+        return Verdict(claim, UNDECIDED, near)
+    return verdict

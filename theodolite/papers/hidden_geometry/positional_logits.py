@@ -1,0 +1,165 @@
+"""All heads' logits between positions: the QK matrix of the positional basis (Figs. 19 and 22).
+
+Splits the logits of the model beside a run, with the run's own mean and positional basis.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
+from theodolite.logits.constituents import (
+    SPLIT_CONTEXTS,
+    TOKENS_A_PASS,
+    decompose_around,
+    sample_of,
+    working_dtype,
+)
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.positional import qk_low_frequency
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_no_adder
+from theodolite.passes.prompts import vocabulary_of
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, evenly
+from theodolite.report.drawing import qk as drawing
+from theodolite.report.drawing import theory as maps
+from theodolite.report.exhibit import by_name, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, number
+from theodolite.theory.decomposition import PARTS
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
+"""Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
+
+
+class _PositionalLogits:
+    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are.
+
+    `logits`: layer → (H', n, n), shown heads and positions; `smooth`: layer → (H, cutoffs), summed over contexts.
+    """
+
+    def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
+        self.mean, self.pos = run.arrays["mean"], run.arrays["positional_basis"]
+        self.heads, self.shown = heads, shown
+        self.logits: dict[int, Floats] = {}
+        self.smooth: dict[int, Floats] = {}
+        self.refused: dict[int, str] = {}
+
+    def tell(self, seen: LayerPass) -> None:
+        """Add the contexts of a pass."""
+        parts = decompose_around(seen.stream, self.mean[seen.layer], self.pos[seen.layer])
+        try:
+            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+        except WorkError as error:
+            self.refused[seen.layer] = str(error)
+            return
+        mean, pos = PARTS.index("mean"), PARTS.index("pos")
+        repeat = split.query.shape[2] // split.key.shape[2]
+        query = (split.query[mean] + split.query[pos])[:, self.heads][:, :, self.shown]
+        key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
+        logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
+        smooth = qk_low_frequency(split.query[pos][:, :, 1:], split.key[pos][:, :, 1:]).sum(0)
+        for kept, value in ((self.logits, logits), (self.smooth, smooth)):
+            added = value.double().cpu().numpy()
+            kept[seen.layer] = kept[seen.layer] + added if seen.layer in kept else added
+
+
+def _sampled(study: Study) -> Tensor:
+    """A sample of the run's contexts; random ones of their length, where the text is not at hand."""
+    seed = study.run.provenance["seed"]
+    if study.corpus is not None:
+        return sample_of(study.corpus.contexts, seed)
+    length = study.run.arrays["positional_basis"].shape[1]
+    return Corpus.random_tokens(vocabulary_of(study.opened()), length, SPLIT_CONTEXTS, seed).contexts
+
+
+def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
+    claim = "The QK matrix of a model of additions is not smooth (section 4.3, Figs. 5, 19 and 22)"
+    what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
+    if not reads_additions(run):
+        why = f"the text of this run is no additions ({what}: {number(share)})"
+        return Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+    if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
+        return Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
+    chance = (10 / positions) ** 2
+    what += f" (positions in random order: {chance:.2g})"
+    return judge(claim, what, share, criteria.UNLIKE_LANGUAGE)
+
+
+def _figure_19(study: Study) -> Outcome:
+    run, model = study.run, study.opened()
+    positions = run.arrays["positional_basis"].shape[1] - 1
+    heads = evenly(model.heads, SHOWN_HEADS)
+    shown = [1 + place for place in evenly(positions, SHOWN_POSITIONS)]
+    found = _PositionalLogits(run, heads, shown)
+    sample = _sampled(study)
+    for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
+        watch_layers(model, batch, range(model.layers), found.tell)
+    if not found.logits:
+        raise UsageError(f"no layer of this model can be split: {next(iter(found.refused.values()))}")
+    layers = sorted(found.logits)
+    rows: list[dict[str, Any]] = [
+        {"layer": layer, "head": head}
+        | {f"low_frequency_{k}": float(share) for k, share in zip(CUTOFFS, shares, strict=True)}
+        for layer in layers
+        for head, shares in enumerate(found.smooth[layer] / len(sample))
+    ]
+    table = pd.DataFrame(rows)
+    median = float(table["low_frequency_10"].median())
+    drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
+    tiles = [drawing.positional_tiles(found.logits[layer] / len(sample)) for layer in drawn]
+    figure = exhibit(
+        "positional-logits",
+        "QK matrix of the positional basis, every head",
+        maps.weight_maps(tiles[0], [f"head {head}" for head in heads], len(shown)),
+        f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
+        f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
+        "too. "
+        "Every row less its mean; each head on its own scale, blue below and red above.",
+        "smooth shading in models of language, breaks in models of additions.",
+        f"{SONG}, Figs. 19 and 22",
+        choice=by_name(
+            "block",
+            [f"block {layer}" for layer in drawn],
+            lambda place: maps.weight_patch(tiles[place]),
+        ),
+        wide=True,
+    )
+    comparisons = [
+        Comparison(
+            "share of energy at K = 10 of pos-pos, median over heads",
+            "“visibly discontinuous”",
+            number(median),
+        )
+    ]
+    if found.refused:
+        said = next(iter(found.refused.values()))
+        comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
+    verdict = _smooth_verdict(run, median, len(table), positions)
+    if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
+        verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
+    return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
+
+
+POSITIONAL_LOGITS = [
+    Experiment(
+        "geometry/figure19",
+        "QK matrix of the positional basis of every head, as for models of additions",
+        "Models of additions have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
+        ("model", "arrays.positional_basis", "arrays.mean"),
+        _figure_19,
+    ),
+]

@@ -1,0 +1,337 @@
+"""Models that are trained here: the positional basis while it is learned, and how well a model of additions adds.
+
+A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from theodolite.corpus.addition_task import digits_of
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
+from theodolite.models import OpenModel, open_model
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry import criteria
+from theodolite.papers.hidden_geometry.addition_check import (
+    binomial_error,
+    is_adder,
+    on_cpu,
+    spelled,
+    task_of,
+)
+from theodolite.papers.hidden_geometry.positional_basis import shape_of
+from theodolite.passes.run import Run
+from theodolite.report.data import Floats, error_of, evenly, need, value_of
+from theodolite.report.drawing import training as drawing
+from theodolite.report.exhibit import exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, listed, number, with_error
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+SERIES = "series"
+SURVEYED_CONTEXTS = 64
+"""Of the run's contexts, evenly chosen, for each checkpoint: a fixed cost, whatever the corpus."""
+
+SHOWN_STEPS, SHOWN_LAYERS = 10, 7
+
+MEASURES = {
+    "rank": "rank (ScreeNOT)",
+    "relative_norm": "relative norm",
+    "low_frequency_10": "share of energy at K = 10",
+    "smooth_roughness": "roughness (random order: 1)",
+    "turns": "turns about the centre",
+    "incoherence_mean": "incoherence, mean",
+}
+SMOOTH_CURVE = {
+    "low_frequency_10": criteria.SMOOTH,
+    "smooth_roughness": criteria.CONTINUOUS,
+    "relative_norm": criteria.SIGNIFICANT,
+}
+SPIRAL = SMOOTH_CURVE | {"turns": criteria.SPIRAL_TURNS}
+"""What the positions of a layer must meet, all of it, to be a smooth, significant curve; and a spiral."""
+
+ACCURATE = Criterion("at least", 0.99, "section 4.3: “above 99%”")
+NO_GENERALISATION = Criterion(
+    "at most", 0.2, "section 4.3: “less than 20% accuracy on average on digits of length smaller than 5”"
+)
+PAPER_ACCURACY = {
+    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
+    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
+}
+"""Appendix D.3, on 1, 2, 3 and 4 digits."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A checkpoint of the series, surveyed."""
+
+    step: int
+    run: Run
+
+
+def series_of(model: OpenModel) -> dict[int, Path]:
+    """Training step → checkpoint, of the folder that the model was opened from, or beside it in its series.
+
+    Raises:
+        UsageError: there is no series.
+    """
+    folder = Path(model.id)
+    place = folder.parent if folder.parent.name == SERIES else folder / SERIES
+    found = sorted(place.iterdir()) if place.is_dir() else []
+    steps = {
+        int(path.name): path for path in found if path.name.isdigit() and (path / "config.json").is_file()
+    }
+    if len(steps) < 2:
+        raise UsageError(
+            f"{model.id} has no series of checkpoints beside its weights: make one with "
+            "`theodolite train characters --series` or `theodolite train addition --series`, and give that folder"
+        )
+    return steps
+
+
+def some_contexts(corpus: Corpus) -> Corpus:
+    """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
+    chosen = evenly(len(corpus.contexts), SURVEYED_CONTEXTS)
+    return Corpus(
+        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
+    )
+
+
+def _surveyed(study: Study) -> list[_Step]:
+    model, corpus = study.opened(), study.corpus
+    if corpus is None:
+        raise UsageError(
+            "geometry/training surveys every checkpoint on the text of the run: give the text too"
+        )
+    contexts = some_contexts(corpus)
+    found = []
+    for step, path in series_of(model).items():
+        checkpoint = open_model(path, dtype=model.hf.dtype, device=model.device)
+        name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
+        place = None if study.folder is None else study.folder / name
+        found.append(_Step(step, study.survey(checkpoint, contexts, place)))
+    return found
+
+
+def _table(series: list[_Step]) -> pd.DataFrame:
+    """One row a step and layer."""
+    parts = []
+    for entry in series:
+        shape = shape_of(entry.run).assign(step=entry.step)
+        for name in MEASURES:
+            if name not in shape:
+                shape[name] = value_of(entry.run, name)
+            shape[f"{name}_se"] = error_of(entry.run, name)
+        parts.append(shape)
+    names = [f"{name}{end}" for name in MEASURES for end in ("", "_se")]
+    return pd.concat(parts, ignore_index=True)[["step", "layer", *names, "sampling_noise"]]
+
+
+def _grid(table: pd.DataFrame, name: str) -> Floats:
+    """A column as (steps, layers)."""
+    grid: Floats = table.pivot(index="step", columns="layer", values=name).to_numpy(dtype=np.float64)
+    return grid
+
+
+def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
+    """Whether each row, one step of a layer, meets all criteria."""
+    return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
+
+
+def _said(row: pd.Series, needed: dict[str, Criterion]) -> str:
+    return ", ".join(
+        f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
+    )
+
+
+def _when(steps: list[int], met: list[bool]) -> str:
+    """`first at step 100, and stays to step 5000`."""
+    if not any(met):
+        return "at no step"
+    start = met.index(True)
+    gaps = [str(step) for step, yes in zip(steps[start:], met[start:], strict=True) if not yes]
+    if start == len(steps) - 1:
+        return f"at step {steps[-1]}, the last one, only"
+    stays = f"but not at step {listed(gaps)}" if gaps else f"and stays to step {steps[-1]}"
+    return f"first at step {steps[start]}, {stays}"
+
+
+def appears(
+    table: pd.DataFrame, layer: int, claim: str, needed: dict[str, Criterion], *, expected: bool = True
+) -> Verdict:
+    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last.
+
+    `expected`: whether the claim says that it does.
+    """
+    claim = f"{claim}: layer {layer}"
+    rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
+    met, steps = met_at(rows, needed), rows["step"].tolist()
+    first, last = (_said(rows.iloc[place], needed) for place in (0, -1))
+    if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
+        why = (
+            f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
+        )
+        return Verdict(claim, UNTESTABLE, f"{why}; {last}")
+    limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
+    evidence = (
+        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
+        f"as in tables 2 and 6 and figure 1: {limits}"
+    )
+    learned = met[-1] and not met[0]
+    return Verdict(claim, HOLDS if learned == expected else FAILS, evidence)
+
+
+def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
+    """On one layer of the series whose last checkpoint gave `run`."""
+    learned = "Smooth, significant positions are learned, not predefined (section 2)"
+    positions = need(run, "positional_basis").shape[1] - 1
+    if positions < criteria.LEAST_POSITIONS:
+        why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
+        return [Verdict(f"{learned}: layer {layer}", UNTESTABLE, why)]
+    if digits_of(run.provenance["corpus"]["name"]):
+        claim = "On additions no smooth curve of positions is learned (section 4.3)"
+        return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
+    return [
+        appears(table, layer, learned, SMOOTH_CURVE),
+        appears(table, layer, "They come to form a spiral (abstract: “often”)", SPIRAL),
+    ]
+
+
+def _curves(series: list[_Step]) -> Any:
+    shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
+    layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
+    curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
+    return exhibit(
+        "curves",
+        "The positional basis while it is learned",
+        drawing.curves_by_step([entry.step for entry in shown], layers, curves.astype(np.float64)),
+        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
+        "own scale, the same for both; violet positions are early, green ones late.",
+        "the step at which a cloud becomes a curve, and whether the layers follow one another.",
+        f"{SONG}, Fig. 1, at every checkpoint of a training",
+        wide=True,
+    )
+
+
+def _training(study: Study) -> Outcome:
+    series = _surveyed(study)
+    steps = [entry.step for entry in series]
+    table = _table(series)
+    layers = int(table["layer"].max()) + 1
+    run = series[-1].run
+    panels = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
+    limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
+    measures = exhibit(
+        "measures",
+        "The geometry of positions against training step",
+        drawing.measures_by_step(steps, panels, limits),
+        f"One line a layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
+        "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
+        "the steps at which smoothness and norm rise, and whether they stay.",
+        f"{SONG}, sections 2 and 3, at every checkpoint of a training",
+        wide=True,
+    )
+    chosen = sorted({1, (layers - 1) // 2} - {0})
+    comparisons = []
+    for title, (means, _) in panels.items():
+        pairs = zip(steps, means, strict=True)
+        values = [
+            f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()
+        ]
+        comparisons.append(Comparison(f"{title}, mean over layers, by step", "", ", ".join(values)))
+    verdicts = [verdict for layer in chosen for verdict in _verdicts(table, layer, run)]
+    runs = {f"step {entry.step}": entry.run.provenance for entry in series}
+    return Outcome(comparisons, verdicts, {"steps": table}, [_curves(series), measures], runs)
+
+
+def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
+    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
+    learned = judge(
+        "Additions are learned in distribution (section 4.3)",
+        f"share of {count} sums of {trained} that are right in every character",
+        float(values[0]),
+        ACCURATE,
+        float(errors[0]),
+    )
+    shorter = judge(
+        "Length generalisation fails (section 4.3, appendix D.3)",
+        f"mean share over sums of 1, 2, 3 and 4 digits, {count} each",
+        float(values[1:].mean()),
+        NO_GENERALISATION,
+        float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
+    )
+    if learned.verdict != HOLDS:
+        why = "a model that does not add in distribution has nothing to generalise"
+        shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
+    return [learned, shorter]
+
+
+def _addition(study: Study) -> Outcome:
+    model = study.opened()
+    if not is_adder(model):
+        raise UsageError(
+            f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
+            "--corpus addition"
+        )
+    task = task_of(study.run)
+    trained = spelled(task.digits)
+    measured = task.measure(on_cpu(model))
+    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
+    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
+    values = np.array([measured["accuracy"], *by_digits.values()])
+    errors = np.array([binomial_error(float(value), count) for value in values])
+    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
+    absolute, rotary = PAPER_ACCURACY.values()
+    printed = [
+        "“above 99 %”",
+        *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
+    ]
+    comparisons = [
+        Comparison(f"right answers, {name}", said, with_error(float(value), float(e)))
+        for name, said, value, e in zip(names, printed, values, errors, strict=True)
+    ]
+    comparisons.append(Comparison("positions of this model", "absolute; rotary", model.positions))
+    table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
+    figure = exhibit(
+        "accuracy",
+        "Right answers by number of digits",
+        drawing.accuracies(names, (values, errors), paper),
+        f"Greedy answers to {count} new sums of each kind, right in every character, with binomial standard errors. "
+        "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
+        "smooth is judged by geometry/figure5.",
+        "a fall from the left: lengths that training never saw.",
+        f"{SONG}, appendix D.3",
+        wide=True,
+    )
+    return Outcome(
+        comparisons, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
+    )
+
+
+TRAINING = [
+    Experiment(
+        "geometry/training",
+        "The positional basis at every checkpoint of a training",
+        "Sinusoidal patterns are learned, not predefined (section 2); a training over time is left to later work "
+        "(section 7)",
+        ("model", "arrays.positional_basis", "layers.low_frequency_10"),
+        _training,
+    ),
+    Experiment(
+        "geometry/addition",
+        "Additions: accuracy in distribution and on shorter numbers",
+        "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
+        ("model",),
+        _addition,
+    ),
+]

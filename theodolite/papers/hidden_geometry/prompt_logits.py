@@ -1,0 +1,293 @@
+"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean has to do with them.
+
+Splits the logits of the model beside a run, with the run's own mean and positional basis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.logits.attribution import CONTEXTS, repeated_patterns
+from theodolite.logits.constituents import constituents
+from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
+from theodolite.measure.constituents import Constituents
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry.attribution import (
+    PATTERNS,
+    TIMES_EVEN,
+    Head,
+    Pattern,
+    attributed_heads,
+    refusals,
+    top_head_verdicts,
+)
+from theodolite.passes.prompts import REPEATED, prompt_ids
+from theodolite.passes.provenance import token_texts
+from theodolite.passes.run import Run
+from theodolite.report.drawing import qk as drawing
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.theory.decomposition import PARTS
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+ROTATED = "rotary"
+
+MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
+    "constant": ("bias",),
+    "pos": ("mean", "pos"),
+    "cvec": ("ctx", "resid"),
+}
+"""The split with P̃ = pos + μ in place of pos (appendix D.2)."""
+
+UNCHANGED = Criterion(
+    "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
+)
+
+Chosen = dict[tuple[int, int], list[Pattern]]
+"""(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
+
+
+def _top_heads(run: Run) -> dict[str, list[Head]]:
+    return {pattern.name: attributed_heads(run, pattern.name) for pattern in PATTERNS}
+
+
+def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
+    """The head that is asked for, or the ones that follow the patterns most."""
+    focus = study.focus
+    if focus.layer is not None and focus.head is not None:
+        return {(focus.layer, focus.head): []}
+    chosen: Chosen = {}
+    for pattern in PATTERNS:
+        for head in top[pattern.name][:1]:
+            chosen.setdefault((head.layer, head.head), []).append(pattern)
+    if not chosen:
+        raise UsageError("this run has no attributed heads to choose from: name one with --layer and --head")
+    return chosen
+
+
+def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
+    """The logits of a layer on the prompt.
+
+    Raises:
+        UsageError: no such layer or head, a prompt longer than the run's contexts, or a layer that cannot be split.
+    """
+    model = study.opened()
+    model.check_place(layer, head)
+    try:
+        return constituents(model, ids, layer, decomposition=study.run)
+    except WorkError as error:
+        raise UsageError(f"{error}; choose another --layer") from error
+
+
+def _read(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
+    """The prompt's ids and the text of each."""
+    model = study.opened()
+    longest = study.run.arrays["positional_basis"].shape[1]
+    ids = prompt_ids(model, study.focus.prompt, longest, study.run.provenance["seed"])
+    return ids, token_texts(model, ids)
+
+
+def _described(study: Study, length: int) -> str:
+    """What the panels were made of, for their captions."""
+    kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
+    shown = f"; the first {drawing.MOST} of them" if length - 1 > drawing.MOST else ""
+    said = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
+    if study.run.provenance["model"].get("positions") == ROTATED:
+        said += (
+            "This family rotates queries and keys, so relative position is within every panel, constant too: "
+            "there the rotated mean and biases differ by distance. "
+        )
+    return said
+
+
+def _panels(study: Study, split: Constituents, title: str, head: int, tokens: list[str]) -> Exhibit:
+    return exhibit(
+        title.split(":")[0],
+        title,
+        drawing.qk_panels(split, head, tokens),
+        f"{_described(study, len(tokens))}Every row less its mean over the keys that the query sees, which the softmax "
+        "does not notice, and one colour scale for all; per cent: shares of the variance of such logits. Constant is "
+        "mean and bias alone, which otherwise count with what is on the other side. All panels but QK and attention "
+        "sum to QK. Attention is the model's own, up to its largest weight.",
+        "the panel that has the pattern of QK, and of attention.",
+        f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
+        wide=True,
+    )
+
+
+def _tables(
+    ids: Tensor, tokens: list[str], panels: dict[str, list[drawing.Panel]]
+) -> dict[str, pd.DataFrame]:
+    shares = [
+        {"panels": name} | {panel.name: panel.share for panel in of_head if np.isfinite(panel.share)}
+        for name, of_head in panels.items()
+    ]
+    prompt = {"position": range(len(tokens)), "token_id": ids.tolist(), "token": tokens}
+    return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
+
+
+def _title(place: tuple[int, int], followed: list[Pattern], top: dict[str, list[Head]]) -> str:
+    """`L3H5: attends most to the token before (0.26)`."""
+    said = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
+    return head_name(*place) + (f": attends most to {listed(said)}" if said else "")
+
+
+def _figure_6(study: Study) -> Outcome:
+    ids, tokens = _read(study)
+    top = _top_heads(study.run)
+    exhibits, panels, comparisons = [], {}, []
+    for (layer, head), followed in _chosen(study, top).items():
+        split = _split(study, ids, layer, head)
+        name = head_name(layer, head)
+        panels[name] = drawing.constituent_panels(split, head)
+        exhibits.append(_panels(study, split, _title((layer, head), followed, top), head, tokens))
+        largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
+        named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
+        comparisons.append(
+            Comparison(f"{name}: largest shares of the logits' variance on this prompt", "", named)
+        )
+    verdicts = [v for pattern in PATTERNS for v in top_head_verdicts(pattern, top[pattern.name])]
+    return Outcome([*comparisons, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
+
+
+def _mean_verdict(run: Run) -> Verdict:
+    """Whether the largest of the four constituents stays the largest when μ is counted as positional."""
+    claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
+    table = run.constituents
+    if not len(table):
+        return Verdict(claim, UNTESTABLE, "this run has 0 shares of constituents: survey the model again")
+    winners = []
+    for pos in (("pos",), ("mean", "pos")):
+        sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
+        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides)).dropna(
+            subset=["q", "k"]
+        )
+        sums = grouped.groupby(["layer", "head", "q", "k"])["share"].sum(min_count=1).unstack(["q", "k"])
+        winners.append(sums.dropna().idxmax(axis=1))
+    same = winners[0] == winners[1]
+    with_mean = (table["query"] == "mean") | (table["key"] == "mean")
+    carried = table[with_mean].groupby(["layer", "head"])["share"].sum().mean()
+    what = (
+        f"share of {counted(len(same), 'head')} in which the largest of pos-pos, pos-cvec, cvec-pos and cvec-cvec is "
+        f"the same with pos + μ in place of pos (pairs with μ carry {percent(float(carried))} of the logits' variance "
+        "on average)"
+    )
+    return judge(claim, what, float(same.mean()), UNCHANGED)
+
+
+def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
+    """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
+    longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
+    ids, patterns = repeated_patterns(study.opened(), longest, CONTEXTS, study.run.provenance["seed"])
+    if not patterns:
+        return []
+    split = _split(study, ids, layer, head)
+    inputs = chosen_heads(split.inputs, [head])
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    mean, pos = PARTS.index("mean"), PARTS.index("pos")
+    rows: list[dict[str, Any]] = []
+    for within in (False, True):
+        query, key = split.query[:, :, [head]].clone(), split.key[:, :, [head]].clone()
+        for side in (query, key) if within else ():
+            side[pos] += side[mean]
+            side[mean] = 0
+        found = attribute(query, key, inputs, patterns)
+        for place, pattern in enumerate(patterns):
+            score, even = float(found.score[place, 0]), float(found.uniform[place, 0])
+            excess = score - even if score > even else math.nan
+            rows += [
+                {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": even}
+                | {"mean": "within pos" if within else "apart", "group": group}
+                | {"kept": (float(found.only[number_of, place, 0]) - even) / excess}
+                for number_of, group in enumerate(ATTRIBUTED)
+            ]
+    return rows
+
+
+def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
+    """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
+    own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
+    if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():
+        return []
+    shares = own[own["group"] == pattern.strict].set_index("mean")["kept"]
+    both = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
+    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
+    return [Comparison(what, "", both)]
+
+
+def _figure_30(study: Study) -> Outcome:
+    ids, tokens = _read(study)
+    exhibits, panels, rows = [], {}, []
+    chosen = _chosen(study, _top_heads(study.run))
+    for layer, head in chosen:
+        split = _split(study, ids, layer, head)
+        rows += _kept(study, layer, head)
+        for key, place, made in (
+            ("with", "Fig. 30", split.coarse(MEAN_WITH_POSITION)),
+            ("without", "Fig. 31", split),
+        ):
+            name = f"{head_name(layer, head)} {key} the global mean"
+            panels[name] = drawing.constituent_panels(made, head, raw=True)
+            where = "is within pos" if key == "with" else "is apart, within constant"
+            exhibits.append(
+                exhibit(
+                    f"L{layer}H{head}-{key}",
+                    name,
+                    drawing.qk_panels(made, head, tokens, raw=True),
+                    f"{_described(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
+                    f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
+                    "the same patterns with and without the mean.",
+                    f"{SONG}, {place}",
+                    wide=True,
+                )
+            )
+    kept = pd.DataFrame(rows)
+    comparisons = [
+        Comparison(f"{name}: largest share", "", max(of_head[:-2], key=lambda panel: panel.share).name)
+        for name, of_head in panels.items()
+    ]
+    if rows:
+        comparisons += [
+            line
+            for place, followed in chosen.items()
+            for pattern in followed
+            for line in _kept_line(kept, place, pattern)
+        ]
+    tables = _tables(ids, tokens, panels) | ({"kept": kept} if rows else {})
+    return Outcome(comparisons, [_mean_verdict(study.run)], tables, exhibits)
+
+
+_SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
+
+QK = [
+    Experiment(
+        "geometry/figure6",
+        "Logits of a prompt by constituent, for the heads that follow three patterns",
+        "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
+        _SPLIT,
+        _figure_6,
+        options=("prompt", "layer", "head"),
+    ),
+    Experiment(
+        "geometry/figure30",
+        "Logits of a prompt by constituent, with and without the global mean",
+        "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
+        _SPLIT,
+        _figure_30,
+        options=("prompt", "layer", "head"),
+    ),
+]

@@ -1,0 +1,283 @@
+"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
+
+Reads the model's weights beside the run's positional basis; the splitting itself is in `theory.decoupling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import Criterion, Verdict, judge
+from theodolite.models import OpenModel
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
+from theodolite.report.data import Floats, evenly, need
+from theodolite.report.drawing import theory as drawing
+from theodolite.report.exhibit import by_name, exhibit
+from theodolite.report.measures import SONG
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import head_name, number, percent
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+CORNER = 20
+"""K of the verdicts and of the map: the paper sees the large values within K ≈ 20."""
+
+SHOWN_HEADS, SHOWN_LAYERS = 12, 13
+"""Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
+
+TIMES, DEVIATIONS = 2.0, 2.0
+"""A part is there where it holds twice what random bases give it, and more than chance by two of their sd (ours)."""
+
+LEAST_SURVIVING = 10
+"""Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
+
+MAJORITY = Criterion(
+    "at least",
+    0.5,
+    f"“the majority of attention heads”; {TIMES:g} times the random energy as the sign of a part is ours",
+)
+CONCENTRATED = Criterion(
+    "at least",
+    0.5,
+    "“for many heads … concentrated” read as: more than half of their energy in half of the heads (ours)",
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The heads of one block: eq. (9), and whether the weights are those of the logits themselves."""
+
+    block: int
+    split: Decoupling
+    projection: str
+
+
+def corner_of(width: int) -> int:
+    """K of the verdicts: 20, or the largest of `CORNERS` within a quarter of a narrow stream."""
+    within = [k for k in CORNERS if 4 * k <= width]
+    return min(within or CORNERS[:1], key=lambda k: abs(k - CORNER))
+
+
+def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[int]]:
+    """Every block that has weights, and those that have none. `basis`: (L + 1, T − 1, d), position 0 left out."""
+    found, without = [], []
+    for block in range(model.layers):
+        try:
+            weights = model.head_weights(block)
+        except WorkError:
+            without.append(block)
+            continue
+        # What block ℓ reads is residual layer ℓ; the paper takes its raw P and the raw W, without the norm between.
+        directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
+        w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
+        split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
+        found.append(_Layer(block, split, weights.projection))
+    return found, without
+
+
+def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
+    """One row a head; `_random` and `_random_sd` are over random rotations in place of V."""
+    rows: list[dict[str, Any]] = []
+    for layer in layers:
+        split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation
+        for head in range(len(split.diagonal)):
+            row: dict[str, Any] = {
+                "layer": layer.block,
+                "head": head,
+                "weights_of": layer.projection,
+                "threshold": float(split.aligned.threshold[head]),
+                "surviving": int(split.aligned.surviving[head]),
+                "surviving_random": float(mean.surviving[head]),
+                "surviving_energy": float(split.aligned.surviving_energy[head]),
+                "diagonal": float(split.diagonal[head]),
+                "diagonal_random": float(split.diagonal_random[head]),
+            }
+            for place, k in enumerate(CORNERS):
+                row |= {
+                    f"corner_surviving_{k}": float(split.aligned.corner_surviving[head, place]),
+                    f"corner_energy_{k}": float(split.aligned.corner_energy[head, place]),
+                    f"corner_energy_{k}_random": float(mean.corner_energy[head, place]),
+                    f"corner_energy_{k}_random_sd": float(spread.corner_energy[head, place]),
+                }
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    own, random = table[f"corner_energy_{corner}"], table[f"corner_energy_{corner}_random"]
+    table["corner_ratio"] = own / random
+    table["corner_z"] = (own - random) / table[f"corner_energy_{corner}_random_sd"]
+    table["diagonal_ratio"] = table["diagonal"] / table["diagonal_random"]
+    return table
+
+
+def _median(table: pd.DataFrame, name: str) -> str:
+    return percent(float(table[name].median()))
+
+
+def _verdicts(table: pd.DataFrame, corner: int, shortened: str) -> list[Verdict]:
+    low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
+    diagonal = table["diagonal_ratio"] >= TIMES
+    # Where hardly anything survives, where it lies is chance.
+    concentrated = (table[f"corner_surviving_{corner}"] >= CONCENTRATED.limit) & (
+        table["surviving"] >= LEAST_SURVIVING
+    )
+    heads = f"share of {len(table)} heads{shortened}"
+    energy = f"median of that energy {percent(float(table[f'corner_energy_{corner}'].median()))}, "
+    energy += f"{number(float(table['corner_ratio'].median()))} times that of random rotations"
+    return [
+        judge(
+            "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
+            f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
+            f"random rotations, and more by {DEVIATIONS:g} of their sd ({energy})",
+            float(low_rank.mean()),
+            MAJORITY,
+        ),
+        judge(
+            "A diagonal component beside it in the majority of attention heads (eq. 9, section 5.1)",
+            f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
+            f"{_median(table, 'diagonal')}, at random {_median(table, 'diagonal_random')})",
+            float(diagonal.mean()),
+            MAJORITY,
+        ),
+        judge(
+            f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
+            f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
+            f"{corner} × {corner} corner",
+            float(concentrated.mean()),
+            CONCENTRATED,
+        ),
+    ]
+
+
+def _maps(layers: list[_Layer]) -> Any:
+    heads = evenly(len(layers[0].split.diagonal), SHOWN_HEADS)
+    chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
+    tiles = [
+        drawing.weight_tiles(
+            layer.split.rotated_map[heads].cpu().numpy(), layer.split.diagonal_map[heads].cpu().numpy()
+        )
+        for layer in chosen
+    ]
+    side = chosen[0].split.diagonal_map.shape[1]
+    middle = len(chosen) // 2
+    # The picker opens with its middle entry.
+    return exhibit(
+        "weights",
+        "Weights of the heads of a block, rotated into the positional basis",
+        drawing.weight_maps(tiles[middle], [f"head {head}" for head in heads], side),
+        f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
+        "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
+        "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
+        "head's largest.",
+        "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
+        "coordinate.",
+        f"{SONG}, Fig. 4; Figs. 26 to 29",
+        choice=by_name(
+            "layer",
+            [f"block {layer.block}" for layer in chosen],
+            lambda place: drawing.weight_patch(tiles[place]),
+        ),
+        wide=True,
+    )
+
+
+def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Floats:
+    grid = np.full(shape, np.nan)
+    grid[table["layer"], table["head"]] = values
+    return grid
+
+
+def _figure_4(study: Study) -> Outcome:
+    model = study.opened()
+    layers, without = _split(model, _basis(study))
+    if not layers:
+        raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
+    corner = corner_of(model.width)
+    table = _table(layers, corner)
+    shape = (model.layers, model.heads)
+    notes = [["" for _ in range(shape[1])] for _ in range(shape[0])]
+    for row in table.to_dict("records"):
+        notes[row["layer"]][row["head"]] = (
+            f"{percent(row[f'corner_energy_{corner}'])} of the off-diagonal energy, random "
+            f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
+            f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
+        )
+    ratio = exhibit(
+        "corner",
+        f"The {corner} × {corner} corner of every head, over random rotations",
+        drawing.head_values(
+            _grid(table, table["corner_ratio"], shape), "times random", decades=True, notes=notes
+        ),
+        f"Share of the off-diagonal energy in the {corner} × {corner} corner of the positional basis, over the mean of "
+        "the same share in random bases; no threshold.",
+        "heads far above 1: their weights read position.",
+        f"{SONG}, section 5.1; the random rotations are ours",
+    )
+    diagonal = exhibit(
+        "diagonal",
+        "The diagonal of every head, over random bases",
+        drawing.head_values(
+            _grid(table, table["diagonal_ratio"], shape), "times random", decades=True, notes=notes
+        ),
+        "Share of ‖W‖² on the diagonal of W in the coordinates of the stream, over the share expected on the "
+        "diagonal in a random basis.",
+        "heads far above 1, which compare tokens coordinate by coordinate.",
+        f"{SONG}, section 5.1; the random bases are ours",
+    )
+    named = sorted({layer.projection for layer in layers} - {"projection"})
+    shortened = f" (weights as in: {', '.join(named)})" if named else ""
+    shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
+    outcome = Outcome(_comparisons(table, corner), _verdicts(table, corner, shortened), {"heads": table})
+    outcome.exhibits.extend([_maps(layers), ratio, diagonal])
+    return outcome
+
+
+def _basis(study: Study) -> torch.Tensor:
+    """The run's positional basis without position 0, (L + 1, T − 1, d)."""
+    return torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
+
+
+def _comparisons(table: pd.DataFrame, corner: int) -> list[Comparison]:
+    best = table.loc[table["corner_ratio"].idxmax()]
+    shares = ", ".join(_median(table, f"corner_energy_{k}") for k in CORNERS)
+    random = ", ".join(_median(table, f"corner_energy_{k}_random") for k in CORNERS)
+    return [
+        Comparison(
+            f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median of heads",
+            "",
+            shares,
+        ),
+        Comparison("the same in random bases", "", random),
+        Comparison(
+            "entries above the threshold, median of heads (in random bases)",
+            "",
+            f"{number(float(table['surviving'].median()))} ({number(float(table['surviving_random'].median()))})",
+        ),
+        Comparison(
+            f"share of their energy in the {corner} × {corner} corner, median of heads",
+            f"“concentrated in the top left (K ≈ {CORNER})”",
+            _median(table, f"corner_surviving_{corner}"),
+        ),
+        Comparison(
+            "head with the largest corner, over random",
+            "",
+            f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
+        ),
+    ]
+
+
+WEIGHTS = [
+    Experiment(
+        "geometry/figure4",
+        "Weights of every head: a positional part, a diagonal and noise",
+        "A low-rank part aligned with the positional basis and a diagonal in the majority of heads (eq. 9, Fig. 4)",
+        ("model", "arrays.positional_basis"),
+        _figure_4,
+    )
+]

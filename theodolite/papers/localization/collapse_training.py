@@ -1,0 +1,95 @@
+"""A small language model trained at a healthy or at a far too high learning rate, under the monitor.
+
+For the experiment that asks which notices first that a training fails, the monitor or the loss. GPT-2's architecture
+on the characters of a text, AdamW without weight decay, and no clipping of gradients, which would hide the failure.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from theodolite.papers.training.loop import BETAS
+from theodolite.papers.training.tasks import Characters
+from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
+
+LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A learning rate, reached on a line from 0 in `warm_up` steps."""
+
+    name: str
+    rate: float
+    warm_up: int = 1
+
+    def at(self, step: int) -> float:
+        """The rate of a step."""
+        return self.rate * min(1.0, (step + 1) / self.warm_up)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training: the loss of every step's batch (nats), the numbers and the alarms of every look."""
+
+    losses: list[float]
+    looks: pd.DataFrame
+    alarms: pd.DataFrame
+    time_share: float
+
+
+def train_watched(task: Characters, pace: Pace, seed: int, steps: int, every: int) -> Trace:
+    """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
+
+    The same seed gives the same trace, but for the times, on the same machine and number of threads.
+    """
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(_config(task)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
+    held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
+    monitor = GeometryMonitor(model, held_out, every=every)
+    losses: list[float] = []
+    looks: list[dict[str, float]] = []
+    for step in range(steps + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GeometryWarning)  # they are in the trace
+            numbers = monitor(step)
+        if numbers:
+            looks.append({"step": step, **numbers})
+        if step == steps or (losses and not math.isfinite(losses[-1])):
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = pace.at(step)
+        inputs, targets = task.batch(step, BATCH, seed)
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    share = looks[-1]["time_share"]
+    table = pd.DataFrame(looks).drop(columns="time_share")
+    columns = ["step", "kind", "layer", "head", "value", "slope"]
+    alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
+    return Trace(losses, table, alarms, share)
+
+
+def _config(task: Characters) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=len(task.characters),
+        n_positions=task.length,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )

@@ -1,0 +1,311 @@
+"""From spectrum to behaviour: what the spectra predict of every head, judged by what it does on the text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.judging import Criterion, Verdict, judge
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.head_predictions import (
+    SOURCES,
+    Estimate,
+    Prediction,
+    agreement,
+    curve_error,
+    from_increments,
+    from_survey,
+    mean_of,
+    others_mean,
+    rank_correlation,
+    regime_of_curve,
+    width_of,
+)
+from theodolite.report import style
+from theodolite.report.data import Floats, evenly, head_labels, need, need_column
+from theodolite.report.drawing import localization as drawing
+from theodolite.report.drawing.localization import Line
+from theodolite.report.drawing.theory import head_scatter
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number, percent, with_error
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+    from theodolite.passes.run import Run
+
+LINES = (
+    Line("measured", style.MEASURED, width=2.6),
+    Line("from W_QK", style.PREDICTED, "dash"),
+    Line("with Σ̂", style.PREDICTED),
+    Line("with Σ̂ of increments", style.GREEN),
+)
+CURVE_POINTS = 128  # drawn a curve
+
+ORDERS = Criterion(
+    "at least", 0.5, "“a reasonable proxy” (section 6) read as: half of a perfect order (ours)"
+)
+CLOSE = Criterion("at most", 0.1, "a tenth of the range of a probability (ours)")
+AGREES = Criterion("at least", 0.4, "“moderate” agreement beyond chance (Landis & Koch 1977; ours)")
+OPPOSED = Criterion("less than", 0.0, "less of the one with more of the other")
+
+COMPARED = (
+    ("mean", "ρ", "mean ρ", "mean ρ"),
+    ("mean", "entropy", "mean ρ", "entropy"),
+    ("width", "width", "share of positions", "share of positions"),
+    ("width", "entropy", "share of positions", "entropy"),
+    ("eta", "entropy", "η", "entropy"),
+)
+"""Predicted number, measured number, and how both are called."""
+
+
+def _predicted_numbers(prediction: Prediction) -> dict[str, Floats]:
+    return {
+        "mean": mean_of(prediction.curve),
+        "width": width_of(prediction.curve),
+        "eta": prediction.eta,
+    }
+
+
+def _behaviour(study: Study) -> Outcome:
+    run, seed = study.run, int(study.run.provenance["seed"])
+    measured = need(run, "propagation_by_position").reshape(len(run.heads), -1).astype(np.float64)
+    predictions = {name: from_survey(run, name) for name in ("weights", "text")}
+    predictions["increments"] = from_increments(study)
+    numbers = {
+        "ρ": mean_of(measured),
+        "width": width_of(measured),
+        "entropy": need_column(run.heads, "entropy"),
+    }
+    heads = _heads(run, predictions, numbers, measured)
+    correlations, found = _correlations(predictions, numbers, seed)
+    errors = {name: curve_error(one.curve, measured, seed) for name, one in predictions.items()}
+    errors["others"] = curve_error(others_mean(measured), measured, seed)
+    regimes = {
+        name: agreement(one.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
+        for name, one in predictions.items()
+    }
+    localized = rank_correlation(numbers["width"], numbers["entropy"], seed)
+    verdicts = [
+        *_order_verdicts(found),
+        *_curve_verdicts(errors),
+        *_regime_verdicts(regimes),
+        *_entropy_verdicts(found, localized),
+    ]
+    figures = [
+        _scatter(run, predictions, numbers["ρ"]),
+        _curves(run, predictions, measured),
+        _bars(found),
+    ]
+    comparisons = _comparisons(found, errors, regimes)
+    return Outcome(comparisons, verdicts, {"heads": heads, "correlations": correlations}, figures)
+
+
+def _heads(
+    run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Floats
+) -> pd.DataFrame:
+    """One row a head: what is measured, and what each source predicts."""
+    columns: dict[str, object] = {
+        "propagation": numbers["ρ"],
+        "width": numbers["width"],
+        "entropy": numbers["entropy"],
+        "regime_measured": regime_of_curve(measured),
+    }
+    for name, one in predictions.items():
+        own = _predicted_numbers(one)
+        columns |= {
+            f"propagation_{name}": own["mean"],
+            f"width_{name}": own["width"],
+            f"eta_{name}": own["eta"],
+            f"regime_{name}": one.regime,
+            f"error_{name}": mean_of(np.abs(one.curve - measured)),
+        }
+    return run.heads[["layer", "head"]].assign(**columns)
+
+
+Found = dict[tuple[str, str, str], Estimate]
+"""(source, predicted number, measured number) → rank correlation over heads."""
+
+
+def _correlations(
+    predictions: dict[str, Prediction], numbers: dict[str, Floats], seed: int
+) -> tuple[pd.DataFrame, Found]:
+    found: Found = {}
+    rows = []
+    for name, one in predictions.items():
+        own = _predicted_numbers(one)
+        for predicted, measured, said, of in COMPARED:
+            estimate = rank_correlation(own[predicted], numbers[measured], seed)
+            found[name, predicted, measured] = estimate
+            rows.append({"from": SOURCES[name], "predicted": said, "measured": of} | vars(estimate))
+    table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})
+    return table, found
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"95 % interval {number(estimate.low)} to {number(estimate.high)} over {estimate.heads} heads"
+
+
+def _judged(claim: str, what: str, estimate: Estimate, criterion: Criterion, more: str = "") -> Verdict:
+    verdict = judge(claim, what, estimate.value, criterion, estimate.error)
+    said = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
+    return replace(verdict, evidence=said + more)
+
+
+def _order_verdicts(found: Found) -> list[Verdict]:
+    return [
+        _judged(
+            f"Predicted ρ orders the heads as measured ρ does, from {SOURCES[name]}",
+            "rank correlation over heads of mean ρ",
+            found[name, "mean", "ρ"],
+            ORDERS,
+        )
+        for name in SOURCES
+    ]
+
+
+def _curve_verdicts(errors: dict[str, Estimate]) -> list[Verdict]:
+    others = (
+        f"; the mean curve of all other heads: {with_error(errors['others'].value, errors['others'].error)}"
+    )
+    return [
+        _judged(
+            f"The predicted curve ρ_1 … ρ_T is the measured one, from {SOURCES[name]}",
+            "mean absolute error of ρ, mean over heads",
+            errors[name],
+            CLOSE,
+            others,
+        )
+        for name in SOURCES
+    ]
+
+
+def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict]:
+    return [
+        _judged(
+            f"The predicted regime is that of the measured curve, from {SOURCES[name]}",
+            "Cohen's κ of both names",
+            estimate,
+            AGREES,
+            f"; the same name in {percent(share)} of the heads",
+        )
+        for name, (estimate, share) in regimes.items()
+    ]
+
+
+def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
+    return [
+        _judged(
+            "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
+            f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
+            found["text", "eta", "entropy"],
+            OPPOSED,
+        ),
+        _judged(
+            "Localized heads have a higher entropy (A2 of section 5)",
+            "rank correlation over heads of the measured share of positions that propagate with entropy",
+            localized,
+            OPPOSED,
+        ),
+    ]
+
+
+def _comparisons(
+    found: Found, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
+) -> list[Comparison]:
+    rows = []
+    for name, said in SOURCES.items():
+        mean, entropy = found[name, "mean", "ρ"], found[name, "eta", "entropy"]
+        shown = (
+            f"ρ: {with_error(mean.value, mean.error)}; η with entropy: {with_error(entropy.value, entropy.error)}; "
+            f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
+            f"same regime: {percent(regimes[name][1])}"
+        )
+        rows.append(Comparison(f"rank correlations over heads and errors, from {said}", "", shown))
+    others = errors["others"]
+    rows.append(
+        Comparison("error of the mean curve of all other heads", "", with_error(others.value, others.error))
+    )
+    return rows
+
+
+def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
+    layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
+    means = [mean_of(one.curve) for one in predictions.values()]
+    return exhibit(
+        "heads",
+        "Predicted and measured signal propagation of every head",
+        head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
+        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point a head; violet "
+        "blocks are early, green ones late.",
+        "points on a rising line. A column of points says that the prediction does not tell heads apart.",
+        f"{BAO}, section 4; the comparison with real heads is ours",
+        choice=by_name(
+            "from",
+            list(SOURCES.values()),
+            lambda place: [{"x": means[place].astype(np.float32), "y": measured.astype(np.float32)}, {}],
+        ),
+        wide=True,
+    )
+
+
+def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
+    kept = evenly(measured.shape[1], CURVE_POINTS)
+    theta = (np.array(kept, dtype=np.float64) + 1) / measured.shape[1]
+    everything = [measured, *(one.curve for one in predictions.values())]
+
+    def values(place: int) -> list[Floats]:
+        return [curve[place, kept] for curve in everything]
+
+    return exhibit(
+        "curves",
+        "ρ of one head, measured and predicted",
+        drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
+        "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
+        "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
+        "whether any prediction follows the measured curve. Where none does, the tokens of this layer are no walk.",
+        f"{BAO}, section 4, with the exact moments at finite T",
+        choice=by_name("head", head_labels(run), lambda place: drawing.values_patch(values(place))),
+        wide=True,
+    )
+
+
+def _bars(found: Found) -> Exhibit:
+    groups = [f"{said} → {of}" for _, _, said, of in COMPARED]
+    values = {}
+    for name, said in SOURCES.items():
+        own = [found[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
+        heights = np.array([estimate.value for estimate in own])
+        values[said] = (heights, np.array([[e.low for e in own], [e.high for e in own]]))
+    return exhibit(
+        "correlations",
+        "Rank correlations over heads",
+        drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
+        "Of a predicted number with a measured one over all heads, with the central 95 % of a bootstrap over heads "
+        "(heads of one layer are not independent, so these are too narrow rather than too wide).",
+        "tall bars: the spectrum tells what the head does. η → entropy below 0 is what the paper expects.",
+        f"{BAO}, sections 4 and 5; the correlations are ours",
+        wide=True,
+    )
+
+
+BEHAVIOUR = [
+    Experiment(
+        "localization/behaviour",
+        "From spectrum to behaviour: predicted and measured propagation of every head",
+        "The eigenspectrum of W_QK is “a reasonable proxy” for what attention localizes on (sections 4 to 6)",
+        (
+            "model",
+            "heads.entropy",
+            "heads.propagation",
+            "arrays.propagation_by_position",
+            "arrays.propagation_predicted",
+            "arrays.propagation_predicted_data",
+        ),
+        _behaviour,
+    )
+]

@@ -1,0 +1,371 @@
+"""Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
+
+No model is opened and nothing is surveyed. The numbers are made in `trainings`; what is claimed is judged here, by
+differences paired by seed with their confidence intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.locater_grid import Point, read_grid
+from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.paired_effects import (
+    CONFIDENCE,
+    Comparable,
+    Effect,
+    by_setting,
+    comparable,
+    difference,
+    label_of,
+    profile,
+    rank_correlation,
+    without_seed,
+)
+from theodolite.passes.provenance import versions
+from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.report.data import Floats
+from theodolite.report.drawing import locater as drawing
+from theodolite.report.drawing.locater import Panel
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted, number
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
+"""Number of the published figure → layers and width."""
+
+NEGLIGIBLE = 0.01
+"""Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
+
+CLAIMS = (
+    ("the eigenspectrum scale shrinks", "frobenius_squared", -1, True),
+    ("the attention entropy increases", "entropy", 1, True),
+    ("the perplexity improves", "final_loss", -1, False),
+    ("the lowest perplexity improves", "lowest_loss", -1, False),
+)
+"""Of every caption: words, measure, sign of the claimed difference, whether it is taken between logarithms."""
+
+
+def judge_effect(claim: str, what: str, effect: Effect, sign: int, more: str = "") -> Verdict:
+    """Judge a difference that the claim says is positive (`sign` 1) or negative (−1).
+
+    It holds where the whole interval is on the claimed side and the mean is at least `NEGLIGIBLE`; it fails where
+    the whole interval is on the other side of 0, or within `NEGLIGIBLE` of it.
+    """
+    rule = (
+        f"criterion: {CONFIDENCE:.0%} interval {'above' if sign > 0 else 'below'} 0 and the mean beyond "
+        f"{NEGLIGIBLE:g} (ours)"
+    )
+    evidence = f"{what}: {effect}{more}; {rule}"
+    if not math.isfinite(effect.half_width):
+        return Verdict(claim, UNTESTABLE, f"{evidence}; an interval needs two seeds or more")
+    near, far = (sign * effect.mean + side * effect.half_width for side in (-1, 1))
+    if near > 0 and sign * effect.mean >= NEGLIGIBLE:
+        return Verdict(claim, HOLDS, evidence)
+    if far < 0 or (abs(near) < NEGLIGIBLE and abs(far) < NEGLIGIBLE):
+        return Verdict(claim, FAILS, evidence)
+    return Verdict(claim, UNDECIDED, evidence)
+
+
+def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> list[Verdict]:
+    """The claims of every caption: the strongest κ₂ against the weakest, and how all of them rank."""
+    if len(settings) < 2:
+        return []
+    weakest, strongest = settings[0], settings[-1]
+    found = []
+    for words, name, sign, relative in CLAIMS:
+        effect = difference(data.rows, strongest, weakest, name, relative=relative)
+        rank = rank_correlation(data.rows, settings, name)
+        found.append(
+            judge_effect(
+                f"With stronger κ₂ {words}{how}",
+                f"difference of logarithms, {label_of(strongest)} against {label_of(weakest)}, step {data.step}",
+                effect,
+                sign,
+                f", rank correlation with κ₂ {rank}",
+            )
+        )
+    return found
+
+
+def against_others(data: Comparable) -> list[Verdict]:
+    """LocAteR against none, and the best of its settings against the best plain weight decay."""
+    found = []
+    if data.exact and data.plain is not None:
+        for words, name, sign, relative in CLAIMS[1:]:
+            effect = difference(data.rows, data.exact[-1], data.plain, name, relative=relative)
+            pair = f"{label_of(data.exact[-1])} against {label_of(data.plain)}"
+            what = f"difference of logarithms, {pair}, step {data.step}"
+            found.append(judge_effect(f"With LocAteR {words} (“eventually”, section 7)", what, effect, sign))
+    if data.exact and len(data.decays) > 1:
+        means = data.rows.groupby("setting", sort=False)["lowest_loss"].mean()
+        best, rival = (min(group, key=lambda s: means[s]) for group in (data.exact, data.decays))
+        effect = difference(data.rows, best, rival, "lowest_loss", relative=False)
+        found.append(
+            judge_effect(
+                "LocAteR does better than plain weight decay tuned as fairly (ours)",
+                f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
+                f"{label_of(rival)} (best of {len(data.decays)}), both chosen on the same held-out text",
+                effect,
+                -1,
+            )
+        )
+    return found
+
+
+def linked(data: Comparable) -> list[Verdict]:
+    """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over LocAteR settings and none."""
+    settings = [*data.exact, *([data.plain] if data.plain else [])]
+    if len(settings) < 3:
+        return []
+    pairs = (
+        ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
+        ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
+    )
+    return [
+        judge_effect(
+            f"{claim} (section 7)",
+            f"rank correlation over {len(settings)} settings, step {data.step}",
+            rank_correlation(data.rows, settings, name, against),
+            -1,
+        )
+        for claim, name, against in pairs
+    ]
+
+
+def stripes(data: Comparable) -> list[Verdict]:
+    """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
+    if not data.exact or data.plain is None:
+        return []
+    effect = difference(data.rows, data.exact[-1], data.plain, "stripes", relative=False)
+    levels = ", ".join(
+        f"{label_of(setting)} {Effect(data.rows[data.rows['setting'] == setting]['stripes'].to_numpy())}"
+        for setting in (data.exact[-1], data.plain)
+    )
+    what = f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}"
+    claim = "LocAteR entails salient stripes of ρ, and no LocAteR has none (section 7)"
+    return [judge_effect(claim, what, effect, 1, f" ({levels})")]
+
+
+def _lines(
+    data: Comparable, settings: Sequence[Setting], table: str, name: str
+) -> tuple[list[Floats], list[Any]]:
+    """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
+    steps, lines = [], []
+    for setting in settings:
+        columns = []
+        for point in (p for p in data.points if without_seed(p.setting) == setting):
+            frame = point.losses if table == "losses" else point.heads[point.heads["layer"] == 0]
+            columns.append(frame.set_index("step")[name])
+        values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
+        if table == "losses":
+            values = np.exp(values)
+        steps.append(columns[0].index.to_numpy(dtype=np.float64)[: len(values)])
+        lines.append((values.mean(axis=1), values.min(axis=1), values.max(axis=1)))
+    return steps, lines
+
+
+def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str) -> Exhibit:
+    shown = []
+    steps: list[Floats] = []
+    for name, table, heading, logarithmic in (
+        ("trace", "heads", "tr W_QK", False),
+        ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", True),
+        ("entropy", "heads", "attention entropy, nats", False),
+        ("held_out_loss", "losses", "held-out perplexity", True),
+    ):
+        steps, lines = _lines(data, settings, table, name)
+        shown.append(Panel(heading, lines, logarithmic))
+    lowest = min(float(low.min()) for _, low, _ in shown[-1].lines)
+    highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
+    window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
+    shown.append(Panel("the same, magnified", shown[-1].lines, True, window))
+    return exhibit(
+        key,
+        title,
+        drawing.panels([label_of(setting) for setting in settings], steps, shown),
+        "Lines are means over seeds, bands reach from the lowest seed to the highest; of the first layer's head.",
+        "whether the lines lie in the order of κ₂, and whether they are further apart than their bands.",
+        f"{BAO}, Figs. 6 and 8 to 12",
+        wide=True,
+    )
+
+
+def _maps(data: Comparable) -> list[Exhibit]:
+    settings = [*reversed(data.exact), *data.decays, *reversed(data.printed[1:])]
+    firsts = [next(p for p in data.points if without_seed(p.setting) == setting) for setting in settings]
+    arrays = [
+        (np.array(p.propagation_steps, dtype=np.float64), p.propagation[:, 0].numpy().astype(np.float64))
+        for p in firsts
+    ]
+    names = [label_of(setting) for setting in settings]
+    # In the order of the curves, so that a setting has one colour on the page.
+    chosen = [setting for setting in (*data.exact, data.plain) if setting][: len(drawing.style.CATEGORIES)]
+    curves = [
+        np.mean([profile(p, data.step) for p in data.points if without_seed(p.setting) == setting], axis=0)
+        for setting in chosen
+    ]
+    return [
+        exhibit(
+            "maps",
+            "ρ over training",
+            drawing.propagation_map(*arrays[0]),
+            "The signal propagation probability of every key position for the last query of the first layer, measured "
+            "on the same held-out windows; of the first seed.",
+            "horizontal stripes: positions that stay high or low.",
+            f"{BAO}, Fig. 7",
+            choice=by_name("setting", names, lambda place: drawing.map_patch(*arrays[place])),
+            wide=True,
+        ),
+        exhibit(
+            "profiles",
+            "ρ by position, averaged over training",
+            drawing.profiles([label_of(setting) for setting in chosen], curves),
+            f"Mean over time to step {data.step} and over seeds.",
+            "whether a line is flat.",
+            f"{BAO}, Fig. 7",
+        ),
+    ]
+
+
+def _compared_at(data: Comparable) -> str:
+    trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.points)
+    further = (
+        f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
+    )
+    return number(data.step) + further
+
+
+def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
+    table = by_setting(data.rows)
+    found = [
+        Comparison("step at which all are compared", "50 000", _compared_at(data)),
+        Comparison(
+            "tokens",
+            "words of WikiText-2",
+            "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE",
+        ),
+    ]
+    for row in table.to_dict(orient="records"):
+        here = (
+            f"perplexity {number(row['final_perplexity'], 4)}, lowest {number(row['lowest_perplexity'], 4)} at step "
+            f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
+            f"{number(row['entropy'], 4)}"
+        )
+        found.append(Comparison(f"{row['setting']}, {counted(row['seeds'], 'seed')}", "", here))
+    return found
+
+
+def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
+    """All that is said of the trainings of one depth and width: verdicts, curves, maps and tables.
+
+    Args:
+        points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
+    """
+    data = comparable(points)
+    printed = captions(data, data.printed, " with the printed gradient")
+    verdicts = [*captions(data, data.exact), *printed, *against_others(data), *linked(data), *stripes(data)]
+    curves = [
+        _curves(data, [*data.exact, *([data.plain] if data.plain else [])], "curves", "Training with LocAteR")
+    ]
+    if len(data.decays) > 1:
+        curves.append(_curves(data, data.decays, "decays", "Training with plain weight decay"))
+    if len(data.printed) > 1:
+        curves.append(_curves(data, data.printed, "printed", "Training with the printed gradient of LocAteR"))
+    trainings = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
+    tables = {"settings": by_setting(data.rows), "trainings": trainings}
+    runs: dict[str, dict[str, object]] = {"grid": dict(recipe)}
+    return Outcome(_comparisons(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
+
+
+def _of_shape(study: Study, layers: int, width: int) -> Outcome:
+    recipe, points = read_grid(_grid_of(study))
+    chosen = [p for p in points if (p.setting.layers, p.setting.width) == (layers, width)]
+    if not chosen:
+        there = sorted({(p.setting.layers, p.setting.width) for p in points})
+        has = ", ".join(f"{depth} layers at d = {size}" for depth, size in there)
+        raise UsageError(
+            f"the grid has no training of {layers} layers at d = {width} (it has {has}): train them with "
+            f"`theodolite train locater --layers {layers} --widths {width}`"
+        )
+    return outcome_of(chosen, recipe)
+
+
+def _figure_7(study: Study) -> Outcome:
+    """Of d = 128 with one layer where it was trained, as published; else of the grid's first depth and width."""
+    _, points = read_grid(_grid_of(study))
+    there = sorted({(p.setting.layers, p.setting.width) for p in points})
+    whole = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
+    shown = [one for one in whole.exhibits if one.key in ("maps", "profiles")]
+    verdicts = [verdict for verdict in whole.verdicts if "stripes" in verdict.claim]
+    return Outcome(whole.comparisons, verdicts, whole.tables, shown, whole.runs)
+
+
+def _grid_of(study: Study) -> Path:
+    grid = study.run.provenance.get("grid")
+    if grid is None:
+        raise UsageError(
+            "figures 6 to 12 of localization are read from a grid of trainings: give the folder that `theodolite train "
+            "locater` wrote"
+        )
+    return Path(grid["folder"])
+
+
+def grid_run(folder: str | Path) -> Run:
+    """What stands for the run of these figures: no tables, and the provenance of a grid's folder.
+
+    Raises:
+        UsageError: the folder holds no grid.
+    """
+    recipe, points = read_grid(folder)
+    empty = pd.DataFrame()
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": f"{len(points)} trainings in {Path(folder).name}",
+            "sha256": None,
+            "architecture": "Post-LN decoder",
+            "layers": max(point.setting.layers for point in points),
+            "heads": 1,
+        },
+        "seed": 0,
+        "grid": {"folder": str(folder), **recipe},
+    }
+    return Run(empty, empty, empty, empty, empty, {}, provenance)
+
+
+REGULARISED = [
+    *(
+        Experiment(
+            f"localization/figure{place}",
+            f"Training with LocAteR: {layers} {'layer' if layers == 1 else 'layers'}, d = {width}",
+            "With stronger κ₂ the eigenspectrum scale shrinks, the attention entropy increases, and the perplexity "
+            f"improves (Fig. {place})",
+            (),
+            partial(_of_shape, layers=layers, width=width),
+        )
+        for place, (layers, width) in FIGURES.items()
+    ),
+    Experiment(
+        "localization/figure7",
+        "Signal propagation over training, with LocAteR and without",
+        "LocAteR entails salient horizontal stripes; without it ρ is uniform (Fig. 7)",
+        (),
+        _figure_7,
+    ),
+]

@@ -1,0 +1,317 @@
+"""A grid of LocAteR trainings (Bao et al. 2024, Figs. 6–12): which settings, side by side, and always to go on with.
+
+All trainings are brought to the same number of steps in rounds, so that a grid which is stopped at any time compares
+equals; the same command goes on, and one that asks for more steps, seeds, layers or settings adds them to the folder.
+Every process trains on one core. How one training works is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from filelock import FileLock, Timeout
+from jaxtyping import Float
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import logging
+
+from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
+from theodolite.papers.localization.locater_training import Recipe, Setting, Training
+from theodolite.papers.training.loop import threads as using
+from theodolite.system.checksums import Damaged, notes_of
+from theodolite.system.files import write_text, writing
+from theodolite.system.interrupt import interruptible
+from theodolite.train.locater_penalty import Gradient
+
+ROUND = 5000
+"""Steps by which every training goes on before any goes further."""
+
+POINTS = "points"
+CLAIM = "grid.json"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The published settings, and as many weight decays without LocAteR.
+
+    Attributes:
+        layers, widths: depths and d; every combination of all that follows at each.
+        seeds: 0 … seeds − 1.
+        scale: κ₁ of every LocAteR training.
+        means: κ₂ of the LocAteR trainings.
+        weight_decays: of the trainings without LocAteR; 0.01 is the published one.
+        gradient: of the second term of LocAteR (`locater_penalty`).
+    """
+
+    layers: tuple[int, ...] = (1,)
+    widths: tuple[int, ...] = (32,)
+    seeds: int = 3
+    scale: float = 100.0
+    means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+    weight_decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
+    gradient: Gradient = "exact"
+
+    def settings(self) -> list[Setting]:
+        """Every training; a seed's before the next seed's."""
+        found = []
+        for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
+            place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
+            found += [
+                Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
+            ]
+            found += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
+        return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to know besides its settings."""
+
+    folder: Path
+    recipe: Recipe
+    steps: int
+    device: str
+
+
+def train_grid(
+    job: Job, settings: list[Setting], files: TextFiles, console: Console, side_by_side: int = 1
+) -> None:
+    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own.
+
+    Raises:
+        UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
+        WorkError: a training failed (the others are finished), or a file cannot be written.
+        KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
+    """
+    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
+        if number < 1:
+            raise UsageError(f"there is no {what} to train with: give at least one {what}.")
+    for setting in settings:
+        setting.check()
+    with writing(job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(job.folder / "lock"):
+        kept_text(job.folder, files)
+        _claim(job)
+    console.print(f"{len(settings)} trainings of {job.steps} steps in {job.folder}, {side_by_side} at a time")
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with interruptible(
+        lambda: say("stopping after this step; press Ctrl-C again to stop at once")
+    ) as pressed:
+        if side_by_side == 1:
+            failed = _train_all(settings, job, pressed, say)
+        else:
+            shares = [settings[first::side_by_side] for first in range(side_by_side)]
+            failed = _beside([share for share in shares if share], job, pressed, say)
+        if pressed():
+            raise KeyboardInterrupt
+    if failed:
+        raise WorkError("; ".join(failed))
+
+
+def _claim(job: Job) -> None:
+    """Write into the folder how its trainings are made, unless it says the same already."""
+    claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
+    place = job.folder / CLAIM
+    if not place.exists():
+        with writing(job.folder):
+            text = json.dumps(claim, indent=2) + "\n"
+            write_text(place, text)
+    if json.loads(place.read_text(encoding="utf-8")) != claim:
+        raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
+
+
+def _train_all(
+    settings: list[Setting], job: Job, stop: Callable[[], bool], say: Callable[[str], None]
+) -> list[str]:
+    """Train the settings in rounds; the messages of those that failed, which are not tried again."""
+    text = load_text(job.folder)
+    failed: dict[Setting, str] = {}
+    with using(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
+        for target in [*range(ROUND, job.steps, ROUND), job.steps]:
+            for setting in settings:
+                folder = job.folder / POINTS / setting.name
+                if stop():
+                    return []
+                if setting in failed or (steps_of(folder) >= target and target < job.steps):
+                    continue
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    with FileLock(folder / "lock", timeout=0):
+                        began = time.perf_counter()
+                        training = Training(folder, setting, job.recipe, text, job.device)
+                        done = training.step
+                        if training.advance(target, stop) and target == job.steps:
+                            training.finish()
+                        _say_progress(training, done, time.perf_counter() - began, say)
+                except Timeout:
+                    say(f"{setting.name}: another process is at it; left out")
+                except TheodoliteError as error:
+                    failed[setting] = str(error)
+                    say(f"{setting.name}: {error}")
+    return list(failed.values())
+
+
+def _say_progress(training: Training, done: int, seconds: float, say: Callable[[str], None]) -> None:
+    if training.step == done:
+        return
+    last = training.tables()[0].iloc[-1]
+    say(
+        f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
+        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps a second"
+    )
+
+
+def _beside(
+    shares: list[list[Setting]], job: Job, pressed: Callable[[], bool], say: Callable[[str], None]
+) -> list[str]:
+    """A process for each share; they hear of Ctrl-C from here, and stop when this process is gone."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    failed: list[str] = []
+    workers, open_ends = [], []
+    for share in shares:
+        receive, send = context.Pipe(duplex=False)
+        worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
+        with _unheard_interrupts():
+            worker.start()
+        send.close()  # so that the end of the process is the end of the pipe
+        workers.append(worker)
+        open_ends.append(receive)
+    while open_ends:
+        if pressed():
+            stop.set()
+        ready = wait(open_ends, timeout=0.5)
+        for end in [end for end in open_ends if end in ready]:
+            try:
+                kind, line = end.recv()
+            except EOFError:
+                open_ends.remove(end)
+                continue
+            if kind == "failed":
+                failed.append(line)
+            else:
+                say(line)
+    for worker in workers:
+        worker.join()
+        if worker.exitcode:
+            failed.append(f"a process ended with status {worker.exitcode}; run the same command again")
+    return failed
+
+
+@contextmanager
+def _unheard_interrupts() -> Iterator[None]:
+    """What is started here ignores Ctrl-C, which reaches every process of a terminal: the first one decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connection) -> None:
+    def stopped() -> bool:
+        return stop.is_set() or os.getppid() != parent
+
+    def say(line: str) -> None:
+        if os.getppid() == parent:
+            send.send(("said", line))
+
+    logging.disable_progress_bar()
+    try:
+        for line in _train_all(share, job, stopped, say):
+            send.send(("failed", line))
+    except TheodoliteError as error:
+        send.send(("failed", str(error)))
+
+
+def steps_of(folder: Path) -> int:
+    """The step of a training's checkpoint; 0 where there is none."""
+    place = folder / "checkpoint.safetensors"
+    if not place.exists():
+        return 0
+    try:
+        return int(notes_of(place)["step"])
+    except Damaged as error:
+        raise UsageError(f"{place} is damaged ({error}): remove {folder} to begin it anew.") from error
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one training of a grid has given so far.
+
+    Attributes:
+        losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
+        heads: `step`, `layer`, `trace`, `trace_of_square`, `frobenius_squared`, `entropy`, `propagation`.
+        propagation: ρ_i of the last query, (steps, layers, T), float32, for `propagation_steps`.
+        summary: the model of the last step on all held-out text; None before its grid's last step.
+    """
+
+    setting: Setting
+    losses: pd.DataFrame
+    heads: pd.DataFrame
+    propagation: Float[Tensor, "steps layers length"]
+    propagation_steps: list[int]
+    summary: dict[str, Any] | None
+
+
+def is_grid(folder: str | Path) -> bool:
+    """Whether a grid of trainings is there, finished or not."""
+    return (Path(folder) / CLAIM).is_file()
+
+
+def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
+    """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
+
+    Raises:
+        UsageError: the folder holds no grid, or none that has been measured.
+    """
+    folder = Path(folder)
+    try:
+        recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
+    points = [_point(place) for place in sorted((folder / POINTS).glob("*")) if _readable(place)]
+    if not points:
+        raise UsageError(f"{folder} holds no training that has been saved yet; wait for the first ones.")
+    return recipe, points
+
+
+def _readable(folder: Path) -> bool:
+    return (folder / "propagation.safetensors").exists()  # the last file of the first save
+
+
+def _point(folder: Path) -> Point:
+    setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
+    summary = folder / "summary.json"
+    kept = load_file(folder / "propagation.safetensors")
+    return Point(
+        setting,
+        pd.read_parquet(folder / "losses.parquet"),
+        pd.read_parquet(folder / "heads.parquet"),
+        kept["propagation"],
+        kept["steps"].tolist(),
+        json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
+    )

@@ -1,0 +1,150 @@
+"""What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
+
+Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The trainings and what
+counts as a loss that notices are in `collapse`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.corpus.documents import python_topics
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.monitor_runs import EVERY, HEALTHY, LENGTH, PACES, SEEDS, STEPS, collapse
+from theodolite.papers.training.tasks import Characters
+from theodolite.report.data import Floats
+from theodolite.report.drawing import locater as figures_locater
+from theodolite.report.drawing import monitor as figures_monitor
+from theodolite.report.drawing.locater import Panel
+from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import counted
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+SHOWN = (
+    ("loss", "loss, nats a character"),
+    ("entropy_share_min", "lowest entropy of a head over its maximum"),
+    ("propagation_min", "lowest ρ of a head"),
+    ("alarms", "alarms that stand"),
+)
+SOURCE = "theodolite's own; the alarms are those of docs/monitor.md"
+
+
+def judged(runs: pd.DataFrame) -> list[Verdict]:
+    """Verdicts on `runs` of `collapse`: the lead over the loss, and the false alarms."""
+    failing, healthy = runs[runs["pace"] != HEALTHY.name], runs[runs["pace"] == HEALTHY.name]
+    warned = failing["first_alarm"].notna()
+    late = warned & (failing["first_alarm"] >= failing["loss_notices"])  # False where the loss never notices
+    unnoticed = warned & failing["loss_notices"].isna()
+    leads = failing["lead"].dropna()
+    lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
+    evidence = (
+        f"first alarm before the loss rises or stalls more than in any healthy training in "
+        f"{int((warned & ~late).sum())} of {len(failing)} failing trainings{lead}; in {int(unnoticed.sum())} of them "
+        f"the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
+    )
+    claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
+    false = healthy["first_alarm"].notna()
+    quiet = f"alarms in {int(false.sum())} of {counted(len(healthy), 'healthy training')}; criterion: in none (ours)"
+    calm = "A training at a good learning rate raises no alarm (ours)"
+    return [
+        Verdict(claim, HOLDS if (warned & ~late).all() else FAILS, evidence)
+        if len(failing)
+        else Verdict(claim, UNTESTABLE, "no failing training"),
+        Verdict(calm, FAILS if false.any() else HOLDS, quiet),
+    ]
+
+
+def _monitor(study: Study) -> Outcome:
+    text = "\n\n".join(document.text for document in python_topics())
+    seeds = [study.run.provenance["seed"] + seed for seed in SEEDS]
+    done = iter(range(1, len(seeds) * len(PACES) + 1))
+    found = collapse(
+        Characters.of_text(text, LENGTH),
+        seeds=seeds,
+        show_progress=lambda pace, seed: study.say(
+            f"training {next(done)} of {len(seeds) * len(PACES)}: {pace}, seed {seed}"
+        ),
+    )
+    runs = found["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
+    tables = {"runs": runs, "looks": found["looks"], "alarms": found["alarms"]}
+    exhibits = [_moments(runs), _course(found["looks"], found["losses"])]
+    return Outcome(_compared(runs), judged(runs), tables, exhibits)
+
+
+def _compared(runs: pd.DataFrame) -> list[Comparison]:
+    found = []
+    for pace, rows in runs.groupby("pace", sort=False):
+        moments = (
+            f"{what} {_steps(rows[column])}"
+            for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
+        )
+        final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
+        found.append(Comparison(str(pace), "", "; ".join([*moments, final])))
+    return found
+
+
+def _steps(values: pd.Series) -> str:
+    if values.isna().all():
+        return "never"
+    return "at step " + ", ".join("never" if pd.isna(value) else f"{value:.0f}" for value in values)
+
+
+def _moments(runs: pd.DataFrame) -> Exhibit:
+    runs = runs.sort_values(
+        "pace", key=lambda names: names.map([pace.name for pace in PACES].index), kind="stable"
+    )
+    rows = [f"{row.pace}, seed {row.seed}" for row in runs.itertuples()]
+    columns = ("first_alarm", "loss_notices", "behind_healthy")
+    moments = [runs[name].to_numpy(dtype=np.float64) for name in columns]
+    names = ("first alarm", "the loss rises or stalls", "the loss is behind the healthy one's")
+    return exhibit(
+        "moments",
+        "Who notices first",
+        figures_monitor.moments(rows, dict(zip(names, moments, strict=True)), STEPS),
+        "A dot where each training was noticed; no dot: never. The last kind needs the healthy training beside it, "
+        "which nobody has in practice.",
+        "whether the first alarm is left of the loss, and no alarm in the healthy trainings.",
+        SOURCE,
+    )
+
+
+def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
+    both = looks.merge(losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"])
+    both["loss"] = both["smoothed"]
+    names = [pace.name for pace in PACES]
+    shown: dict[str, list[tuple[Floats, Floats, Floats]]] = {name: [] for name, _ in SHOWN}
+    steps = []
+    for pace in names:
+        rows = both[both["pace"] == pace].groupby("step")
+        steps.append(np.array(sorted(rows.groups), dtype=np.float64))
+        for name, lines in shown.items():
+            column = rows[name]
+            lines.append(tuple(part.to_numpy() for part in (column.mean(), column.min(), column.max())))
+    return exhibit(
+        "course",
+        "The same trainings, step by step",
+        figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
+        f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
+        f"the monitor looks every {EVERY} steps.",
+        "how far the heads have gone while the loss still falls.",
+        SOURCE,
+        wide=True,
+    )
+
+
+MONITORED = [
+    Experiment(
+        "localization/monitor",
+        "A collapse caught while it happens: the monitor beside the loss, at learning rates that are too high",
+        "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
+        (),
+        _monitor,
+    )
+]

@@ -1,0 +1,350 @@
+"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, beside four predictions of ρ.
+
+It needs no model and no text. What is simulated is in `walks`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from theodolite.judging import Criterion, Verdict, judge
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.curve_shape import width
+from theodolite.papers.localization.walk_simulation import (
+    COVARIANCES,
+    Simulation,
+    WalkSetting,
+    over_draws,
+    simulate,
+)
+from theodolite.report.data import Floats, provenance
+from theodolite.report.drawing import localization as drawing
+from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number, with_error
+from theodolite.theory.exact_propagation import propagation_exact
+from theodolite.theory.propagation import propagation, propagation_finite
+from theodolite.theory.regimes import regime
+
+if TYPE_CHECKING:
+    from theodolite.papers.experiment import Study
+
+SETTING = WalkSetting()
+
+PREDICTED = {
+    "published": "Eq. 6 as printed gives ρ of random walks",
+    "corrected": "Eq. 6 with the corrected variance does",
+    "finite": "The Gaussian with the exact moments at finite T does",
+    "exact": "The exact distribution does",
+}
+"""Each prediction, and the claim that it describes the simulation, in the order in which they are drawn."""
+
+FAR = 3.0  # standard errors
+
+DESCRIBES = Criterion("at most", 0.1, "a tenth of the range of a probability (ours)")
+WITHIN_ERROR = Criterion(
+    "at most", 0.01, f"0.0027 of normally distributed points are beyond {FAR:g} standard errors (ours)"
+)
+NARROWER = Criterion("more than", 0.0, "“localizes with smaller scales and larger means”: fewer positions")
+HIGHER = Criterion("more than", 0.0, "“high attention entropy”: higher than at the largest scale")
+OPPOSED = Criterion(
+    "less than", 0.0, "localized (fewer positions) goes with higher entropy, as in A2 of section 5"
+)
+PROXY = Criterion("at least", 0.9, "“a reasonable proxy” read as: nearly the same order (ours)")
+
+LEAST_ENTROPY = 0.02  # nats, where the axis begins
+
+
+def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
+    """ρ_1 … ρ_T of every pair, (P, T), each the mean over the drawn spectra: the keys of `PREDICTED`."""
+    spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
+    trace, square = spectra.sum(-1), spectra.square().sum(-1)
+    theta = torch.arange(1, size + 1, dtype=torch.float64) / size
+    xi, eta = trace / square.sqrt(), square.sqrt() / temperature
+    found = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
+    found["finite"] = propagation_finite(trace, square, square, size, temperature)
+    found["exact"] = propagation_exact(spectra, size, temperature)
+    return {name: curve.mean(1) for name, curve in found.items()}
+
+
+def beyond(sim: Simulation, predicted: Tensor) -> float:
+    """Share of pairs and positions at which a prediction is more than `FAR` standard errors from the simulation.
+
+    The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
+    share gives none where no walk, or every walk, propagates.
+    """
+    walks = sim.walks * sim.propagates.shape[1]
+    error = (predicted * (1 - predicted) / walks).clamp_min(0).sqrt().clamp_min(1 / walks)
+    return float(((predicted - sim.propagation).abs() > FAR * error).double().mean())
+
+
+def _figure_5(study: Study) -> Outcome:
+    seed = provenance(study.run, "seed") or 0
+    sims = {name: simulate(SETTING, name, seed) for name in COVARIANCES}
+    predicted = {name: predictions(sim, SETTING) for name, sim in sims.items()}
+    figures = [
+        *(_curves(name, sims[name], predicted[name]) for name in COVARIANCES),
+        _entropies(sims),
+    ]
+    verdicts = [*_of_predictions(sims, predicted), *_of_localization(sims), *_of_entropy(sims)]
+    tables = {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
+    return Outcome(_comparisons(sims, predicted), verdicts, tables, figures)
+
+
+def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit:
+    observed = sim.propagation.numpy()
+    walks, draws = (error.numpy() for error in sim.propagation_errors())
+
+    def values(place: int) -> tuple[Floats, tuple[Floats, Floats], list[Floats]]:
+        return (
+            observed[place],
+            (walks[place], draws[place]),
+            [predicted[key][place].numpy() for key in PREDICTED],
+        )
+
+    positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
+    said = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
+    return exhibit(
+        name,
+        f"Simulated signal propagation, {name} Σ",
+        drawing.simulation(positions, *values(0)),
+        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {said}) in which "
+        f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
+        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
+        "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
+        "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
+        "context wherever η is not small.",
+        f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
+        choice=by_name(
+            "mean ± scale",
+            [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs],
+            lambda place: drawing.simulation_patch(*values(place)),
+            grid=True,
+        ),
+        wide=True,
+    )
+
+
+def _by_scale(values: Tensor) -> Floats:
+    """A number a pair as (means, scales)."""
+    grid: Floats = values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
+    return grid
+
+
+def _entropies(sims: dict[str, Simulation]) -> Exhibit:
+    grids = {
+        name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
+        for name, sim in sims.items()
+    }
+    return exhibit(
+        "entropy",
+        "Attention entropy by mean and scale of the eigenvalues",
+        drawing.entropies(SETTING.scales, SETTING.means, *grids["isotropic"], LEAST_ENTROPY),
+        "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
+        f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
+        "lines that fall to the right, if a small scale meant a high entropy at every mean.",
+        f"{BAO}, Fig. 5 right",
+        choice=by_name(
+            "Σ", list(COVARIANCES), lambda place: drawing.entropies_patch(*grids[COVARIANCES[place]])
+        ),
+    )
+
+
+def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Verdict]:
+    points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
+    verdicts = []
+    for name, claim in PREDICTED.items():
+        gaps, errors = (
+            torch.stack(parts)
+            for parts in zip(
+                *(
+                    ((predicted[key][name] - sim.propagation).abs(), sim.propagation_errors()[0])
+                    for key, sim in sims.items()
+                ),
+                strict=True,
+            )
+        )
+        worst = int(gaps.argmax())
+        sigma, pair, place = np.unravel_index(worst, gaps.shape)
+        mean, scale = SETTING.pairs[pair]
+        where = f"{COVARIANCES[sigma]} Σ, mean {mean:g}, scale {scale:g}, token {place + 1}"
+        what = f"largest |predicted − simulated| ρ, {points} (at {where})"
+        verdicts.append(
+            judge(
+                f"{claim} (section 4, Fig. 5)",
+                what,
+                float(gaps.flatten()[worst]),
+                DESCRIBES,
+                float(errors.flatten()[worst]),
+            )
+        )
+    shares = [beyond(sim, predicted[key]["exact"]) for key, sim in sims.items()]
+    verdicts.append(
+        judge(
+            "What the exact distribution leaves is the simulation's own error",
+            f"share of points beyond {FAR:g} standard errors over walks, {points}",
+            float(np.mean(shares)),
+            WITHIN_ERROR,
+        )
+    )
+    return verdicts
+
+
+def _worst_gain(
+    sims: dict[str, Simulation], values: dict[str, Tensor], along: str
+) -> tuple[float, float, str]:
+    """The least favourable of all paired differences, its standard error over draws, and where it is.
+
+    Args:
+        values: a number for each pair and draw, (P, D).
+        along: "scale": largest less smallest scale, at every mean but 0; "mean": smallest (but 0) less largest mean,
+            at every scale.
+    """
+    found = []
+    for name in sims:
+        grid = values[name].unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
+        rows = grid[:, -1] - grid[:, 0] if along == "scale" else grid[0] - grid[-1]
+        said = SETTING.means[1:] if along == "scale" else SETTING.scales
+        for value, row in zip(said, rows, strict=True):
+            what = f"{name} Σ, {'mean' if along == 'scale' else 'scale'} {value:g}"
+            found.append((float(row.mean()), float(over_draws(row[None])[0]), what))
+    return min(found)
+
+
+def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
+    widths = {name: width(sim.propagates) for name, sim in sims.items()}
+    verdicts = []
+    for along, said, of in (
+        ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
+        ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
+    ):
+        value, error, where = _worst_gain(sims, widths, along)
+        verdicts.append(
+            judge(
+                f"ρ localizes with {said} (section 5, Fig. 5)",
+                f"effective share of positions {of}, the least ({where})",
+                value,
+                NARROWER,
+                error,
+            )
+        )
+    agreement, error = _over_pairs(widths["isotropic"], widths["anisotropic"])
+    verdicts.append(
+        judge(
+            "The spectrum of W_QK stands for that of W_QK Σ (section 5)",
+            "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ",
+            agreement,
+            PROXY,
+            error,
+        )
+    )
+    return verdicts
+
+
+def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
+    entropy = {name: -sim.entropy for name, sim in sims.items()}  # a gain is what falls as the scale grows
+    value, error, where = _worst_gain(sims, entropy, "scale")
+    found = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
+    both = [float(np.mean([one[place] for one in found])) for place in (0, 1)]
+    return [
+        judge(
+            "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
+            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the least ({where})",
+            value,
+            HIGHER,
+            error,
+        ),
+        judge(
+            "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
+            "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
+            both[0],
+            OPPOSED,
+            both[1],
+        ),
+    ]
+
+
+def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """Spearman's correlation over pairs of two numbers (P, D): mean over draws, and its standard error."""
+    found = torch.tensor(
+        [float(spearmanr(a, b).statistic) for a, b in zip(first.T, second.T, strict=True)],
+        dtype=torch.float64,
+    )
+    return float(found.mean()), float(over_draws(found[None])[0])
+
+
+def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Comparison]:
+    rows = []
+    for name, sim in sims.items():
+        means = ", ".join(
+            f"{key} {number(float((curve - sim.propagation).abs().mean()))}"
+            for key, curve in predicted[name].items()
+        )
+        rows.append(Comparison(f"mean |predicted − simulated| ρ, {name} Σ", "", means))
+        shares = ", ".join(f"{key} {beyond(sim, curve):.3f}" for key, curve in predicted[name].items())
+        rows.append(Comparison(f"share of points beyond {FAR:g} standard errors, {name} Σ", "", shares))
+    iso = sims["isotropic"]
+    by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
+    for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
+        said = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
+        scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
+        rows.append(Comparison(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", "", said))
+    rows.append(Comparison("pairs of mean and scale; temperature", "not printed", "ours; λ = √d"))
+    return rows
+
+
+def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+    """One row a covariance and pair."""
+    parts = []
+    for name, sim in sims.items():
+        square, widths = sim.eigenvalues.square().sum(-1), width(sim.propagates)
+        xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
+        walks, draws = sim.entropy_errors()
+        columns = {
+            "xi": xi.mean(1),
+            "eta": eta.mean(1),
+            "r": (xi * eta).mean(1),
+            "width": widths.mean(1),
+            "width_se": over_draws(widths),
+            "entropy": sim.entropy.mean(1),
+            "entropy_se_walks": walks,
+            "entropy_se_draws": draws,
+        } | {
+            f"error_{key}": (curve - sim.propagation).abs().amax(-1) for key, curve in predicted[name].items()
+        }
+        places = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
+        places.insert(0, "covariance", name)
+        part = places.assign(**{key: value.numpy() for key, value in columns.items()})
+        parts.append(part.assign(regime=regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
+    """One row a covariance, pair and token."""
+    rows = []
+    for name, sim in sims.items():
+        columns = {"simulated": sim.propagation}
+        columns |= dict(zip(("se_walks", "se_draws"), sim.propagation_errors(), strict=True))
+        columns |= predicted[name]
+        for place, (mean, scale) in enumerate(SETTING.pairs):
+            part = {"covariance": name, "mean": mean, "scale": scale, "token": range(1, SETTING.length + 1)}
+            rows.append(pd.DataFrame(part | {key: value[place].numpy() for key, value in columns.items()}))
+    return pd.concat(rows, ignore_index=True)
+
+
+LOCALIZATION_WALKS = [
+    Experiment(
+        "localization/figure5",
+        "Simulated signal propagation and entropy, beside what theory predicts",
+        "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
+        (),
+        _figure_5,
+    )
+]

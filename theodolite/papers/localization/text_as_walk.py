@@ -1,0 +1,309 @@
+"""Text as a random walk: second moments of hidden states beside min(s, t) Σ, random tokens and a true walk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import Criterion, Verdict, judge_layers
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.walk_fit import (
+    MEASURES,
+    autocorrelations,
+    mean_gram,
+    pair_table,
+    steps_shared,
+    walk_table,
+)
+from theodolite.papers.localization.walk_increments import LAGS, TextWalk, WalkSums, read_walk, simulated_walk
+from theodolite.passes.prompts import vocabulary_of
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.drawing import localization as drawing
+from theodolite.report.drawing.localization import Line
+from theodolite.report.exhibit import Exhibit, by_layer, by_name, exhibit
+from theodolite.report.measures import BAO
+from theodolite.report.outcome import Comparison, Outcome
+from theodolite.system.wording import number, with_error
+
+if TYPE_CHECKING:
+    from theodolite.accumulate.sums import State
+    from theodolite.papers.experiment import Study
+
+TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
+LINES = {
+    TEXT: Line(TEXT, style.MEASURED, width=2.6),
+    RANDOM: Line(RANDOM, style.BLUE),
+    WALK: Line(WALK, style.GREEN),
+}
+
+EXPLAINS = Criterion(
+    "at least", 0.5, "“semantically plausible” (Remark 3) read as: half of the variation is a walk's (ours)"
+)
+UNCORRELATED = Criterion(
+    "at most", 0.1, "in size; Assumption 1 has 0, vectors independent of each other −½; the tenth is ours"
+)
+GROWS = Criterion("at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours")
+NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
+DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
+
+
+@dataclass(frozen=True)
+class Walks:
+    """The same sums of a text, of random tokens and of a simulated walk, of what attention reads; and the residual.
+
+    Attributes:
+        sums: by `TEXT`, `RANDOM`, `WALK`: what attention reads.
+        text: the pass over the text, with its residual stream.
+    """
+
+    sums: dict[str, tuple[WalkSums, State]]
+    text: TextWalk
+
+
+def text_walk(study: Study) -> TextWalk:
+    """The pass over the text of the run, made once for all experiments.
+
+    Raises:
+        UsageError: the text is not at hand, or its contexts are too short.
+    """
+    corpus = study.corpus
+    if corpus is None:
+        raise UsageError("this experiment reads the text of the run again: give it too")
+    seed = int(study.run.provenance["seed"])
+    return study.once("text as a walk", lambda: read_walk(study.opened(), corpus, seed))
+
+
+def _walks(study: Study) -> Walks:
+    text, seed = text_walk(study), int(study.run.provenance["seed"])
+    contexts, length = text.corpus.contexts.shape
+    random = Corpus.random_tokens(vocabulary_of(study.opened()), length, contexts, seed)
+    read = read_walk(study.opened(), random, seed)
+    sums = {
+        TEXT: (text.inputs, text.input_state),
+        RANDOM: (read.inputs, read.input_state),
+        WALK: simulated_walk(text.inputs, text.input_state, seed),
+    }
+    return Walks(sums, text)
+
+
+def _walk(study: Study) -> Outcome:
+    walks = _walks(study)
+    tables = {name: walk_table(*sums) for name, sums in walks.sums.items()}
+    residual = walk_table(walks.text.residual, walks.text.residual_state)
+    layers = pd.concat(
+        [
+            *(table.assign(tokens=name, vectors="attention input") for name, table in tables.items()),
+            residual.assign(tokens=TEXT, vectors="residual stream"),
+        ],
+        ignore_index=True,
+    )
+    layers = layers[["tokens", "vectors", *(name for name in layers if name not in ("tokens", "vectors"))]]
+    figures = [_maps(walks), _growth(walks), _autocorrelation(walks), _by_layer(tables)]
+    return Outcome(
+        _comparisons(tables, residual),
+        _verdicts(tables, residual),
+        {"layers": layers, "pairs": pair_table(*walks.sums[TEXT])},
+        figures,
+    )
+
+
+def _relative(gram: Floats) -> Floats:
+    """A matrix over its largest magnitude, −1 … 1."""
+    shown: Floats = gram / max(float(np.abs(gram).max()), np.finfo(np.float64).tiny)
+    return shown
+
+
+def _maps(walks: Walks) -> Exhibit:
+    own, state = walks.sums[TEXT]
+
+    def pictures(layer: int) -> dict[str, Floats]:
+        found = {name: mean_gram(sums[1], layer).numpy() for name, sums in walks.sums.items()}
+        found["min(s, t)"] = steps_shared(own).numpy()
+        return {name: _relative(gram) for name, gram in found.items()}
+
+    at = np.array(own.shown, dtype=np.float64) + 1
+    count = len(state["contexts"])
+    return exhibit(
+        "moments",
+        "E[x_s·x_t] of what attention reads",
+        drawing.maps(
+            pictures(count // 2),
+            (at, at),
+            ("t", "s", "over the largest"),
+            (-1.0, 1.0),
+            signed=(*walks.sums, "min(s, t)"),
+            square=True,
+        ),
+        "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
+        "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
+        "covariance of the text's increments, and what Assumption 1 says.",
+        "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
+        "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
+        f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
+        choice=by_layer(count, lambda layer: drawing.maps_patch(list(pictures(layer).values()))),
+        wide=True,
+    )
+
+
+def _growth(walks: Walks) -> Exhibit:
+    at = np.array(walks.text.inputs.shown, dtype=np.float64) + 1
+
+    def values(layer: int) -> list[Floats]:
+        norms = [mean_gram(state, layer).diagonal().numpy() for _, state in walks.sums.values()]
+        return [norm / norm[0] for norm in norms]
+
+    count = len(walks.text.input_state["contexts"])
+    log = {"type": "log", "dtick": 1}
+    return exhibit(
+        "growth",
+        "E‖x_t‖² by position",
+        drawing.curves(
+            at, list(LINES.values()), values(count // 2), ("t", "E‖x_t‖² over E‖x_1‖²"), xaxis=log, yaxis=log
+        ),
+        "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
+        "a line of slope 1, as that of the simulated walk; behind a norm the size cannot grow at all.",
+        f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
+        choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
+    )
+
+
+def _autocorrelation(walks: Walks) -> Exhibit:
+    lags = np.arange(1, LAGS + 1, dtype=np.float64)
+
+    def values(layer: int) -> list[Floats]:
+        return [autocorrelations(*sums, layer)[1:].numpy() for sums in walks.sums.values()]
+
+    count = len(walks.text.input_state["contexts"])
+    return exhibit(
+        "increments",
+        "Autocorrelation of the increments",
+        drawing.curves(
+            lags,
+            list(LINES.values()),
+            values(count // 2),
+            ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²"),
+            yaxis={"range": [-0.6, 0.3]},
+        ),
+        "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
+        "−½ at lag 1 and 0 after it.",
+        "0 at every lag, as for the simulated walk.",
+        f"{BAO}, Assumption 1",
+        choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
+    )
+
+
+def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
+    names = ("r_squared", "autocorrelation", "growth", "frobenius", "cosine")
+    short = ["R²", "autocorrelation", "growth", "Frobenius error", "cosine"]
+
+    def values(name: str) -> list[Floats]:
+        return [table[name].to_numpy(dtype=np.float64) for table in tables.values()]
+
+    return exhibit(
+        "layers",
+        "How much of a walk each layer is",
+        drawing.curves(
+            tables[TEXT]["layer"].to_numpy(dtype=np.float64),
+            list(LINES.values()),
+            values(names[0]),
+            ("layer", ""),
+        ),
+        "One number a layer: "
+        + "; ".join(f"{said}: {MEASURES[name]}" for said, name in zip(short, names, strict=True))
+        + ".",
+        "the text's line on that of the simulated walk.",
+        f"{BAO}, Assumption 1; the measures are ours",
+        choice=by_name("measure", short, lambda place: drawing.values_patch(values(names[place]))),
+    )
+
+
+def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
+    """A measure and its standard errors, layer by layer."""
+    return table[name].to_numpy(dtype=np.float64), table[f"{name}_se"].to_numpy(dtype=np.float64)
+
+
+def _judged(
+    claim: str, table: pd.DataFrame, name: str, criterion: Criterion, *, size: bool = False
+) -> Verdict:
+    values, errors = _column(table, name)
+    what = f"|{MEASURES[name]}|" if size else MEASURES[name]
+    return judge_layers(claim, what, np.abs(values) if size else values, criterion, errors)
+
+
+def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Verdict]:
+    text, random = tables[TEXT], tables[RANDOM]
+    own, own_error = _column(text, "autocorrelation")
+    other, other_error = _column(random, "autocorrelation")
+    return [
+        _judged(
+            "What attention reads has the second moments of a random walk (Assumption 1, Remark 3)",
+            text,
+            "r_squared",
+            EXPLAINS,
+        ),
+        _judged(
+            "So has the residual stream",
+            residual,
+            "r_squared",
+            EXPLAINS,
+        ),
+        _judged(
+            "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
+        ),
+        _judged("Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)", text, "growth", GROWS),
+        _judged("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
+        judge_layers(
+            "Text drifts where random tokens do not (Remark 3)",
+            f"{MEASURES['autocorrelation']}, text less random tokens",
+            own - other,
+            DRIFTS,
+            np.hypot(own_error, other_error),
+        ),
+    ]
+
+
+def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Comparison]:
+    expected = {
+        "r_squared": "1",
+        "r_squared_centred": "1",
+        "correlation": "near 1",
+        "trace_ratio": "1",
+        "autocorrelation": "0",
+        "growth": "1",
+        "frobenius": "0",
+        "cosine": "1",
+    }
+    rows = []
+    for name, said in expected.items():
+        here = []
+        for who, table in (*tables.items(), (f"{TEXT}, residual stream", residual)):
+            values, errors = _column(table, name)
+            middle = len(values) // 2
+            here.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
+        rows.append(Comparison(f"{MEASURES[name]}, middle layer", f"a walk: {said}", "; ".join(here)))
+    simulated = tables[WALK]
+    rows.append(
+        Comparison(
+            "lowest R² of the simulated walk over layers: what this test gives a true walk",
+            "a walk: 1",
+            number(float(simulated["r_squared"].min())),
+        )
+    )
+    return rows
+
+
+TEXT_WALK = [
+    Experiment(
+        "localization/walk",
+        "Text as a random walk",
+        "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
+        ("model",),
+        _walk,
+    )
+]

@@ -1,0 +1,169 @@
+"""Attention logits of simulated random walks, for query-key matrices with a given eigenspectrum.
+
+The simulation of Fig. 5 of Bao et al. 2024. Nothing is predicted, judged or drawn here, and no model is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from theodolite.attention.piecewise import empirical_propagation
+from theodolite.errors import UsageError
+
+UNIFORM_EDGE = 2.5
+"""R of the anisotropic Σ = RᵀR/d has entries from Unif(−2.5, 2.5) (Bao et al. 2024, section 5)."""
+
+COVARIANCES = ("isotropic", "anisotropic")
+
+
+@dataclass(frozen=True)
+class WalkSetting:
+    """What is simulated. The sizes are the paper's; it does not print its pairs of mean and scale, these are ours.
+
+    Attributes:
+        width: d. length: T tokens a walk. walks: walks for each W_QK. draws: W_QK for each pair.
+        means, scales: of the eigenvalues w ~ N(mean, scale²) of W_QK; every mean with every scale is a pair.
+    """
+
+    width: int = 128
+    length: int = 40
+    walks: int = 300
+    draws: int = 10
+    means: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
+    scales: tuple[float, ...] = (0.1, 0.5, 2.0)
+
+    def __post_init__(self) -> None:
+        if self.walks < 2 or self.draws < 2:
+            raise UsageError(
+                f"{self.walks} walks and {self.draws} draws have no standard errors: give two or more of each"
+            )
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """(mean, scale), the scales of one mean together."""
+        return list(product(self.means, self.scales))
+
+    @property
+    def temperature(self) -> float:
+        """λ = √d, “commonly” (section 2); the paper does not say what its simulation takes."""
+        return math.sqrt(self.width)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was counted, P pairs and D draws of W_QK for each, and the exact spectra behind it.
+
+    Attributes:
+        propagates: (P, D, T), share of the walks in which token i propagates to the last query.
+        entropy: (P, D), mean over walks of the entropy of softmax(ω) in nats, ω the logits of the last query.
+        entropy_variance: (P, D), its variance over walks.
+        eigenvalues: (P, D, d), of Σ^½ W_QK Σ^½, not divided by λ.
+        walks: how many walks a W_QK had.
+    """
+
+    propagates: Tensor
+    entropy: Tensor
+    entropy_variance: Tensor
+    eigenvalues: Tensor
+    walks: int
+
+    @property
+    def propagation(self) -> Tensor:
+        """ρ_1 … ρ_T of every pair, (P, T): mean over draws."""
+        return self.propagates.mean(1)
+
+    def propagation_errors(self) -> tuple[Tensor, Tensor]:
+        """Standard errors of `propagation`: of the walks alone, with these W_QK; of the draws (walks included)."""
+        return (
+            over_walks(self.propagates * (1 - self.propagates) * self.walks / (self.walks - 1), self.walks),
+            over_draws(self.propagates),
+        )
+
+    def entropy_errors(self) -> tuple[Tensor, Tensor]:
+        """The same two of the mean entropy of every pair, (P,) each."""
+        return over_walks(self.entropy_variance, self.walks), over_draws(self.entropy)
+
+
+def over_walks(variance: Tensor, walks: int) -> Tensor:
+    """Standard error of a mean over draws (dimension 1), each itself a mean over walks of this variance."""
+    return (variance.mean(1) / (walks * variance.shape[1])).sqrt()
+
+
+def over_draws(values: Tensor) -> Tensor:
+    """Standard error of the mean over draws (dimension 1) from their own spread."""
+    return values.std(1) / math.sqrt(values.shape[1])
+
+
+def simulate(setting: WalkSetting, covariance: str, seed: int) -> Simulation:
+    """Walk at random and count which tokens propagate.
+
+    x_1 ~ N(0, Σ), x_{t+1} ~ N(x_t, Σ) (Assumption 1); W_QK = B diag(w) Bᵀ with B a uniformly random orthogonal
+    matrix; ω = X W_QK x_T/λ. Every draw has its own walks, B and standard normal z; w = mean + scale · z, so
+    that pairs differ by mean and scale and not by luck. Σ is drawn once.
+
+    Args:
+        covariance: "isotropic" (Σ = I) or "anisotropic" (Σ = RᵀR/d, R ~ Unif(−2.5, 2.5)).
+        seed: the same one gives the same numbers.
+
+    Raises:
+        UsageError: no such covariance.
+    """
+    if covariance not in COVARIANCES:
+        raise UsageError(f"unknown covariance {covariance!r}: use {' or '.join(COVARIANCES)}")
+    generator = torch.Generator().manual_seed(seed)
+    width = setting.width
+    uniform = torch.rand(width, width, generator=generator, dtype=torch.float64)
+    # Rows of independent normals times `root` have covariance rootᵀ root = Σ.
+    root = torch.eye(width, dtype=torch.float64)
+    if covariance == "anisotropic":
+        root = (2 * uniform - 1) * UNIFORM_EDGE / math.sqrt(width)
+    drawn = [_draw(setting, root, generator) for _ in range(setting.draws)]
+    propagates, entropy, variance, eigenvalues = (torch.stack(part, 1) for part in zip(*drawn, strict=True))
+    return Simulation(propagates, entropy, variance, eigenvalues, setting.walks)
+
+
+def _draw(
+    setting: WalkSetting, root: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One W_QK for every pair, on the same walks: shares (P, T), entropy (P), its variance (P), eigenvalues (P, d)."""
+    steps = _normal((setting.walks, setting.length, setting.width), generator)
+    tokens = (steps @ root).cumsum(1)
+    basis = _orthogonal(setting.width, generator)
+    standard = _normal((setting.width,), generator)
+    rows = []
+    for mean, scale in setting.pairs:
+        w_qk = (basis * (mean + scale * standard)) @ basis.T
+        logits = (tokens @ (tokens[:, -1:] @ w_qk).mT).squeeze(-1) / setting.temperature
+        entropy = _entropy(logits)
+        rows.append(
+            (
+                empirical_propagation(logits).double().mean(0),
+                entropy.mean(),
+                entropy.var(),
+                torch.linalg.eigvalsh(root @ w_qk @ root.T),  # those of Σ^½ W_QK Σ^½, as root = QΣ^½
+            )
+        )
+    shares, means, variances, eigenvalues = (torch.stack(part) for part in zip(*rows, strict=True))
+    return shares, means, variances, eigenvalues
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _orthogonal(width: int, generator: torch.Generator) -> Tensor:
+    """Uniform (Haar) on the orthogonal group: QR of a Gaussian matrix, with the signs that make it unique."""
+    q, r = torch.linalg.qr(_normal((width, width), generator))
+    return q * r.diagonal().sign()
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Shannon entropy of softmax over the last dimension, nats."""
+    log_weights = logits.log_softmax(-1)
+    weights = log_weights.exp()
+    return -torch.where(weights > 0, weights * log_weights, 0.0).sum(-1)

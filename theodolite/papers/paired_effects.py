@@ -1,0 +1,212 @@
+"""A grid of LocAteR trainings in numbers: a row for each at one step, means over seeds, effects paired by seed.
+
+Nothing here judges, draws or trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.papers.localization.locater_grid import Point
+from theodolite.papers.localization.locater_training import Setting
+from theodolite.report.data import Floats
+from theodolite.system.wording import number
+
+CONFIDENCE = 0.95
+
+MEASURES = {
+    "final_loss": "held-out loss, nats a token",
+    "lowest_loss": "lowest held-out loss, nats a token",
+    "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
+    "trace_of_square": "tr(W_QK²)",
+    "trace": "tr W_QK",
+    "entropy": "attention entropy, nats",
+    "stripes": "standard deviation of ρ over positions",
+}
+"""Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One number a seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
+
+    values: Floats
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return float(self.values.mean())
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval of `CONFIDENCE`."""
+        count = len(self.values)
+        if count < 2:
+            return math.inf
+        return float(
+            stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * self.values.std(ddof=1) / math.sqrt(count)
+        )
+
+    def __str__(self) -> str:
+        seeds = f"{len(self.values)} seeds" if len(self.values) > 1 else "one seed"
+        interval = f" ± {number(self.half_width, 2)}" if math.isfinite(self.half_width) else ""
+        return f"{number(self.mean)}{interval} ({seeds})"
+
+
+def judge_interval(claim: str, what: str, effect: Effect, criterion: Criterion, of: str = "seeds") -> Verdict:
+    """Compare the mean of an effect with a criterion; within its confidence interval, nothing is decided.
+
+    Args:
+        of: what the effect has one number of.
+    """
+    if not math.isfinite(effect.half_width):
+        return Verdict(
+            claim, UNTESTABLE, f"{what}: {effect}; {criterion}; an interval needs two {of} or more"
+        )
+    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
+    verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
+    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
+
+
+def label_of(setting: Setting) -> str:
+    """`κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
+    if setting.scale == setting.mean == 0:
+        return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
+    printed = "" if setting.gradient == "exact" else ", printed gradient"
+    strength = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
+    decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
+    return f"κ₂ = {setting.mean:g}{strength}{decay}{printed}"
+
+
+def without_seed(setting: Setting) -> Setting:
+    """The same setting of seed 0: what the trainings of all seeds have in common."""
+    return replace(setting, seed=0)
+
+
+def common_step(points: Sequence[Point]) -> int:
+    """The last step at which every one of the trainings was measured."""
+    measured = [set(point.losses["step"].tolist()) for point in points]
+    return int(max(set.intersection(*measured)))
+
+
+def at_step(points: Sequence[Point], step: int) -> pd.DataFrame:
+    """One row a training: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
+
+    The lowest loss is that of all steps up to `step`; ρ is averaged over them.
+    """
+    rows = []
+    for point in points:
+        losses = point.losses[point.losses["step"] <= step]
+        lowest = losses.loc[losses["held_out_loss"].idxmin()]
+        first = point.heads[(point.heads["layer"] == 0) & (point.heads["step"] == step)].iloc[0]
+        rows.append(
+            {
+                "setting": without_seed(point.setting),
+                "label": label_of(point.setting),
+                "seed": point.setting.seed,
+                "final_loss": float(losses["held_out_loss"].iloc[-1]),
+                "lowest_loss": float(lowest["held_out_loss"]),
+                "lowest_step": int(lowest["step"]),
+                **{name: float(first[name]) for name in MEASURES if name in first},
+                "stripes": float(profile(point, step).std()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def profile(point: Point, step: int) -> Floats:
+    """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
+    at = np.array(point.propagation_steps, dtype=np.float64)
+    chosen = (at > 0) & (at <= step)
+    values: Floats = point.propagation[:, 0].numpy()[chosen].astype(np.float64)
+    if len(values) < 2:
+        return values[0] if len(values) else np.full(point.propagation.shape[-1], np.nan)
+    between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
+    middle = (values[1:] + values[:-1]) / 2
+    mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
+    return mean
+
+
+def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    found = []
+    for setting, group in rows.groupby("setting", sort=False):
+        row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
+        for name in MEASURES:
+            effect = Effect(group[name].to_numpy(dtype=np.float64))
+            row |= {name: effect.mean, f"{name}_half": effect.half_width}
+        row["final_perplexity"] = math.exp(group["final_loss"].mean())
+        row["lowest_perplexity"] = math.exp(group["lowest_loss"].mean())
+        row["lowest_step"] = int(group["lowest_step"].median())
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Effect:
+    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms.
+
+    Losses are logarithms of perplexities already.
+    """
+    values = []
+    for setting in (of, against):
+        own = rows[rows["setting"] == setting].set_index("seed")[name]
+        values.append(own.map(math.log) if relative else own)
+    paired = (values[0] - values[1]).dropna()
+    return Effect(paired.sort_index().to_numpy(dtype=np.float64))
+
+
+def rank_correlation(rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = "") -> Effect:
+    """Spearman's correlation of a measure with κ₂, or with another measure, over settings: one value a seed.
+
+    Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
+    """
+    found = []
+    for _, group in rows.groupby("seed"):
+        own = group.set_index("setting")
+        if not all(setting in own.index for setting in settings):
+            continue
+        values = [float(own.at[setting, name]) for setting in settings]
+        others = [float(own.at[setting, against]) if against else setting.mean for setting in settings]
+        constant = len(set(values)) == 1 or len(set(others)) == 1
+        found.append(0.0 if constant else float(stats.spearmanr(others, values).statistic))
+    return Effect(np.array(found, dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """The trainings of one depth and width, all at one step.
+
+    Attributes:
+        exact, printed: LocAteR settings by rising κ₂, with either gradient of its second term.
+        decays: settings without LocAteR by rising weight decay.
+        plain: the one of them with the published decay, None where it was not trained.
+    """
+
+    points: list[Point]
+    step: int
+    rows: pd.DataFrame
+    exact: list[Setting]
+    printed: list[Setting]
+    decays: list[Setting]
+    plain: Setting | None
+
+
+def comparable(points: Sequence[Point]) -> Comparable:
+    """Sort trainings of one depth and width by what they are for."""
+    step = common_step(points)
+    kinds = sorted({without_seed(point.setting) for point in points}, key=lambda s: (s.mean, s.weight_decay))
+    with_locater = [setting for setting in kinds if setting.scale or setting.mean]
+    none = [setting for setting in kinds if not (setting.scale or setting.mean)]
+    exact = [setting for setting in with_locater if setting.gradient == "exact"]
+    printed = [setting for setting in with_locater if setting.gradient == "published"]
+    if printed:  # at κ₂ = 0 there is no second term, hence one gradient
+        printed = [setting for setting in exact if setting.mean == 0] + printed
+    plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
+    return Comparable(list(points), step, at_step(points, step), exact, printed, none, plain)

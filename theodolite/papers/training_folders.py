@@ -1,0 +1,42 @@
+"""Experiments that are read from a folder of trainings instead of a model: which folder is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from theodolite.papers.catch_tag_release.escape import ESCAPE, escapes_run, is_escapes
+from theodolite.papers.catch_tag_release.few_shot import FIGURE_3, few_shot_run, is_few_shot
+from theodolite.papers.experiment import Experiment
+from theodolite.papers.localization.locater_figures import REGULARISED, grid_run
+from theodolite.papers.localization.locater_grid import is_grid
+from theodolite.passes.run import Run
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """A kind of folder: the command that writes it, how it is told, what stands for its run, what is read from it."""
+
+    command: str
+    is_there: Callable[[Path], bool]
+    run: Callable[[Path], Run]
+    experiments: Sequence[Experiment]
+
+
+KINDS = (
+    Trainings("theodolite train locater", is_grid, grid_run, REGULARISED),
+    Trainings("theodolite train escape", is_escapes, escapes_run, ESCAPE),
+    Trainings("theodolite train few-shot", is_few_shot, few_shot_run, FIGURE_3),
+)
+
+
+def trainings_at(place: str | Path) -> Trainings | None:
+    """What kind of trainings a folder holds, if any."""
+    return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
+
+
+def made_by(experiments: Sequence[Experiment]) -> str | None:
+    """The command whose folder all of these are read from; None where they need a model or nothing."""
+    names = {experiment.name for experiment in experiments}
+    return next((k.command for k in KINDS if names <= {e.name for e in k.experiments}), None)

@@ -1,0 +1,83 @@
+"""One prompt, as a model reads it: what is asked for, what the package carries, or random tokens, twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.system.wording import counted
+
+REPEATED = 48
+"""Tokens of the default prompt at most: 24 random ones, twice, as for induction heads (Olsson et al. 2022)."""
+
+LEAST_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Focus:
+    """What experiments on a prompt look at.
+
+    Attributes:
+        prompt: the text; None: random tokens, twice.
+        layer, head: the one head, both or neither; neither: the heads that follow each pattern of attention most.
+
+    Raises:
+        UsageError: a layer without a head, or a head without a layer.
+    """
+
+    prompt: str | None = None
+    layer: int | None = None
+    head: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.layer is None) != (self.head is None):
+            raise UsageError("one head is a layer and a head in it: give both --layer and --head, or neither")
+
+
+def shipped_prompt(name: str) -> str:
+    """A prompt that the package carries: few-shot, chain-of-thought, step-by-step, passage or inference."""
+    return (
+        (resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt")
+        .read_text(encoding="utf-8")
+        .strip()
+    )
+
+
+def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:
+    """The prompt as the model reads it, special tokens included; None: random tokens, twice, `longest` at most.
+
+    Raises:
+        UsageError: the model has no tokenizer, or the prompt is too short.
+    """
+    if prompt is None:
+        ids, _, _ = repeated_random_tokens(vocabulary_of(model), min(REPEATED, longest), 1, seed)
+        return ids[0]
+    if model.tokenizer is None:
+        raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
+    text = prompt.encode("utf-8", "replace").decode()  # a shell can hand over half a surrogate pair
+    found = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    if len(found) < LEAST_TOKENS:
+        raise UsageError(
+            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_TOKENS}"
+        )
+    return torch.tensor(found)
+
+
+def vocabulary_of(model: OpenModel) -> Any:
+    """What random tokens are drawn from: the tokenizer, or the number of token ids.
+
+    Raises:
+        UsageError: the model reads no tokens.
+    """
+    vocabulary = model.tokenizer or model.vocabulary
+    if vocabulary is None:
+        raise UsageError(f"{model.id} reads no tokens: random ones cannot be drawn")
+    return vocabulary

@@ -1,0 +1,263 @@
+"""The run folder: the hinge between measuring and reporting. Written once, readable for years.
+
+    run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
+    constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
+
+A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
+here is ever pickled. This module measures nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.system.checksums import Damaged, read_sealed, write_sealed
+from theodolite.system.display import view_of
+from theodolite.system.files import write_whole, writing
+
+SCHEMA_VERSION = 4
+
+TABLES_SINCE = {
+    "layers": 1,
+    "heads": 1,
+    "sinks": 1,
+    "outliers": 1,
+    "examples": 1,
+    "constituents": 2,
+    "attribution": 2,
+    "traces": 3,
+}
+"""The schema with which each table came; in a run of an older one it is empty."""
+
+TABLES = tuple(TABLES_SINCE)
+
+Progress = dict[str, Tensor]
+"""Everything that an unfinished survey must keep to go on."""
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """The result of a survey: tables, arrays and where they come from.
+
+    Attributes:
+        layers: one row a residual layer (0 is the input of the first block), N = L + 1 rows.
+        heads: one row a head, L · H rows.
+        sinks: which tokens became sinks of which head, and how often.
+        outliers: outlier dimensions of each layer, with their shares.
+        examples: the tokens of a few contexts with the attention that they receive.
+        constituents: the share of each head's logit variance that each pair of parts of query and key carries.
+        attribution: which constituents the heads that follow a pattern owe it to.
+        traces: every sink of every head: what it catches, the tag that it writes, where the tag lives on.
+        arrays: name → tensor; `docs/run-folder.md` lists names and shapes.
+        provenance: versions, model, corpus, seed, counts, wall time.
+        folder: where it was loaded from or written to, if it was.
+    """
+
+    layers: pd.DataFrame
+    heads: pd.DataFrame
+    sinks: pd.DataFrame
+    outliers: pd.DataFrame
+    examples: pd.DataFrame
+    arrays: dict[str, Tensor]
+    provenance: dict[str, Any]
+    constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
+    attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
+    traces: pd.DataFrame = field(default_factory=pd.DataFrame)
+    folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether it is the result of `trace_sinks`: its heads are those with a sink, and it has no layers."""
+        return bool((self.provenance.get("fingerprint") or {}).get("trace"))
+
+    @property
+    def is_outputs(self) -> bool:
+        """Whether it is the result of `comparison.read_outputs`: it has no tables."""
+        return bool((self.provenance.get("fingerprint") or {}).get("outputs"))
+
+    def __repr__(self) -> str:
+        model, corpus = self.provenance["model"], self.provenance.get("corpus")
+        text = f" on {corpus['contexts']} × {corpus['length']} tokens of {corpus['name']}" if corpus else ""
+        return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: health, key numbers, the strongest heads."""
+        return view_of("run")(self)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Run:
+        """Read a run folder.
+
+        Raises:
+            UsageError: no run there, a damaged one, or one of a newer schema.
+        """
+        folder = Path(folder)
+        if not (folder / "run.json").is_file():
+            raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
+        try:
+            provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            version = int(provenance["schema_version"])
+        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+            raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+        if version > SCHEMA_VERSION:
+            raise UsageError(
+                f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
+            )
+        if version < 1 or not isinstance(provenance.get("model"), dict):
+            raise UsageError(f"{folder}/run.json is damaged: run the survey again")
+        try:
+            tables = {
+                name: _read_table(folder / f"{name}.parquet")
+                for name, since in TABLES_SINCE.items()
+                if since <= version
+            }
+            arrays, _ = read_sealed(folder / "arrays.safetensors")
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
+        return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
+
+    def save(self, folder: str | Path) -> Run:
+        """Write to `folder`, which must not exist yet, and return the run as it is on disk.
+
+        Raises:
+            UsageError: the folder exists.
+            WorkError: it cannot be written; nothing is left behind.
+        """
+        folder = Path(folder)
+        if folder.exists():
+            raise UsageError(f"{folder} exists already: choose another folder or remove it")
+        temporary = folder.with_name(folder.name + ".writing")
+        with writing(folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            try:
+                for name in TABLES:
+                    table: pd.DataFrame = getattr(self, name)
+                    table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+                write_sealed(temporary / "arrays.safetensors", self.arrays)
+                text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
+                (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
+                # safetensors writes files that only their owner can read; a run is made to be shared.
+                shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
+                os.replace(temporary, folder)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        return replace(self, folder=folder)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
+        return pd.read_parquet(file, page_checksum_verification=True)
+
+
+class Workspace:
+    """Where a survey keeps its progress until it is done: `OUT.partial`, beside the run folder.
+
+    Args:
+        out: the run folder to be.
+        fingerprint: what decides the result (model, corpus, options); a resumed survey must match it.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+        self.out = out
+        self.folder = out.with_name(out.name + ".partial")
+        self.fingerprint = fingerprint
+        self._file = self.folder / "progress.safetensors"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of this folder.
+
+        Raises:
+            UsageError: another one is at work there.
+        """
+        lock = FileLock(self.out.with_name(self.out.name + ".lock"), blocking=False)
+        with writing(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout:
+                if not Path(
+                    lock.lock_file
+                ).exists():  # what a place that takes no files looks like to the lock
+                    raise WorkError(f"cannot write {self.out}: no file can be made there") from None
+                raise UsageError(
+                    f"another process is writing to {self.out}: wait for it or choose another"
+                ) from None
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, so that nobody's lock is removed
+            lock.release()
+
+    def finished(self) -> Run | None:
+        """The run, if it is there already.
+
+        Raises:
+            UsageError: there is something else by that name.
+        """
+        if not self.out.exists():
+            return None
+        if self.out.is_dir() and not any(self.out.iterdir()):
+            self.out.rmdir()
+            return None
+        if not (self.out / "run.json").is_file():
+            raise UsageError(f"{self.out} exists and is no run: choose another --out")
+        run = Run.load(self.out)
+        if run.provenance["schema_version"] != SCHEMA_VERSION:
+            raise UsageError(
+                f"{self.out} holds a run of an older theodolite (schema {run.provenance['schema_version']}, now "
+                f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
+            )
+        if run.provenance.get("fingerprint") != self.fingerprint:
+            raise UsageError(
+                f"{self.out} holds a run of another model, corpus or options: choose another --out or remove it"
+            )
+        shutil.rmtree(self.folder, ignore_errors=True)  # left when the process was killed as it finished
+        return run
+
+    def load_progress(self) -> tuple[dict[str, Any], Progress] | None:
+        """What an interrupted survey has left: (notes, tensors), or None.
+
+        Raises:
+            UsageError: it was another survey.
+        """
+        if not self._file.is_file():
+            return None
+        try:
+            tensors, notes = read_sealed(self._file)
+        except Damaged as error:
+            raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
+        if notes.pop("fingerprint", None) != self.fingerprint:
+            raise UsageError(
+                f"{self.folder} holds an unfinished survey of another model, corpus or options: "
+                "choose another --out or remove it"
+            )
+        return notes, tensors
+
+    def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
+        """Replace what was saved before, at once or not at all."""
+        all_notes = {**notes, "fingerprint": self.fingerprint}
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._file, lambda path: write_sealed(path, tensors, all_notes))
+
+    def finish(self, run: Run) -> Run:
+        """Write the run and forget the progress."""
+        saved = run.save(self.out)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return saved

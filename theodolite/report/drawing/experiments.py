@@ -1,0 +1,302 @@
+"""The figures that only experiments need: a run's numbers drawn over the published ones, and two bases side by side.
+
+They take plain arrays or a run and return Plotly figures. Nothing here computes a statistic.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import published, style
+from theodolite.report.data import Floats, layer_numbers, need_column
+from theodolite.report.style import Patch, order_colour
+from theodolite.system.wording import for_plotly, number
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+OWN = style.MEASURED
+PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
+DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
+LINE = 1.3
+PANEL_GAP = 0.035
+PANEL_ROW = 26  # pixels a row
+NARROW = 16  # letters in a line of the title of an axis beside others
+LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
+
+
+def _error_bars(errors: Floats | None) -> dict[str, Any] | None:
+    if errors is None or not np.isfinite(errors).any():
+        return None
+    return {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1.2, "width": 3}
+
+
+def _own(layers: Floats, values: Floats, name: str, errors: Floats | None, **more: Any) -> go.Scatter:
+    return go.Scatter(
+        x=layers,
+        y=values.astype(np.float32),
+        error_y=_error_bars(errors),
+        name=name,
+        mode="lines+markers",
+        line={"color": OWN, "width": 2.4} | more.pop("line", {}),
+        marker={"size": 6},
+        hovertemplate=f"layer %{{x}}<br>{name}: %{{y:.4g}}<extra></extra>",
+        **more,
+    )
+
+
+def _layer_axis(layers: Floats) -> dict[str, Any]:
+    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
+    return axis | ({"dtick": 1} if len(layers) <= 14 else {})
+
+
+def beside_published(
+    run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
+) -> go.Figure:
+    """A layer column over the rows of Table 4, 5 or 6, one line a model and text.
+
+    The 13 published layers are stretched onto this model's depth; the run's standard errors are drawn as bars.
+    """
+    layers = layer_numbers(run)
+    depth = np.linspace(0, float(layers.max()), 13).round(4)
+    traces: list[Any] = []
+    for model in published.MODELS:
+        for text, values in zip(published.TEXTS, rows[model], strict=True):
+            traces.append(
+                go.Scatter(
+                    x=depth,
+                    y=np.array(values, dtype=np.float32),
+                    name=model,
+                    legendgroup=model,
+                    showlegend=text == "OpenWebText",
+                    mode="lines",
+                    opacity=0.75,
+                    line={"color": PAPER[model], "width": LINE, "dash": DASHES[text]},
+                    customdata=list(range(13)),
+                    hovertemplate=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
+                )
+            )
+    traces.append(_own(layers, need_column(run.layers, name), "this model", errors))
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=420, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
+
+
+def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
+    """Table 1 as dots: one panel a quantity, one line a row, a bar of one standard deviation over layers.
+
+    Args:
+        rows: row name → quantity → (mean, standard deviation); the first row is this run's.
+        quantities: the panels, in order.
+    """
+    names = [for_plotly(name) for name in rows]
+    width = (1 - PANEL_GAP * (len(quantities) - 1)) / len(quantities)
+    traces: list[Any] = []
+    layout: dict[str, Any] = {"showlegend": False}
+    for place, quantity in enumerate(quantities):
+        suffix = "" if place == 0 else str(place + 1)
+        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
+        traces.append(
+            go.Scatter(
+                x=cells[:, 0].astype(np.float32),
+                y=names,
+                error_x=dict(_error_bars(cells[:, 1]) or {}, color=style.GREY),
+                xaxis=f"x{suffix}",
+                mode="markers",
+                marker={"size": 9, "color": [OWN] + [style.REFERENCE] * (len(names) - 1)},
+                hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
+            )
+        )
+        left = place * (width + PANEL_GAP)
+        layout[f"xaxis{suffix}"] = {
+            "domain": [left, left + width],
+            "title": {"text": "<br>".join(textwrap.wrap(quantity, NARROW))},  # beside others
+            "rangemode": "tozero",
+            "nticks": 4,
+        }
+    layout["yaxis"] = {"autorange": "reversed", "type": "category"}
+    return style.figure(traces, quantities[0], height=110 + PANEL_ROW * len(names), layout=layout)
+
+
+def shares_by_cutoff(
+    here: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
+) -> go.Figure:
+    """Share of energy in the K × K lowest frequencies against K: solid here, dotted in Table 3."""
+    colours = (style.VERMILLION, style.BLUE, style.GREEN)
+    traces: list[Any] = []
+    for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
+        for shares, dash, what in (
+            (here.get(name), "solid", ""),
+            (published_shares, "dot", ", GPT-2 in Table 3"),
+        ):
+            if not shares:
+                continue
+            traces.append(
+                go.Scatter(
+                    x=[str(cutoff) for cutoff in shares],
+                    y=np.array(list(shares.values()), dtype=np.float32),
+                    name=name + what,
+                    mode="lines+markers",
+                    line={"color": colour, "width": 2.2 if not what else LINE, "dash": dash},
+                    marker={"size": 6 if not what else 4},
+                    hovertemplate=f"{name}{what}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>",
+                )
+            )
+    layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    return style.figure(traces, "K", "share of energy", height=360, layout=layout)
+
+
+def two_texts(
+    layers: Floats, curves: Mapping[str, tuple[Floats, Floats | None]], y: str, *, share: bool = False
+) -> go.Figure:
+    """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
+    traces: list[Any] = []
+    for (name, (values, errors)), colour, dash in zip(
+        curves.items(), (OWN, style.BLUE), ("solid", "dash"), strict=False
+    ):
+        label = for_plotly(name)
+        traces.append(_own(layers, values, label, errors, line={"color": colour, "dash": dash}))
+    axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
+    return style.figure(traces, "layer", y, height=340, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
+
+
+def gram_by_label(cosines: Floats, positions: Sequence[int], labels: Sequence[str]) -> go.Figure:
+    """Normalised Gram matrix of positions, then of contexts in blocks of one label.
+
+    Args:
+        cosines: (n + m, n + m), n positions before m contexts.
+        positions: the n positions.
+        labels: the label of each of the m contexts, equal ones together.
+    """
+    first, size = len(positions), len(positions) + len(labels)
+    starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
+    ends = [*starts[1:], len(labels)]
+    rows = [f"position {position}" for position in positions]
+    rows += [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)]
+    named = [
+        (first + (start + end) / 2, for_plotly(_short(labels[start])))
+        for start, end in zip(starts, ends, strict=True)
+        if end - start >= LEAST_NAMED * size
+    ]
+    line = {"type": "line", "line": {"width": 1, "color": style.GREY}}
+    shapes = []
+    for border in (first + start - 0.5 for start in starts):
+        shapes += [
+            line | {"x0": border, "x1": border, "y0": -0.5, "y1": size - 0.5},
+            line | {"y0": border, "y1": border, "x0": -0.5, "x1": size - 0.5},
+        ]
+    drawn = _square(cosines, rows, "cosine", [(first / 2, "positions"), *named], shapes)
+    drawn.update_layout(
+        xaxis={
+            "tickvals": [first / 2, first + len(labels) / 2],
+            "ticktext": ["positions →", "contexts"],
+            "tickangle": 0,
+        }
+    )
+    return drawn
+
+
+def layer_cosines(cosines: Floats) -> go.Figure:
+    """Mean cosine between a token's vectors at every two layers, (N, N)."""
+    rows = [f"layer {layer}" for layer in range(len(cosines))]
+    places = range(0, len(rows), max(1, len(rows) // 12))
+    return _square(cosines, rows, "mean cosine", [(float(place), str(place)) for place in places], [])
+
+
+def _square(
+    cosines: Floats,
+    rows: Sequence[str],
+    what: str,
+    ticks: Sequence[tuple[float, str]],
+    shapes: Sequence[dict[str, Any]],
+) -> go.Figure:
+    heat = go.Heatmap(
+        z=cosines.astype(np.float32),
+        x=list(rows),
+        y=list(rows),
+        zmin=-1,
+        zmax=1,
+        colorscale=style.SIGNED,
+        colorbar=style.colour_bar(what),
+        hovertemplate=f"%{{y}}<br>%{{x}}<br>{what} %{{z:.2f}}<extra></extra>",
+    )
+    axis = {
+        "type": "category",
+        "showgrid": False,
+        "tickmode": "array",
+        "tickvals": [place for place, _ in ticks],
+        "ticktext": [name for _, name in ticks],
+        "ticks": "",
+        "constrain": "domain",
+    }
+    layout = {
+        "xaxis": axis,
+        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"},
+        "shapes": list(shapes),
+    }
+    return style.figure([heat], height=470, layout=layout)
+
+
+def singular_values_beside(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
+    """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
+    traces: list[Any] = [style.depth_bar(len(learned))]
+    curves = [
+        (f"layer {layer}", values, order_colour(layer / max(1, len(learned) - 1)), LINE)
+        for layer, values in enumerate(learned)
+    ]
+    for name, values, colour, width in [*curves, (fixed_name, fixed, OWN, 3.0)]:
+        if not values.max() > 0:
+            continue
+        relative = values / values.max()
+        kept = relative > 1e-8  # beyond that it is rounding
+        traces.append(
+            go.Scatter(
+                x=np.arange(1, len(values) + 1, dtype=np.int32)[kept],
+                y=relative[kept].astype(np.float32),
+                name=name,
+                showlegend=name == fixed_name,
+                mode="lines",
+                line={"color": colour, "width": width},
+                hovertemplate=f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>",
+            )
+        )
+    axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
+    return style.figure(
+        traces, "number", "singular value over the largest", height=380, layout={"yaxis": axis}
+    )
+
+
+def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
+    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it.
+
+    `ratios`: layer → published norm over that of layer 0.
+    """
+    layers = np.arange(len(norms), dtype=np.float64)
+    dots = go.Scatter(
+        x=list(ratios),
+        y=[float(norms[0]) * ratio for ratio in ratios.values()],
+        name="layer 0 times the ratio of GPT-2",
+        mode="markers",
+        marker={"size": 9, "color": style.REFERENCE, "symbol": "diamond-open"},
+        customdata=[number(ratio, 4) for ratio in ratios.values()],
+        hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
+    )
+    traces = [_own(layers, norms, "this model", errors), dots]
+    axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
+    return style.figure(
+        traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": _layer_axis(layers), "yaxis": axis}
+    )
+
+
+def cosine_patch(cosines: Floats) -> list[Patch]:
+    """What changes in `gram_by_label` for another layer."""
+    return [{"z": cosines.astype(np.float32)}]
+
+
+def _short(label: str, limit: int = 14) -> str:
+    return label if len(label) <= limit else label[: limit - 1] + "…"

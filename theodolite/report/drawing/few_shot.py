@@ -1,0 +1,113 @@
+"""Accuracy against the number of examples, one line a model, as in Fig. 3 of Zhang, Khan & Papyan 2025.
+
+It takes tables and returns Plotly figures. Nothing here computes a statistic or reads a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.system.wording import for_plotly, percent, with_error
+
+FIGURE_HEIGHT = 380
+ASIDE = 0.05
+"""Of an example, between the markers of neighbouring models: their intervals must not hide each other."""
+
+
+def accuracy_by_shots(
+    middle: pd.DataFrame,
+    each: pd.DataFrame | None = None,
+    *,
+    chance: float = math.nan,
+    best: Sequence[float] = (),
+) -> go.Figure:
+    """Accuracy of several models after k examples, with intervals.
+
+    Args:
+        middle: `model shots accuracy low high`, a line for each model (at most seven), in the order of the table.
+        each: `model seed shots accuracy accuracy_se`, a small mark for each; None: no marks.
+        chance: accuracy of guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
+    """
+    models = list(dict.fromkeys(middle["model"]))
+    lines: list[Any] = []
+    for place, (model, colour) in enumerate(zip(models, style.CATEGORIES, strict=False)):
+        shift = ASIDE * (place - (len(models) - 1) / 2)
+        if each is not None:
+            lines.append(_marks(each[each["model"] == model], colour, shift))
+        lines.append(_line(model, middle[middle["model"] == model], colour, shift))
+    shots = sorted(set(middle["shots"]))
+    if len(best):
+        lines.append(_bound("best possible", range(len(best)), best, "dash"))
+    if math.isfinite(chance):
+        lines.append(_bound("chance", shots, [chance] * len(shots), "dot"))
+    layout = {
+        "xaxis": {"tickmode": "array", "tickvals": shots, "zeroline": False},
+        "yaxis": {"tickformat": ".0%", "zeroline": False},
+    }
+    return style.figure(lines, "examples in the prompt", "accuracy", height=FIGURE_HEIGHT, layout=layout)
+
+
+def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
+    accuracy = rows["accuracy"].to_numpy(dtype=np.float64)
+    low, high = (rows[name].to_numpy(dtype=np.float64) for name in ("low", "high"))
+    name = for_plotly(model)
+    return go.Scatter(
+        x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
+        y=accuracy.astype(np.float32),
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": (high - accuracy).astype(np.float32),
+            "arrayminus": (accuracy - low).astype(np.float32),
+            "thickness": 1.2,
+            "width": 3,
+        },
+        name=name,
+        legendgroup=name,
+        mode="lines+markers",
+        line={"color": colour, "width": 1.8},
+        marker={"size": 6},
+        customdata=[
+            [shots, percent(value), percent(lowest), percent(highest)]
+            for shots, value, lowest, highest in zip(rows["shots"], accuracy, low, high, strict=True)
+        ],
+        hovertemplate=f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} "
+        "(%{customdata[2]} to %{customdata[3]})<extra></extra>",
+    )
+
+
+def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
+    """One open circle a seed."""
+    name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
+    return go.Scatter(
+        x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
+        y=rows["accuracy"].to_numpy(dtype=np.float32),
+        mode="markers",
+        marker={"size": 4, "symbol": "circle-open", "color": colour},
+        opacity=0.6,
+        legendgroup=name,
+        showlegend=False,
+        customdata=[
+            [row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()
+        ],
+        hovertemplate=f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: "
+        "%{customdata[2]}<extra></extra>",
+    )
+
+
+def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> go.Scatter:
+    return go.Scatter(
+        x=list(shots),
+        y=np.asarray(values, dtype=np.float32),
+        name=name,
+        mode="lines",
+        line={"color": style.GREY, "width": 1.2, "dash": dash},
+        hovertemplate=f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>",
+    )

@@ -1,0 +1,243 @@
+"""All heads at once: maps over layer × head, and every head on the plane of its spectrum.
+
+`head_map` has a companion that gives only its data for another measure (`head_map_traces`), so that a page
+can hold all measures and draw one. Layer ℓ is block ℓ counted from 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.errors import UsageError
+from theodolite.report import style
+from theodolite.report.data import (
+    Floats,
+    array,
+    blocks,
+    column,
+    entropy_limits,
+    head_grid,
+    heads_per_block,
+)
+from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
+from theodolite.report.style import Patch
+from theodolite.system.wording import for_plotly, head_name, number
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
+REGIMES = ("early", "middle", "late", "uniform", "vanishing")
+REGIME_COLOURS = (
+    *(style.order_colour(place) for place in (0.0, 0.5, 1.0)),
+    style.REFERENCE,
+    style.VERMILLION,
+)
+NOTE_COLUMNS = (
+    "entropy",
+    "propagation",
+    "sink_first",
+    "sink_later",
+    "previous_token",
+    "same_token",
+    "induction",
+    "trace",
+    "xi_symmetric",
+    "eta_symmetric",
+    "regime",
+)
+
+
+def regime_kind(name: object) -> int:
+    """Index into REGIMES of a regime's name (`late` and `late-site` are one), −1 for none of them."""
+    first = str(name).replace("-", " ").split(" ")[0].lower()
+    return REGIMES.index(first) if first in REGIMES else -1
+
+
+def head_measures(run: Run) -> list[Measure]:
+    """The measures that this run has for at least one head, in the order of the pickers."""
+    known = []
+    for name, measure in HEAD_MEASURES.items():
+        if measure.scale == "kind":
+            if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
+                known.append(measure)
+        elif (values := column(run.heads, name)) is not None and not (
+            name in ABSENT_AT_ZERO and not np.nan_to_num(values).any()
+        ):
+            known.append(measure)
+    return known
+
+
+def head_notes(run: Run) -> list[list[str]]:
+    """For every head of the (L, H) grid its other main numbers, as the lines of a hover text."""
+    notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
+    names = [name for name in NOTE_COLUMNS if name in run.heads.columns]
+    for row in run.heads[["layer", "head", *names]].itertuples(index=False):
+        parts = []
+        for name, value in zip(names, row[2:], strict=True):
+            title = HEAD_MEASURES[name].title
+            shown = for_plotly(value) if HEAD_MEASURES[name].scale == "kind" else number(value)
+            parts.append(f"{title} {shown}")
+        lines = [" · ".join(parts[start : start + 3]) for start in range(0, len(parts), 3)]
+        notes[int(row[0])][int(row[1])] = "<br>".join(lines)
+    return notes
+
+
+def _regime_grid(run: Run, name: str) -> Floats:
+    grid = np.full((blocks(run), heads_per_block(run)), np.nan)
+    for layer, head, value in zip(run.heads["layer"], run.heads["head"], run.heads[name], strict=True):
+        kind = regime_kind(value)
+        grid[int(layer), int(head)] = kind if kind >= 0 else np.nan
+    return grid
+
+
+def _wrapped(words: str, width: int = 58) -> str:
+    lines = [""]
+    for word in words.split():
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "<br>".join(lines)
+
+
+def _kind_patch(run: Run, measure: Measure) -> Patch:
+    count, grid = len(REGIMES), _regime_grid(run, measure.column)
+    steps = [[edge / count, colour] for i, colour in enumerate(REGIME_COLOURS) for edge in (i, i + 1)]
+    bar = style.colour_bar("", tickvals=list(range(count)), ticktext=list(REGIMES), ticks="")
+    return {
+        "z": grid.astype(np.float32),
+        "text": [["undefined" if np.isnan(kind) else REGIMES[int(kind)] for kind in row] for row in grid],
+        "zmin": -0.5,
+        "zmax": count - 0.5,
+        "colorscale": steps,
+        "colorbar": bar,
+    }
+
+
+def _amount_patch(run: Run, measure: Measure) -> Patch:
+    grid = head_grid(run, measure.column)
+    if grid is None:
+        raise UsageError(f"this run has no head measure {measure.column!r}")
+    title, bar = measure.unit, {"tickvals": None, "ticktext": None, "ticks": "outside"}
+    shown, scale = grid, style.MAGNITUDE
+    finite = np.abs(grid[np.isfinite(grid)])
+    if measure.scale == "share":
+        low, high = 0.0, 1.0
+    elif measure.scale == "balance":
+        low, high, scale = -1.0, 1.0, style.SIGNED
+    elif measure.scale == "signed":
+        high = float(np.percentile(finite, ROBUST))
+        low, high, scale = -(high or 1.0), high or 1.0, style.SIGNED
+    elif measure.scale == "decades":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shown = np.where(grid > 0, np.log10(grid), np.nan)
+        logs = shown[np.isfinite(shown)]
+        low, high = (float(logs.min()), float(logs.max())) if len(logs) else (0.0, 1.0)
+        title = "log₁₀"
+    elif measure.unit == "nats" and array(run, "visible_keys") is not None:
+        low, high = 0.0, float(entropy_limits(run).mean(axis=1).max())
+    else:
+        low, high = 0.0, float(np.percentile(finite, ROBUST))
+    return {
+        "z": shown.astype(np.float32),
+        "zmin": low,
+        "zmax": high if high > low else low + 1.0,
+        "colorscale": scale,
+        "colorbar": style.colour_bar(title, **bar),
+    }
+
+
+def head_map_traces(run: Run, measure: str) -> list[Patch]:
+    """The data, colours and hover text of `head_map` for another measure."""
+    described = HEAD_MEASURES[measure]
+    value = "10^%{z:.3f}" if described.scale == "decades" else "%{z:.4g}"
+    if described.scale == "kind":
+        patch, value = _kind_patch(run, described), "%{text}"
+    else:
+        patch = _amount_patch(run, described)
+    unit = f" {described.unit}" if described.unit else ""
+    patch["hovertemplate"] = (
+        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
+        f"<i>{_wrapped(described.meaning)}</i><br><br>%{{customdata}}<extra></extra>"
+    )
+    return [patch]
+
+
+def head_map(run: Run, measure: str) -> go.Figure:
+    """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
+    count = blocks(run)
+    heat = go.Heatmap(
+        **head_map_traces(run, measure)[0], customdata=head_notes(run), xgap=1, ygap=1, hoverongaps=False
+    )
+    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
+    across = axis | ({"dtick": 1} if heads_per_block(run) <= 16 else {})
+    down = axis | {"autorange": "reversed"} | ({"dtick": 1} if count <= 16 else {})
+    return style.figure(
+        [heat],
+        "head",
+        "layer",
+        height=min(720, max(220, 90 + 28 * count)),
+        layout={"xaxis": across, "yaxis": down, "margin": {"r": 8}},
+    )
+
+
+def regime_plane(run: Run, suffix: str = "") -> go.Figure:
+    """Every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
+
+    `suffix` "" for W_QK or "_data" for W_QK Σ̂. Bao et al. 2024, Fig. 2 and Lemma 2.
+    """
+    xi, eta = column(run.heads, f"xi_symmetric{suffix}"), column(run.heads, f"eta_symmetric{suffix}")
+    if xi is None or eta is None:
+        raise UsageError("this run has no ξ and η of any head")
+    kinds = np.array([regime_kind(value) for value in run.heads.get(f"regime{suffix}", [-1] * len(xi))])
+    names = np.array(
+        [head_name(int(a), int(b)) for a, b in zip(run.heads["layer"], run.heads["head"], strict=True)]
+    )
+    traces = []
+    for kind in range(-1, len(REGIMES)):
+        chosen = (kinds == kind) & np.isfinite(xi) & (eta > 0)
+        if chosen.any():
+            traces.append(
+                go.Scatter(
+                    x=xi[chosen].astype(np.float32),
+                    y=eta[chosen].astype(np.float32),
+                    text=names[chosen].tolist(),
+                    mode="markers",
+                    name=REGIMES[kind] if kind >= 0 else "no regime",
+                    marker={"size": 8, "color": REGIME_COLOURS[kind] if kind >= 0 else style.SKY},
+                    hovertemplate="%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>",
+                )
+            )
+    reach = float(np.nanmax(np.abs(xi))) or 1.0
+    for sign in (-1, 1):
+        along = np.geomspace(reach / 60, reach, 60) * sign
+        traces.append(
+            go.Scatter(
+                x=along.astype(np.float32),
+                y=(2 / np.abs(along)).astype(np.float32),
+                mode="lines",
+                name="|ξη| = 2",
+                showlegend=sign > 0,
+                line={"color": style.REFERENCE, "width": 1, "dash": "dot"},
+                hoverinfo="skip",
+            )
+        )
+    low, high = np.log10(eta[eta > 0]).min(), np.log10(eta[eta > 0]).max()
+    return style.figure(
+        traces,
+        "ξ (sign and concentration)",
+        "η (scale)",
+        height=380,
+        layout={
+            "yaxis": {
+                "type": "log",
+                "dtick": "D2" if high - low < 2 else 1,
+                "tickformat": "~g",
+                "range": [low - 0.3, high + 0.3],
+            },
+            "xaxis": {"range": [-1.08 * reach, 1.08 * reach]},
+        },
+    )

@@ -1,0 +1,254 @@
+"""Curves over depth: one small figure a layer measure, beside the ranges that were published.
+
+Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
+every curve except those that name it. Every figure needs only the run's layer table. Whiskers are one standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.errors import UsageError
+from theodolite.report import published, style
+from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column, provenance
+from theodolite.report.health import RANK_COLLAPSE
+from theodolite.system.wording import with_error
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+_DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
+WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
+
+
+def _curve_if_any(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
+    """A curve that its figure can do without."""
+    return [] if column(run.layers, name) is None else _curve(run, name, label, colour, **more)
+
+
+def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
+    return [
+        go.Scatter(
+            **_measured(run, name, label),
+            mode="lines+markers",
+            line={"color": colour, "width": 2.2} | more.pop("line", {}),
+            marker={"size": 5},
+            **more,
+        )
+    ]
+
+
+def _measured(run: Run, name: str, label: str) -> dict[str, Any]:
+    """What every trace of a layer measure has: its values by layer, their whiskers, and what hovering tells."""
+    values, errors = need_column(run.layers, name), error_of(run, name)
+    trace: dict[str, Any] = {
+        "x": layer_numbers(run),
+        "y": values.astype(np.float32),
+        "name": label,
+        "hovertemplate": f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>",
+    }
+    if np.nansum(errors) == 0:
+        return trace
+    return trace | {
+        "error_y": {"array": errors.astype(np.float32), "width": 0, "thickness": 1.4},
+        "customdata": [with_error(*pair) for pair in zip(values, errors, strict=True)],
+        "hovertemplate": f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>",
+    }
+
+
+def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[go.Scatter]:
+    """A shaded range over relative depth: the published layers are stretched onto this model's."""
+    last = float(layer_numbers(run).max())
+    x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
+    shown = model == published.closest(
+        provenance(run, "model", "family"), provenance(run, "model", "positions")
+    )
+    return [
+        go.Scatter(
+            x=x + x[::-1],
+            y=high + low[::-1],
+            name=model,
+            mode="lines",
+            fill="toself",
+            fillcolor=style.translucent(style.REFERENCE, style.BAND),
+            line={
+                "width": 0.8,
+                "color": style.translucent(style.REFERENCE, style.BAND_EDGE),
+                "dash": _DASHES[model],
+            },
+            hoveron="fills",
+            text=f"{model}: {what}",
+            hoverinfo="text",
+            legendrank=2000,
+            visible=True if shown else "legendonly",
+        )
+    ]
+
+
+def _layer_bands(run: Run, table: published.Rows, what: str) -> list[go.Scatter]:
+    return [
+        trace
+        for model in published.MODELS
+        for trace in _band(run, model, *published.layer_range(table[model]), what)
+    ]
+
+
+def _average_bands(run: Run, name: str, what: str, most: float = math.inf) -> list[go.Scatter]:
+    traces: list[go.Scatter] = []
+    for model, average in published.AVERAGES.items():
+        mean, deviation = getattr(average, name)
+        low, high = max(mean - deviation, 0.0), min(mean + deviation, most)
+        traces += _band(run, model, [low, low], [high, high], f"{what} {mean:g} ({deviation:g})")
+    return traces
+
+
+def _chart(run: Run, traces: list[go.Scatter], y: str, **layout: Any) -> go.Figure:
+    layers: Floats = layer_numbers(run)
+    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
+    if len(layers) <= 14:
+        axis["dtick"] = 1
+    return style.figure(traces, "layer", y, layout={"xaxis": axis} | layout)
+
+
+def rank(run: Run) -> go.Figure:
+    """ScreeNOT rank of the positional basis at every layer, beside Table 4."""
+    traces = _layer_bands(run, published.RANK, "rank at this depth, Table 4")
+    traces += _curve(run, "rank", "this model", style.MEASURED)
+    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})
+
+
+def stable_rank(run: Run) -> go.Figure:
+    """Stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
+    traces = _layer_bands(run, published.STABLE_RANK, "stable rank at this depth, Table 5")
+    traces += _curve(run, "stable_rank", "this model", style.MEASURED)
+    highest = np.nanmax(need_column(run.layers, "stable_rank"))
+    wide = {"type": "log", "dtick": "D2", "tickformat": "~g"}
+    return _chart(run, traces, "stable rank", yaxis=wide if highest > WIDE_RANGE else {"rangemode": "tozero"})
+
+
+def relative_norm(run: Run) -> go.Figure:
+    """Relative norm ‖P‖₂/‖M‖₂ of the positional basis at every layer, beside Table 6."""
+    traces = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
+    traces += _curve(run, "relative_norm", "this model", style.MEASURED)
+    return _chart(run, traces, "share of the largest direction", yaxis={"range": [0, 1.05]})
+
+
+def _level(
+    last: float, level: float, model: str, what: str, colour: str, *, legend: bool = True
+) -> go.Scatter:
+    """A published number that holds for all layers, as a dotted line."""
+    return go.Scatter(
+        x=[0, last],
+        y=[level] * 2,
+        name=model,
+        legendgroup=model,
+        showlegend=legend,
+        legendrank=2000,
+        mode="lines",
+        line={"color": colour, "width": 1.2, "dash": "dot"},
+        hovertemplate=f"{model}: %{{y:.3f}} ({what})<extra></extra>",
+    )
+
+
+def low_frequency(run: Run) -> go.Figure:
+    """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
+    traces: list[go.Scatter] = []
+    colours = {size: style.order_colour(place / 3) for place, size in enumerate((1, 3, 5, 10))}
+    last = float(layer_numbers(run).max())
+    for size, colour in colours.items():
+        traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
+        share = published.LOW_FREQUENCY[size]
+        traces.append(_level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10))
+    for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
+        traces.append(_level(last, share, model, "K = 10, Table 2", style.REFERENCE))
+        traces[-1].visible = "legendonly"
+    return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
+
+
+def similarity(run: Run) -> go.Figure:
+    """Mean |cosine| of context vectors within and between labels at every layer, beside Table 1."""
+    traces = _average_bands(run, "within", "within one document, Table 1:", 1.0)
+    between = _average_bands(run, "between", "between documents, Table 1:", 1.0)
+    for low, high in zip(between, traces, strict=True):
+        low.legendgroup = high.legendgroup = high.name
+        low.showlegend = False
+    traces += between
+    traces += _curve(run, "similarity_within", "same label", style.MEASURED)
+    traces += _curve_if_any(run, "similarity_between", "other label", style.MEASURED, line={"dash": "dash"})
+    return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
+
+
+def incoherence(run: Run) -> go.Figure:
+    """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
+    traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
+    traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, line={"dash": "dot"})
+    traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
+    random = "mean, random"
+    traces += _curve_if_any(run, "incoherence_random", random, style.REFERENCE, line={"dash": "dash"})
+    largest = "largest, random"
+    traces += _curve_if_any(run, "incoherence_max_random", largest, style.REFERENCE, line={"dash": "dot"})
+    return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
+
+
+def clusters(run: Run) -> go.Figure:
+    """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
+    traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.MEASURED)
+    agreement = "labels found by k-means (ARI)"
+    traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, line={"dash": "dash"})
+    if not traces:
+        raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
+    return _chart(run, traces, "agreement", yaxis={"zeroline": True})
+
+
+def norm(run: Run) -> go.Figure:
+    """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
+    traces = _curve(run, "norm", "positions 1 and on", style.MEASURED)
+    if column(run.layers, "norm_first") is not None:
+        traces += _curve(run, "norm_first", "first token", style.MEASURED, line={"dash": "dash"})
+    return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
+
+
+def cosine_previous(run: Run) -> go.Figure:
+    """Mean cosine between a token's hidden state at a layer and at the layer before."""
+    traces = _curve(run, "cosine_previous", "to the layer before", style.MEASURED)
+    return _chart(run, traces, "mean cosine", yaxis={"range": [-0.1, 1.05]})
+
+
+def rank_collapse(run: Run) -> go.Figure:
+    """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
+    last = float(layer_numbers(run).max())
+    limit = go.Scatter(
+        x=[-0.3, last + 0.3],
+        y=[RANK_COLLAPSE] * 2,
+        name="collapsed below",
+        mode="lines",
+        line={"color": style.REFERENCE, "width": 1, "dash": "dash"},
+        hoverinfo="skip",
+    )
+    traces = [*_curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED), limit]
+    return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
+
+
+def massive_activations(run: Run) -> go.Figure:
+    """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
+    counted = [("massive_activations", "positions 1 and on", style.MEASURED)]
+    if column(run.layers, "massive_activations_first") is not None:
+        counted.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
+    traces = [
+        go.Bar(
+            **_measured(run, name, label),
+            marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
+        )
+        for name, label, colour in counted
+    ]
+    return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
+
+
+def outlier_dimensions(run: Run) -> go.Figure:
+    """How many feature dimensions are outliers (|x| ≥ 6 for a share of tokens) at every layer."""
+    traces = _curve(run, "outlier_dimensions", "outlier dimensions", style.MEASURED)
+    return _chart(run, traces, "dimensions", yaxis={"rangemode": "tozero"})

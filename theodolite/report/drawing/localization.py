@@ -1,0 +1,299 @@
+"""Figures of signal propagation: curves of theory beside each other and beside a simulation, maps, heads.
+
+They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.style import Patch
+from theodolite.system.wording import for_plotly
+
+PANEL_GAP = 0.06  # between maps side by side, of the width
+MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a curve looks."""
+
+    name: str
+    colour: str
+    dash: str = "solid"
+    width: float = 2.0
+
+
+PUBLISHED = Line("published", style.GREY, "dash")
+CORRECTED = Line("corrected", style.BLUE)
+FINITE = Line("finite length", style.GREEN)
+EXACT = Line("exact", style.VERMILLION)
+
+
+def values_patch(curves: Sequence[Floats]) -> list[Patch]:
+    """What changes in a figure of curves for other values of the same curves."""
+    return [{"y": curve.astype(np.float32)} for curve in curves]
+
+
+def curves(
+    x: Floats, lines: Sequence[Line], values: Sequence[Floats], titles: tuple[str, str], **layout: Any
+) -> go.Figure:
+    """Curves over one axis; `titles` of x and y. Values are replaced by `values_patch`."""
+    traces = [
+        go.Scatter(
+            x=x.astype(np.float32),
+            **patch,
+            name=for_plotly(line.name),
+            mode="lines",
+            line={"color": line.colour, "dash": line.dash, "width": line.width},
+            hovertemplate=f"{for_plotly(line.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>",
+        )
+        for line, patch in zip(lines, values_patch(values), strict=True)
+    ]
+    return style.figure(traces, *titles, height=CURVES_HEIGHT, layout=layout)
+
+
+def propagation_curves(
+    theta: Floats, etas: Sequence[float], published: Floats, corrected: Floats
+) -> go.Figure:
+    """ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
+    lines, values = [], []
+    for place, eta in enumerate(etas):
+        colour = style.order_colour(place / max(1, len(etas) - 1))
+        lines += [
+            Line(f"η = {eta:g}", colour),
+            Line(f"η = {eta:g}, published", colour, "dash", 1.4),
+        ]
+        values += [corrected[place], published[place]]
+    drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
+    for trace in drawn.data[1::2]:
+        trace.showlegend = False
+    return drawn
+
+
+def propagation_patch(published: Floats, corrected: Floats) -> list[Patch]:
+    """What changes in `propagation_curves` for another ξ."""
+    pairs = zip(corrected, published, strict=True)
+    return values_patch([curve for pair in pairs for curve in pair])
+
+
+def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
+    """The figure with shaded intervals of its x axis, named at the top."""
+    for place, (name, (low, high)) in enumerate(windows.items()):
+        colour = style.CATEGORIES[place % len(style.CATEGORIES)]
+        drawn.add_vrect(
+            x0=low,
+            x1=high,
+            fillcolor=style.translucent(colour, style.BAND),
+            line_width=0,
+            annotation_text=for_plotly(name),
+            annotation_position="top left",
+        )
+    return drawn
+
+
+def maps(
+    pictures: Mapping[str, Floats],
+    axes: tuple[Floats, Floats],
+    titles: tuple[str, str, str],
+    limits: tuple[float, float],
+    *,
+    signed: Sequence[str] = (),
+    square: bool = False,
+) -> go.Figure:
+    """Heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
+
+    Args:
+        axes: values of the columns (x) and of the rows (y).
+        titles: of x, of y, and of what the colours say.
+        limits: of the colours; those of `signed` maps are ± the larger of them.
+        signed: names of the maps that are coloured by their sign.
+        square: cells as wide as high, rows from top to bottom, as a matrix is written.
+    """
+    width = (1 - PANEL_GAP * (len(pictures) - 1)) / len(pictures)
+    largest = max(abs(limit) for limit in limits)
+    traces, layout = [], {}
+    annotations = []
+    for place, (name, picture) in enumerate(pictures.items()):
+        own, start = (str(place + 1) if place else ""), place * (width + PANEL_GAP)
+        low, high = (-largest, largest) if name in signed else limits
+        traces.append(
+            go.Heatmap(
+                x=axes[0].astype(np.float32),
+                y=axes[1].astype(np.float32),
+                z=picture.astype(np.float32),
+                zmin=low,
+                zmax=high,
+                colorscale=style.SIGNED if name in signed else style.MAGNITUDE,
+                showscale=place == 0,
+                colorbar=style.colour_bar(titles[2]),
+                xaxis=f"x{own}",
+                yaxis=f"y{own}",
+                hovertemplate=f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
+                f"<br>{titles[2]} %{{z:.4g}}<extra></extra>",
+            )
+        )
+        axis: dict[str, Any] = {"showgrid": False, "zeroline": False}
+        layout[f"xaxis{own}"] = axis | {"domain": [start, start + width], "anchor": f"y{own}"}
+        layout[f"xaxis{own}"] |= {"title": {"text": titles[0]}} | ({"constrain": "domain"} if square else {})
+        layout[f"yaxis{own}"] = axis | {"anchor": f"x{own}", "title": {"text": "" if place else titles[1]}}
+        if square:
+            layout[f"yaxis{own}"] |= {
+                "autorange": "reversed",
+                "scaleanchor": f"x{own}",
+                "constrain": "domain",
+            }
+        annotations.append(_above(name, start + width / 2))
+    height = SQUARE_HEIGHT if square else MAP_HEIGHT
+    return style.figure(traces, height=height, layout=layout | {"annotations": annotations})
+
+
+def maps_patch(pictures: Sequence[Floats]) -> list[Patch]:
+    """What changes in `maps` for other pictures of the same kind and scale."""
+    return [{"z": picture.astype(np.float32)} for picture in pictures]
+
+
+def _above(name: str, middle: float) -> dict[str, Any]:
+    return {
+        "text": for_plotly(name),
+        "x": middle,
+        "y": 1.0,
+        "xref": "paper",
+        "xanchor": "center",
+        "yref": "paper",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 12},
+    }
+
+
+PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
+
+
+def simulation(
+    positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
+) -> go.Figure:
+    """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions.
+
+    Args:
+        positions, simulated: (T,). errors: over walks, over draws, (T,) each.
+        predictions: published, corrected, finite, exact, (T,) each.
+    """
+    x = positions.astype(np.float32)
+    points = go.Scatter(
+        x=x,
+        name="simulated, error over draws of W_QK",
+        mode="markers",
+        marker={"size": 5, "color": style.ORANGE},
+        hovertemplate="token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>",
+    )
+    inner = go.Scatter(
+        x=x,
+        name="the same, error over walks",
+        mode="markers",
+        marker={"size": 1, "color": style.PURPLE},
+        hoverinfo="skip",
+    )
+    lines = [
+        go.Scatter(
+            x=x,
+            name=line.name,
+            mode="lines",
+            line={"color": line.colour, "dash": line.dash, "width": line.width},
+            hovertemplate=f"token %{{x}}: {line.name} %{{y:.3f}}<extra></extra>",
+        )
+        for line in PREDICTED
+    ]
+    traces = [points, inner, *lines]
+    for trace, patch in zip(traces, simulation_patch(simulated, errors, predictions), strict=True):
+        trace.update(patch)
+    layout = {"yaxis": {"range": [-0.02, 1.05]}, "legend": {"font": {"size": 10}}}
+    return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
+
+
+def simulation_patch(
+    simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
+) -> list[Patch]:
+    """What changes in `simulation` for another pair."""
+    bars = [
+        {"type": "data", "array": error.astype(np.float32), "thickness": thickness, "width": width}
+        for error, thickness, width in zip(errors, (2.5, 1.0), (0, 4), strict=True)
+    ]
+    y = simulated.astype(np.float32)
+    return [{"y": y, "error_y": bars[1]}, {"y": y, "error_y": bars[0]}, *values_patch(predictions)]
+
+
+def entropies(
+    scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
+) -> go.Figure:
+    """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes.
+
+    Args:
+        values, errors: nats and standard errors, (means, scales). least: the lower end of the axis, in nats.
+    """
+    traces = [
+        go.Scatter(
+            x=np.array(scales, dtype=np.float32),
+            **patch,
+            name=f"mean {mean:g}",
+            mode="lines+markers",
+            line={"color": style.order_colour(place / max(1, len(means) - 1)), "width": 2},
+            marker={"size": 7},
+            hovertemplate=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
+        )
+        for place, (mean, patch) in enumerate(zip(means, entropies_patch(values, errors), strict=True))
+    ]
+    layout = {
+        "xaxis": {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]},
+        "yaxis": {
+            "type": "log",
+            "range": [math.log10(least), math.log10(5)],
+            "dtick": "D2",
+            "tickformat": "~g",
+        },
+    }
+    return style.figure(
+        traces, "scale of the eigenvalues", "entropy in nats", height=CURVES_HEIGHT, layout=layout
+    )
+
+
+def entropies_patch(values: Floats, errors: Floats) -> list[Patch]:
+    """What changes in `entropies` for another covariance."""
+    bars = [
+        {"type": "data", "array": error.astype(np.float32), "thickness": 1.2, "width": 4} for error in errors
+    ]
+    return [patch | {"error_y": bar} for patch, bar in zip(values_patch(list(values)), bars, strict=True)]
+
+
+def bars(
+    groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
+) -> go.Figure:
+    """Bars beside each other in every group, with their intervals: name → (values, (2, groups) lower and upper)."""
+    traces = [
+        go.Bar(
+            x=list(groups),
+            y=heights.astype(np.float32),
+            name=for_plotly(name),
+            marker={"color": colour},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": (interval[1] - heights).astype(np.float32),
+                "arrayminus": (heights - interval[0]).astype(np.float32),
+                "thickness": 1.2,
+                "width": 3,
+            },
+            hovertemplate=f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
+        )
+        for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False)
+    ]
+    layout = {"barmode": "group", "yaxis": {"range": list(limits)}}
+    return style.figure(traces, "", y, height=CURVES_HEIGHT, layout=layout)

@@ -1,0 +1,160 @@
+"""Figures of outlier dimensions and massive activations: maps, growth through the layers, who carries them, counts.
+
+They take plain arrays and return Plotly figures. What does not fit a screen is thinned by keeping the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats, evenly
+from theodolite.system.wording import for_plotly
+
+DIMENSIONS = 40
+LINES = 12
+TOKENS = 20
+SMALLEST = 1e-6  # of the largest value: below it the logarithmic axis of the growth ends
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
+    """The columns with the largest maxima, at most so many, in their order."""
+    highest = np.nan_to_num(values).max(axis=0)
+    return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
+
+
+def ratio_map(
+    ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str], first_row: int = 0
+) -> go.Figure:
+    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up.
+
+    Args:
+        ratios: (rows, columns); below 1 and NaN count as 1.
+        columns: their names. titles: of the columns, of the rows, of the ratio.
+        first_row: number of the first row.
+    """
+    shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
+    top = max(float(shown.max()), 10.0)
+    ticks = [amount for power in range(8) for amount in (10**power, 3 * 10**power) if amount <= top * 1.001]
+    heat = go.Heatmap(
+        z=np.log10(shown).astype(np.float32),
+        customdata=ratios.astype(np.float32),
+        x=[str(name) for name in columns],
+        y=list(range(first_row, first_row + len(shown))),
+        zmin=0,
+        zmax=float(np.log10(top)),
+        colorscale=style.MAGNITUDE,
+        colorbar=style.colour_bar(
+            titles[2], tickvals=np.log10(ticks).tolist(), ticktext=[str(tick) for tick in ticks]
+        ),
+        xgap=1,
+        ygap=1,
+        hovertemplate=f"{titles[1]} %{{y}}, {titles[0]} %{{x}}<br>%{{customdata:.3g}} {titles[2]}<extra></extra>",
+    )
+    across: dict[str, Any] = {"type": "category", "showgrid": False}
+    if len(columns) > LINES:
+        across |= {"tickangle": -90, "tickfont": {"size": 10}}
+    down = {"showgrid": False, "autorange": "reversed"} | ({"dtick": 1} if len(shown) <= 16 else {})
+    height = min(640, max(260, 140 + 22 * len(shown)))
+    return style.figure([heat], titles[0], titles[1], height=height, layout={"xaxis": across, "yaxis": down})
+
+
+def growth(
+    lines: Mapping[tuple[str, str], Floats], references: Mapping[str, Floats], threshold: float
+) -> go.Figure:
+    """|value| by layer on a logarithmic axis: a line a massive activation, over what is usual.
+
+    Args:
+        lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
+            colour is a dimension.
+        references: the same of what they are compared with.
+        threshold: the published one, as a dotted line.
+    """
+    drawn = dict(list(lines.items())[:LINES])
+    dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
+    seen: dict[str, int] = dict.fromkeys(dimensions, 0)
+    traces = []
+    for (dimension, token), values in drawn.items():
+        colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
+        traces.append(_line(f"{dimension}, {token}", values, colour, DASHES[seen[dimension] % len(DASHES)]))
+        seen[dimension] += 1
+    for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
+        traces.append(_line(name, values, style.GREY, dash))
+    everything = np.concatenate([*drawn.values(), *references.values(), [threshold]])
+    top = float(np.nanmax(everything))
+    low = max(float(np.nanmin(everything[everything > 0])), SMALLEST * top)
+    length = max(len(values) for values in references.values())
+    traces.append(
+        go.Scatter(
+            x=[0, length - 1],
+            y=[threshold] * 2,
+            mode="lines",
+            line={"color": style.GREY, "width": 1, "dash": "dot"},
+            name=f"published threshold, {threshold:g}",
+            hoverinfo="skip",
+        )
+    )
+    layout = {
+        "xaxis": {"zeroline": False} | ({"dtick": 1} if length <= 16 else {}),
+        "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
+    }
+    return style.figure(traces, "layer", "|value|", height=420, layout=layout)
+
+
+def _line(name: str, values: Floats, colour: str, dash: str) -> go.Scatter:
+    shown = for_plotly(name)
+    return go.Scatter(
+        x=list(range(len(values))),
+        y=np.where(values > 0, values, np.nan).astype(np.float32),
+        name=shown,
+        mode="lines+markers",
+        line={"color": colour, "width": 2, "dash": dash},
+        marker={"size": 5},
+        hovertemplate=f"{shown}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>",
+    )
+
+
+def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
+    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them.
+
+    Args:
+        names: of the tokens, the most frequent first. contexts: shares. notes: what hovering tells more.
+    """
+    names, notes = list(names[:TOKENS]), list(notes[:TOKENS])
+    bars = go.Bar(
+        x=contexts[:TOKENS].astype(np.float32),
+        # Numbered, since two tokens may look alike.
+        y=list(range(len(names))),
+        orientation="h",
+        marker={"color": style.BLUE},
+        customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
+        hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
+    )
+    layout = {
+        "yaxis": {
+            "autorange": "reversed",
+            "tickmode": "array",
+            "tickvals": list(range(len(names))),
+            "ticktext": [for_plotly(name) for name in names],
+            "showgrid": False,
+        },
+        "xaxis": {"tickformat": ".0%", "rangemode": "tozero"},
+    }
+    return style.figure([bars], "share of contexts", "", height=110 + 24 * max(3, len(names)), layout=layout)
+
+
+def counts(columns: Mapping[str, tuple[Floats, str, str]], y: str) -> go.Figure:
+    """Numbers by layer: name → (values, colour, dash)."""
+    traces = [_line(name, values, colour, dash) for name, (values, colour, dash) in columns.items()]
+    for trace, (values, _, _) in zip(traces, columns.values(), strict=True):
+        trace.y = values.astype(np.float32)  # 0 is a number here
+    length = len(next(iter(columns.values()))[0])
+    layers = {"tickmode": "array", "tickvals": evenly(length, 16), "zeroline": False}
+    return style.figure(
+        traces, "layer", y, height=360, layout={"xaxis": layers, "yaxis": {"rangemode": "tozero"}}
+    )

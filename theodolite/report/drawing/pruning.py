@@ -1,0 +1,38 @@
+"""Figures of a pruned model: what was lost in each matrix. They take the table of `prune_model`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.system.wording import for_plotly
+
+ROW = 26  # pixels
+
+
+def error_map(table: pd.DataFrame, column: str) -> go.Figure:
+    """A relative error of every matrix, blocks by names; the experts of a block as their mean.
+
+    Args:
+        table: a row a matrix. column: `error` or `error_scaled`.
+    """
+    names = list(dict.fromkeys(table["matrix"]))
+    values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]
+    heat = go.Heatmap(
+        z=values.to_numpy(np.float32),
+        x=[for_plotly(name) for name in names],
+        y=[str(layer) for layer in values.index],
+        zmin=0,
+        zmax=float(np.nanmax([*table[column], 1e-3])),
+        colorscale=style.MAGNITUDE,
+        colorbar=style.colour_bar("relative error"),
+        hovertemplate="block %{y}, %{x}: %{z:.3f}<extra></extra>",
+    )
+    layout = {
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False, "automargin": True},
+    }
+    height = 130 + ROW * len(values)
+    return style.figure([heat], "", "block", height=height, layout=layout)

@@ -1,0 +1,99 @@
+"""Where sinks stand and which feature dimensions are outliers.
+
+Both figures thin what does not fit a screen by keeping the largest values, never by averaging them away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats, evenly, need
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+POSITION_BINS = 128
+LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
+DIMENSIONS = 40
+
+
+def _largest_in_bins(values: Floats, bins: int) -> tuple[Floats, list[str]]:
+    """The largest of each of at most `bins` neighbouring groups of columns, and the groups' names.
+
+    Column 0 is always a group of its own: the first position is not like the others.
+    """
+    length = values.shape[1]
+    starts = [0, *[1 + step for step in evenly(length - 1, bins - 1)]] if length > 1 else [0]
+    ends = [*starts[1:], length]
+    reduced = np.stack([values[:, a:b].max(axis=1) for a, b in zip(starts, ends, strict=True)], axis=1)
+    return reduced, [str(a) if b == a + 1 else f"{a}–{b - 1}" for a, b in zip(starts, ends, strict=True)]
+
+
+def sinks_by_position(run: Run) -> go.Figure:
+    """Each position's share of contexts in which it is a sink of the keenest head, over layers."""
+    shares = need(run, "sink_by_position")
+    keenest = np.nan_to_num(shares).max(axis=1)
+    reduced, names = _largest_in_bins(keenest, POSITION_BINS)
+    heat = go.Heatmap(
+        z=reduced.astype(np.float32),
+        x=list(range(len(names))),
+        y=list(range(len(reduced))),
+        customdata=[names] * len(reduced),
+        zmin=0,
+        zmax=max(float(reduced.max(initial=0.0)), LEAST_SCALE),
+        colorscale=style.MAGNITUDE,
+        colorbar=style.colour_bar("share of contexts", tickformat=".0%"),
+        hovertemplate="layer %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
+    )
+    ticks = evenly(len(names), 9)
+    return style.figure(
+        [heat],
+        "position of the sink",
+        "layer",
+        height=min(640, max(220, 110 + 22 * len(reduced))),
+        layout={
+            "xaxis": {
+                "showgrid": False,
+                "tickmode": "array",
+                "tickvals": ticks,
+                "ticktext": [names[tick] for tick in ticks],
+            },
+            "yaxis": {"showgrid": False, "autorange": "reversed"}
+            | ({"dtick": 1} if len(reduced) <= 16 else {}),
+        },
+    )
+
+
+def outlier_shares(run: Run) -> go.Figure:
+    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
+    shares = np.nan_to_num(need(run, "outlier_share"))
+    highest = shares.max(axis=0)
+    chosen = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])
+    chosen = chosen[highest[chosen] > 0] if (highest > 0).any() else chosen[:1]
+    heat = go.Heatmap(
+        z=shares[:, chosen].astype(np.float32),
+        x=[str(dimension) for dimension in chosen],
+        y=list(range(len(shares))),
+        zmin=0,
+        zmax=1,
+        colorscale=style.MAGNITUDE,
+        colorbar=style.colour_bar("share of tokens"),
+        xgap=1,
+        ygap=1,
+        hovertemplate="layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
+    )
+    return style.figure(
+        [heat],
+        "feature dimension",
+        "layer",
+        height=min(640, max(240, 120 + 22 * len(shares))),
+        layout={
+            "xaxis": {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}},
+            "yaxis": {"showgrid": False, "autorange": "reversed"}
+            | ({"dtick": 1} if len(shares) <= 16 else {}),
+        },
+    )

@@ -1,0 +1,326 @@
+"""Figures of what theory predicts: split weights, the bounds of both theorems, heads on two measures, context groups.
+
+They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.report.style import Patch
+from theodolite.system.wording import for_plotly, head_name, number
+
+OWN = style.MEASURED
+ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
+TILES_ACROSS = 6
+TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map
+TILE_PIXELS = 190
+LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would press the curves together
+
+
+def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
+    """The maps of one layer's heads as tiles of one picture, −1 … 1: survivors below 0, the diagonal above.
+
+    Magnitudes are square roots of shares of the head's largest, so that a tenth of it is still seen. Where both
+    have an entry, on the diagonal, the larger one is drawn; NaN separates the tiles.
+
+    Args:
+        rotated: (H, n, n) magnitudes, 0 where nothing survives. diagonal: (H, n) magnitudes.
+    """
+    heads, side = diagonal.shape
+    across = min(heads, TILES_ACROSS)
+    down = math.ceil(heads / across)
+    step = side + TILE_GAP
+    picture = np.full((down * (side + TILE_HEADROOM), across * step - TILE_GAP), np.nan)
+    for head in range(heads):
+        largest = max(rotated[head].max(), diagonal[head].max()) or 1.0
+        tile = -np.sqrt(rotated[head] / largest)
+        on = np.arange(side)
+        red = np.sqrt(diagonal[head] / largest)
+        tile[on, on] = np.where(red >= -tile[on, on], red, tile[on, on])
+        row, column = divmod(head, across)
+        top = row * (side + TILE_HEADROOM) + TILE_HEADROOM
+        picture[top : top + side, column * step : column * step + side] = tile
+    return picture
+
+
+def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
+    """`weight_tiles` with the heads' names above them; `side`: cells along a tile."""
+    across = min(len(names), TILES_ACROSS)
+    heat = go.Heatmap(
+        z=tiles.astype(np.float32),
+        zmin=-1,
+        zmax=1,
+        colorscale=style.SIGNED,
+        showscale=False,
+        hoverinfo="skip",
+        hoverongaps=False,
+    )
+    labels = [
+        {
+            "x": (head % across) * (side + TILE_GAP) + side / 2,
+            "y": (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM - 2,
+            "text": for_plotly(name),
+            "showarrow": False,
+            "yanchor": "bottom",
+            "font": {"size": 11},
+        }
+        for head, name in enumerate(names)
+    ]
+    boxes = [
+        {
+            "type": "rect",
+            "x0": (head % across) * (side + TILE_GAP) - 0.5,
+            "x1": (head % across) * (side + TILE_GAP) + side - 0.5,
+            "y0": (head // across) * (side + TILE_HEADROOM) + TILE_HEADROOM - 0.5,
+            "y1": (head // across + 1) * (side + TILE_HEADROOM) - 0.5,
+            "line": {"width": 1, "color": style.GREY},
+        }
+        for head in range(len(names))
+    ]
+    bare = {"visible": False, "constrain": "domain"}
+    layout = {
+        "annotations": labels,
+        "shapes": boxes,
+        "xaxis": bare,
+        "yaxis": bare | {"autorange": "reversed", "scaleanchor": "x"},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+    }
+    return style.figure(
+        [heat], height=30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4), layout=layout
+    )
+
+
+def weight_patch(tiles: Floats) -> list[Patch]:
+    """What changes in `weight_maps` for another layer."""
+    return [{"z": tiles.astype(np.float32)}]
+
+
+def head_values(
+    grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
+) -> go.Figure:
+    """One number a head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm.
+
+    `notes`: further lines of each head's hover text.
+    """
+    count, heads = grid.shape
+    shown, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
+    if decades:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shown = np.where(grid > 0, np.log10(grid), np.nan)
+        finite = shown[np.isfinite(shown)]
+        lowest, highest = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        limits = (min(0.0, lowest), max(math.log10(2), highest))
+        bases = (1, 1.5, 2, 3, 5, 7) if limits[1] - limits[0] < 1 else (1, 3)
+        steps = [base * 10.0**power for power in range(-3, 6) for base in bases]
+        ticks = [step for step in steps if limits[0] <= math.log10(step) <= limits[1] + 1e-9]
+        bar |= {
+            "tickvals": [math.log10(tick) for tick in ticks],
+            "ticktext": [number(tick) for tick in ticks],
+        }
+    text = [
+        [
+            f"{what}: {number(value)}" + (f"<br>{notes[layer][head]}" if notes else "")
+            for head, value in enumerate(row)
+        ]
+        for layer, row in enumerate(grid)
+    ]
+    heat = go.Heatmap(
+        z=shown.astype(np.float32),
+        zmin=limits[0],
+        zmax=limits[1],
+        text=text,
+        colorscale=style.MAGNITUDE,
+        colorbar=bar,
+        xgap=1,
+        ygap=1,
+        hoverongaps=False,
+        hovertemplate="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>",
+    )
+    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
+    across = axis | ({"dtick": 1} if heads <= 16 else {})
+    down = axis | {"autorange": "reversed"} | ({"dtick": 1} if count <= 16 else {})
+    return style.figure(
+        [heat],
+        "head",
+        "layer",
+        height=min(720, max(240, 90 + 28 * count)),
+        layout={"xaxis": across, "yaxis": down, "margin": {"r": 8}},
+    )
+
+
+def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
+    """Every head on two measures, coloured by its block; `titles` of x and y."""
+    depth = max(1.0, float(layers.max()))
+    dots = go.Scatter(
+        x=x.astype(np.float32),
+        y=y.astype(np.float32),
+        text=[head_name(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)],
+        mode="markers",
+        marker={"size": 8, "color": [style.order_colour(layer / depth) for layer in layers]},
+        hovertemplate=f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>",
+        showlegend=False,
+    )
+    return style.figure([dots, style.depth_bar(int(depth) + 1)], titles[0], titles[1], height=380)
+
+
+def smoothness_bounds(
+    cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: Floats, layer: int
+) -> go.Figure:
+    """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation.
+
+    Args:
+        cutoffs: k. bounds: (N, orders, K), attained: (N, K), trivial: (N); the axes are those of all N layers.
+    """
+    everything = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
+    positive = everything[np.isfinite(everything) & (everything > 0)]
+    # What is left at the last k is rounding: a curve may leave the picture below.
+    low = max(float(positive.min()), float(trivial.max()) * 1e-7)
+    traces: list[Any] = [
+        go.Scatter(
+            name=f"bound, m = {order + 1}",
+            mode="lines",
+            line={"color": colour, "dash": "dash", "width": 1.8},
+            hovertemplate=f"k = %{{x}}: bound with m = {order + 1} %{{y:.3g}}<extra></extra>",
+        )
+        for order, colour in zip(range(bounds.shape[1]), ORDERS, strict=True)
+    ]
+    traces.append(
+        go.Scatter(
+            name="attained",
+            mode="lines+markers",
+            line={"color": OWN, "width": 2.4},
+            marker={"size": 6},
+            hovertemplate="k = %{x}: attained %{y:.3g}<extra></extra>",
+        )
+    )
+    traces.append(
+        go.Scatter(
+            name="no approximation, ‖G‖/T",
+            mode="lines",
+            line={"color": style.GREY, "dash": "dot", "width": 1.5},
+            hovertemplate="‖G‖/T = %{y:.3g}<extra></extra>",
+        )
+    )
+    for trace, patch in zip(
+        traces, bounds_patch(cutoffs, bounds[layer], attained[layer], trivial[layer]), strict=True
+    ):
+        trace.update(patch)
+    ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
+    layout = {
+        "xaxis": {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]},
+        "yaxis": {
+            "type": "log",
+            "range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3],
+            "exponentformat": "power",
+        },
+    }
+    return style.figure(
+        traces, "k, frequencies kept", "error, ‖G − approximation‖/T", height=430, layout=layout
+    )
+
+
+def bounds_patch(cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: float) -> list[Patch]:
+    """What changes in `smoothness_bounds` for another layer."""
+    x = np.array(cutoffs, dtype=np.int32)
+    flat = np.full(len(cutoffs), trivial)
+    return [{"x": x, "y": values.astype(np.float32)} for values in (*bounds, attained, flat)]
+
+
+def factorisation(
+    levels: Floats,
+    curves: Mapping[str, tuple[Floats, Floats]],
+    bound: tuple[Floats, Floats],
+    marks: Mapping[str, float],
+) -> go.Figure:
+    """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
+
+    Args:
+        levels: incoherences. curves: two, name → (means, standard errors). bound: (incoherences, values).
+        marks: two, name → an incoherence that is shown as a vertical line.
+    """
+    shown = bound[1] <= LARGEST_ERROR
+    low = min(float(means.min()) for means, _ in curves.values()) / 2
+    traces = [
+        go.Scatter(
+            x=levels.astype(np.float32),
+            y=means.astype(np.float32),
+            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.2, "width": 3},
+            name=for_plotly(name),
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"size": 8, "symbol": symbol},
+            hovertemplate=f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>",
+        )
+        for (name, (means, errors)), colour, symbol in zip(
+            curves.items(), (OWN, style.BLUE), ("circle", "circle-open"), strict=True
+        )
+    ]
+    lines = {"bound": (bound[0][shown], bound[1][shown], style.GREY, "dash")}
+    for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
+        lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
+    traces += [
+        go.Scatter(
+            x=x.astype(np.float32),
+            y=y.astype(np.float32),
+            name=for_plotly(name),
+            mode="lines",
+            line={"color": colour, "dash": dash, "width": 1.6},
+            hovertemplate=f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>",
+        )
+        for name, (x, y, colour, dash) in lines.items()
+    ]
+    ends = [
+        math.log10(end) for end in (min(levels.min(), *marks.values()), max(levels.max(), *marks.values()))
+    ]
+    layout = {
+        "xaxis": {"type": "log", "range": [ends[0] - 0.1, ends[1] + 0.1], "dtick": "D2", "tickformat": "~g"},
+        "yaxis": {
+            "type": "log",
+            "range": [math.log10(low), math.log10(LARGEST_ERROR)],
+            "dtick": 1,
+            "exponentformat": "power",
+        },
+    }
+    return style.figure(traces, "incoherence", "relative error of the kernel", height=430, layout=layout)
+
+
+def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+    """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
+    traces: list[Any] = []
+    for place, (name, (values, errors)) in enumerate(curves.items()):
+        baseline = bool(place % 2)
+        bars = {
+            "type": "data",
+            "array": np.nan_to_num(errors).astype(np.float32),
+            "thickness": 1.2,
+            "width": 3,
+        }
+        traces.append(
+            go.Scatter(
+                x=layers.astype(np.float32),
+                y=values.astype(np.float32),
+                error_y=bars if np.isfinite(errors).any() else None,
+                name=for_plotly(name),
+                mode="lines" if baseline else "lines+markers",
+                line={
+                    "color": (OWN, style.BLUE)[place // 2],
+                    "width": 2,
+                    "dash": "dot" if baseline else "solid",
+                },
+                marker={"size": 6},
+                hovertemplate=f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>",
+            )
+        )
+    axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
+    axis |= {"dtick": 1} if len(layers) <= 14 else {}
+    return style.figure(
+        traces, "layer", y, height=360, layout={"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
+    )

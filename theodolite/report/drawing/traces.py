@@ -1,0 +1,142 @@
+"""Figures of sinks that are traced: where a tag lives on, how much is tagged how strongly. They take plain tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from theodolite.measure.tags import NAMED
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.system.wording import for_plotly, head_name, number, percent, token_text
+
+SHOWN_SINKS = 40
+ROW = 22  # pixels
+KIND_COLOURS = {
+    "first": style.BLUE,
+    "later": style.VERMILLION,
+    "learned": style.GREEN,
+    "stretch": style.ORANGE,
+}
+KIND_NAMES = {
+    "first": "first token",
+    "later": "later token",
+    "learned": "learned column",
+    "stretch": "token that catches a stretch",
+}
+
+
+def sink_name(row: pd.Series) -> str:
+    """`L4H1 “↵”`: a head and its sink."""
+    token = f"“{token_text(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
+    return f"{head_name(row['layer'], row['head'])} {token}"
+
+
+def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
+    """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
+
+    The head's own column has colours of its own.
+
+    Args:
+        traces: the table, strongest first. release: its rows by residual layer.
+    """
+    shown = traces.head(SHOWN_SINKS)
+    names = [
+        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(shown.iterrows())
+    ]
+    layers = [str(layer) for layer in range(release.shape[1])]
+    heats = [
+        go.Heatmap(
+            z=values.astype(np.float32),
+            x=columns,
+            y=names,
+            zmin=0,
+            zmax=float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
+            xgap=gap,
+            colorscale=style.MAGNITUDE,
+            colorbar=style.colour_bar(f"η² {where}", x=at),
+            hovertemplate=f"%{{y}}<br>{where}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
+        )
+        # The head's is ten times the layers': in colours of their own, both can be read.
+        for values, columns, where, at, gap in (
+            (shown["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
+            (release[: len(shown)], layers, "in the residual stream", 1.1, 0),
+        )
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False},
+        "margin": {"l": 150},
+    }
+    height = 130 + ROW * len(names)
+    return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
+
+
+def strength(traces: pd.DataFrame) -> go.Figure:
+    """A dot a sink: the share of all queries that it catches, and η² of the head's output."""
+    dots = []
+    for kind, name in KIND_NAMES.items():
+        rows = traces[traces["kind"] == kind]
+        if not len(rows):
+            continue
+        said = [
+            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
+            f"with the tag at {number(row['alignment'])}"
+            for _, row in rows.iterrows()
+        ]
+        dots.append(
+            go.Scatter(
+                x=rows["caught"].to_numpy(np.float32),
+                y=rows["tag"].to_numpy(np.float32),
+                name=name,
+                mode="markers",
+                marker={"size": 8, "color": KIND_COLOURS[kind], "opacity": 0.8},
+                text=said,
+                hovertemplate="%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>",
+            )
+        )
+    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
+    return style.figure(
+        dots, "queries that it catches, of all", "η² of the head's output", height=360, layout=layout
+    )
+
+
+def kept(heads: pd.DataFrame) -> go.Figure:
+    """A dot a head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
+
+    Bars are the standard error of the difference of both.
+    """
+    said = [
+        f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
+        for _, r in heads.iterrows()
+    ]
+    dots = go.Scatter(
+        x=heads["before"].to_numpy(np.float32),
+        y=heads["released"].to_numpy(np.float32),
+        error_y={"array": heads["gain_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
+        mode="markers",
+        marker={
+            "size": 8,
+            "color": heads["layer"],
+            "colorscale": style.ORDER,
+            "showscale": True,
+            "colorbar": style.whole_bar(
+                "layer of the head", int(heads["layer"].max() - heads["layer"].min())
+            ),
+        },
+        text=said,
+        showlegend=False,
+        hovertemplate="%{text}<br>before the head %{x:.3f}, after it %{y:.3f}<extra></extra>",
+    )
+    top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
+    line = go.Scatter(
+        x=[0, top],
+        y=[0, top],
+        mode="lines",
+        line={"color": style.GREY, "dash": "dot", "width": 1},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
+    return style.figure([line, dots], "η² before the head", "largest η² after it", height=360, layout=layout)

@@ -1,0 +1,200 @@
+"""Figures over training steps: layer measures, the curve of positions at every step and layer, accuracies.
+
+They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from theodolite.report import style
+from theodolite.report.data import Floats
+from theodolite.system.wording import percent
+
+PANELS_ACROSS = 3
+PANEL_GAP, PANEL_DROP = 0.06, 0.16
+BEFORE_FIRST = 0.5  # decades between step 0 and the first step after it
+CELL = 0.42  # half a curve's cell; the rest is white
+CELL_PIXELS = 96
+
+
+def step_places(steps: Sequence[int]) -> Floats:
+    """Where steps stand on a logarithmic axis that has room for step 0."""
+    first = min((step for step in steps if step > 0), default=1)
+    return np.array([math.log10(step) if step > 0 else math.log10(first) - BEFORE_FIRST for step in steps])
+
+
+def _step_axis(steps: Sequence[int], places: Floats) -> dict[str, Any]:
+    names = [f"{step // 1000}k" if step >= 1000 and step % 1000 == 0 else str(step) for step in steps]
+    return {
+        "tickmode": "array",
+        "tickvals": [float(place) for place in places],
+        "ticktext": names,
+        "tickangle": 0,
+        "range": [float(places.min()) - 0.15, float(places.max()) + 0.15],
+        "zeroline": False,
+    }
+
+
+def measures_by_step(
+    steps: Sequence[int], measures: Mapping[str, tuple[Floats, Floats]], limits: Mapping[str, float]
+) -> go.Figure:
+    """One panel a measure, one line a layer, against training step.
+
+    Args:
+        steps: S of them. measures: title → (values, standard errors), each (S, N).
+        limits: title → a criterion, drawn as a dotted line.
+    """
+    places = step_places(steps)
+    layers = next(iter(measures.values()))[0].shape[1]
+    down = math.ceil(len(measures) / PANELS_ACROSS)
+    width = (1 - PANEL_GAP * (PANELS_ACROSS - 1)) / PANELS_ACROSS
+    height = (1 - PANEL_DROP * (down - 1)) / down
+    traces: list[Any] = []
+    layout: dict[str, Any] = {"showlegend": False, "annotations": [], "shapes": []}
+    for index, (title, (values, errors)) in enumerate(measures.items()):
+        suffix = "" if index == 0 else str(index + 1)
+        row, column = divmod(index, PANELS_ACROSS)
+        left, top = column * (width + PANEL_GAP), 1 - row * (height + PANEL_DROP)
+        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
+        traces += [
+            _layer_line(places, steps, values[:, layer], errors[:, layer], layer, layers) | axes
+            for layer in range(layers)
+        ]
+        layout[f"xaxis{suffix}"] = _step_axis(steps, places) | {
+            "domain": [left, left + width],
+            "anchor": f"y{suffix}",
+            "title": {"text": "step" if row == down - 1 else ""},
+        }
+        layout[f"yaxis{suffix}"] = {
+            "domain": [top - height, top],
+            "anchor": f"x{suffix}",
+            "rangemode": "tozero",
+        }
+        layout["annotations"].append(
+            {"x": left, "y": top, "xref": "paper", "yref": "paper", "text": title, "showarrow": False}
+            | {"xanchor": "left", "yanchor": "bottom", "yshift": 4}
+        )
+        if title in limits:
+            layout["shapes"].append(
+                {"type": "line", "xref": f"x{suffix} domain", "yref": f"y{suffix}", "x0": 0, "x1": 1}
+                | {
+                    "y0": limits[title],
+                    "y1": limits[title],
+                    "line": {"dash": "dot", "width": 1.2, "color": style.GREY},
+                }
+            )
+    bar = style.depth_bar(layers)
+    return style.figure([*map(go.Scatter, traces), bar], height=90 + 210 * down, layout=layout)
+
+
+def _layer_line(
+    places: Floats, steps: Sequence[int], values: Floats, errors: Floats, layer: int, layers: int
+) -> dict[str, Any]:
+    bars = {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1, "width": 2}
+    return {
+        "x": places.astype(np.float32),
+        "y": values.astype(np.float32),
+        "error_y": bars if np.isfinite(errors).any() else None,
+        "customdata": list(steps),
+        "mode": "lines+markers",
+        "line": {"color": style.order_colour(layer / max(1, layers - 1)), "width": 1.6},
+        "marker": {"size": 5},
+        "hovertemplate": f"layer {layer}, step %{{customdata}}: %{{y:.4g}}<extra></extra>",
+    }
+
+
+def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
+    """The positions on their two leading directions, one cell a step and layer, each cell on its own scale.
+
+    Args:
+        curves: (S, N, n, 2), coloured by position, early violet and late green.
+    """
+    centred = curves - curves.mean(axis=2, keepdims=True)
+    # One scale for both directions: a second one that is nothing but noise must not look like half of the curve.
+    reach = np.abs(centred).max(axis=(2, 3), keepdims=True)
+    cells = CELL * centred / np.where(reach > 0, reach, 1.0)
+    count = curves.shape[2]
+    across = np.arange(len(steps))[:, None, None]
+    down = np.arange(len(layers))[None, :, None]
+    x, y = across + cells[..., 0], down - cells[..., 1]  # the vertical axis runs downwards
+    broken = [
+        np.concatenate([part, np.full((*part.shape[:2], 1), np.nan)], axis=2).ravel() for part in (x, y)
+    ]
+    line = go.Scatter(
+        x=broken[0].astype(np.float32),
+        y=broken[1].astype(np.float32),
+        mode="lines",
+        line={"width": 0.7, "color": style.GREY},
+        opacity=0.6,
+        hoverinfo="skip",
+        showlegend=False,
+    )
+    position = np.tile(np.arange(1, count + 1), len(steps) * len(layers))
+    dots = go.Scatter(
+        x=x.ravel().astype(np.float32),
+        y=y.ravel().astype(np.float32),
+        mode="markers",
+        marker={
+            "size": 3.2,
+            "color": position.astype(np.int32),
+            "colorscale": style.ORDER,
+            "colorbar": style.colour_bar("position"),
+        },
+        hovertemplate="position %{marker.color}<extra></extra>",
+        showlegend=False,
+    )
+    axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array"}
+    layout = {
+        "xaxis": axis
+        | {
+            "tickvals": list(range(len(steps))),
+            "ticktext": [f"step {step}" for step in steps],
+            "range": [-0.55, len(steps) - 0.45],
+            "side": "top",
+            "tickangle": 0,
+        },
+        "yaxis": axis
+        | {
+            "tickvals": list(range(len(layers))),
+            "ticktext": [f"layer {layer}" for layer in layers],
+            "range": [len(layers) - 0.45, -0.55],
+        },
+    }
+    return style.figure([line, dots], height=60 + CELL_PIXELS * len(layers), layout=layout)
+
+
+def accuracies(names: Sequence[str], here: tuple[Floats, Floats], paper: Mapping[str, Floats]) -> go.Figure:
+    """Accuracy by number of digits: this model with standard errors, and rows of the paper.
+
+    Args:
+        names: of the groups of examples. here: (accuracies, standard errors). paper: row name → accuracies, NaN
+            where it prints none.
+    """
+    rows = [("this model", here[0], here[1], style.MEASURED, "circle")]
+    rows += [
+        (name, values, np.full(len(values), np.nan), colour, "diamond-open")
+        for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True)
+    ]
+    traces = [
+        go.Scatter(
+            x=list(names),
+            y=values.astype(np.float32),
+            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.4, "width": 5}
+            if np.isfinite(errors).any()
+            else None,
+            name=name,
+            mode="markers",
+            marker={"size": 10, "color": colour, "symbol": symbol},
+            text=[percent(float(value)) for value in values],
+            hovertemplate=f"%{{x}}<br>{name}: %{{text}}<extra></extra>",
+        )
+        for name, values, errors, colour, symbol in rows
+    ]
+    layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
+    return style.figure(traces, "", "right answers", height=360, layout=layout)

@@ -1,0 +1,93 @@
+"""The exhibits of what logits are made of: shares of constituents by head, and the attribution of patterns."""
+
+from __future__ import annotations
+
+from theodolite.report.data import blocks, evenly
+from theodolite.report.drawing import constituents as drawing
+from theodolite.report.drawing import geometry
+from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.measures import SONG
+
+GRID = 12  # blocks whose bars are also drawn small: all of the models that the paper shows
+
+_BY_BLOCK = Choice(
+    "layer",
+    lambda run: [Option(str(layer), f"layer {layer}") for layer in range(blocks(run))],
+    lambda run, key: drawing.head_shares_traces(run, int(key)),
+    grid=lambda run: [str(layer) for layer in evenly(blocks(run), GRID)],
+)
+
+_LOOKS = {
+    "previous": "a long bar for position alone and a short one without it: the head is positional. With rotary or "
+    "additive positions relative position is in every group, also in the constant one.",
+    "induction": "a long bar for context alone and a short one without it: the head matches tokens, whatever "
+    "their positions.",
+    "same": "the same as for induction: context alone keeps the score, and without it the score falls to even "
+    "attention.",
+}
+_RECOMPUTED = "from the logits of one group of constituents alone, and from all but that group"
+_GROUPS = (
+    "Position: position on one side or both, with mean and bias but nothing of the context; context: the reverse; "
+    "cross: position on one side, context on the other; constant: mean and bias only. pos-pos and cvec-cvec are the "
+    "parts of the first two without mean and bias. Solid line: the head as it is; dotted: even attention."
+)
+_PAID = {
+    "previous": "from a token to the one before it",
+    "induction": "from the second copy of a token to what followed the first",
+    "same": "from the second copy of a token to the first",
+}
+
+
+def _attribution(pattern: str) -> Exhibit:
+    return Exhibit(
+        f"attribution-{pattern}",
+        "constituents",
+        f"What makes {drawing.PATTERNS[pattern]} heads",
+        ("attribution.score",),
+        lambda run: drawing.attribution(run, pattern),
+        f"Mean attention {_PAID[pattern]}, on random tokens twice, by the heads that pay most: recomputed "
+        f"{_RECOMPUTED}." + (f" {_GROUPS}" if pattern == "previous" else ""),
+        _LOOKS[pattern],
+        f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
+        when=lambda run: bool(drawing.attributed(run, pattern)),
+    )
+
+
+CONSTITUENT_EXHIBITS = [
+    Exhibit(
+        "head-shares",
+        "constituents",
+        "What carries the logits of every head",
+        ("heads.share_position",),
+        drawing.head_shares,
+        "Each bar is a head: the share of its logits' variance along the keys that each pair of parts of query and "
+        "key carries. Position: position on one side or both, the other side mean or bias; context: what is neither "
+        "mean nor position in the same way; position and context: one on each side; constant: mean and bias on both "
+        "sides; additive: a bias such as ALiBi. Shares of a head add up to 1; a negative one hangs "
+        "below 0, where a constituent takes back what others put in, and the others then pass the dotted line.",
+        "heads of one colour: blue ones read positions alone, red ones read tokens. Grey is what only the norm's "
+        "scale of each token moves, or with rotary positions the distance.",
+        f"{SONG}, section 5.2, with constituents that add up",
+        choice=_BY_BLOCK,
+        wide=True,
+    ),
+    *(_attribution(pattern) for pattern in _PAID),
+    Exhibit(
+        "inherited-smoothness",
+        "constituents",
+        "Smoothness handed on to the logits",
+        ("heads.pwp_low_frequency_10",),
+        geometry.inherited_smoothness,
+        "Share of energy in the K × K lowest frequencies: of the positional basis with itself (PPᵀ, not "
+        "normalised), of what the heads' weights make of it (PWPᵀ), and of the logits on this text (QK); medians "
+        "over the heads of a layer, their range in the hover.",
+        "PWPᵀ as high as PPᵀ: heads keep the smoothness, so that a query that looks at its own position also "
+        "looks at the neighbours.",
+        f"{SONG}, section 4.2 and Table 3",
+        choice=Choice(
+            "K",
+            lambda _: [Option(str(cutoff), str(cutoff)) for cutoff in geometry.CUTOFFS],
+            lambda run, key: geometry.inherited_smoothness_traces(run, int(key)),
+        ),
+    ),
+]

@@ -1,0 +1,179 @@
+"""The exhibits of attention: all heads, one head, sinks, with their captions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from theodolite.report.data import blocks, column, heads_per_block
+from theodolite.report.drawing import constituents as drawing
+from theodolite.report.drawing import heads as maps
+from theodolite.report.drawing import sinks, spectra
+from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
+from theodolite.report.style import Patch
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
+
+OVERVIEW = ("entropy", "sink_first", "sink_later", "previous_token", "same_token", "induction")
+
+
+def _by_head(patch: Callable[[Run, int, int], list[Patch]]) -> Choice:
+    def options(run: Run) -> list[Option]:
+        return [
+            Option(f"{layer},{head}", f"L{layer}H{head}")
+            for layer in range(blocks(run))
+            for head in range(heads_per_block(run))
+        ]
+
+    def chosen(run: Run, key: str) -> list[Patch]:
+        layer, head = key.split(",")
+        return patch(run, int(layer), int(head))
+
+    return Choice("head", options, chosen, mode="head")
+
+
+_BY_MEASURE = Choice(
+    "measure",
+    lambda run: [
+        Option(m.column, m.title, m.group, f"{m.meaning} Source: {m.source}.")
+        for m in maps.head_measures(run)
+    ],
+    maps.head_map_traces,
+    grid=lambda run: [name for name in OVERVIEW if column(run.heads, name) is not None],
+)
+
+_HEADS = [
+    Exhibit(
+        "head-map",
+        "heads",
+        "Every head, by any measure",
+        ("heads.trace",),
+        lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
+        "One cell a head. Hover for what the measure means and for the head's other numbers; click to open "
+        "the head "
+        "below.",
+        "rows or single cells that differ from the rest.",
+        "each measure's own, named beside its meaning",
+        choice=_BY_MEASURE,
+        wide=True,
+    ),
+    Exhibit(
+        "entropy-by-position",
+        "heads",
+        "Entropy by position",
+        ("arrays.entropy_by_position",),
+        spectra.entropy_by_position,
+        "Median over each layer's heads of the attention entropy of the query at each position, below the "
+        "most "
+        "that it could be.",
+        "curves that rise with the limit (averaging) or stay flat (a fixed number of keys is read).",
+        f"{ZHAI}; {BAO}, section 5",
+        "curves at 0: entropy collapse, which stalls training.",
+    ),
+    Exhibit(
+        "regime-plane",
+        "heads",
+        "What the spectra predict",
+        ("heads.xi_symmetric", "heads.eta_symmetric"),
+        maps.regime_plane,
+        "Every head by its ξ (mean against scale of the spectrum of W_QK) and η (scale over temperature); "
+        "dotted: "
+        "|ξη| = 2.",
+        "heads far to the left or right: their spectrum concentrates, and attention localizes.",
+        f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
+        "heads at the top: their signal vanishes.",
+    ),
+    Exhibit(
+        "regime-plane-data",
+        "heads",
+        "What the spectra predict on this text",
+        ("heads.xi_symmetric_data", "heads.eta_symmetric_data"),
+        lambda run: maps.regime_plane(run, "_data"),
+        "The same for W_QK Σ̂, with the covariance of the tokens in this text.",
+        "how far the text moves heads from where the weights alone put them.",
+        f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
+        "heads at the top: their signal vanishes.",
+    ),
+]
+
+_ONE_HEAD = [
+    Exhibit(
+        "constituents",
+        "head",
+        "What carries its logits",
+        ("constituents.share",),
+        drawing.constituents,
+        "Share of the logits' variance along the keys, in per cent, by part of the query (rows) and of the key "
+        "(columns): overall mean, position, context, what is left, and bias; shares under 0.5 % are left blank. "
+        "Hover for the standard error over contexts. All shares add up to 100 %; negative ones cancel others.",
+        "one strong cell: pos · pos is a positional head, resid · resid one that matches tokens, a row of mean or "
+        "bias one whose keys are preferred by every query.",
+        f"{SONG}, section 5.2, with constituents that add up",
+        choice=_by_head(drawing.constituents_traces),
+    ),
+    Exhibit(
+        "spectrum",
+        "head",
+        "Eigenvalues of W_QK",
+        ("arrays.spectrum",),
+        spectra.spectrum,
+        "The eigenvalues that are not zero by rank, in the complex plane, at relative distance 0.",
+        "a cloud to the right of 0: tokens look for keys like themselves; to the left: for unlike ones.",
+        f"{BAO}, section 4",
+        choice=_by_head(spectra.spectrum_traces),
+    ),
+    Exhibit(
+        "spectrum-data",
+        "head",
+        "Eigenvalues of W_QK Σ̂",
+        ("arrays.spectrum_data",),
+        lambda run: spectra.spectrum(run, name="spectrum_data"),
+        "The same with the covariance of the tokens in this text.",
+        "a few large eigenvalues: the directions of the text that this head reads.",
+        f"{BAO}, section 4",
+        choice=_by_head(lambda run, layer, head: spectra.spectrum_traces(run, layer, head, "spectrum_data")),
+    ),
+    Exhibit(
+        "propagation",
+        "head",
+        "Whose signal gets through",
+        ("arrays.propagation_predicted",),
+        spectra.propagation,
+        "ρ(θ), the probability that the token at relative position θ reaches the gradient: measured on the "
+        "last query, and predicted for a random walk from the exact first two moments at this length.",
+        "where the measured curve is high, and whether the prediction with Σ̂ follows it.",
+        f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
+        "near 0 everywhere: the signal vanishes.",
+        _by_head(spectra.propagation_traces),
+    ),
+    Exhibit(
+        "head-entropy",
+        "head",
+        "Its entropy by position",
+        ("arrays.entropy_by_position",),
+        spectra.head_entropy,
+        "Mean entropy of this head's attention by position of the query, below the most that it could be.",
+        "near the dashed line the head averages; near 0 it looks at one key.",
+        ZHAI,
+        choice=_by_head(spectra.head_entropy_traces),
+    ),
+]
+
+_SINKS = [
+    Exhibit(
+        "sinks-by-position",
+        "sinks",
+        "Where sinks stand",
+        ("arrays.sink_by_position",),
+        sinks.sinks_by_position,
+        "Share of contexts in which a position is a sink of at least the keenest head of the layer "
+        "(neighbouring "
+        "positions are binned by their largest value).",
+        "a strong first column, and later columns that hold across layers.",
+        f"{XIAO}; {ZHANG}, Fig. 2(a)",
+    ),
+]
+
+HEAD_EXHIBITS = [*_HEADS, *_ONE_HEAD, *_SINKS]

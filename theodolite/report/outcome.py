@@ -1,0 +1,53 @@
+"""What a page of verdicts holds: its heading, numbers beside published ones, verdicts, tables and figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from theodolite.judging import Verdict
+from theodolite.report.exhibit import Exhibit
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What stands above an outcome.
+
+    Attributes:
+        name: `geometry/table1`.
+        title: what it shows.
+        paper: the paper's own finding in a sentence, with its place.
+    """
+
+    name: str
+    title: str
+    paper: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity: what the paper prints (“…”: its words; empty: nothing), and what was measured here, as shown."""
+
+    quantity: str
+    paper: str
+    here: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment gives.
+
+    Attributes:
+        comparisons: the few numbers that stand side by side, paper and here.
+        verdicts: on each claim that the experiment decides.
+        tables: name → table, with every number behind the figures.
+        exhibits: the figures with their captions.
+        runs: what was surveyed besides the run itself: name → provenance.
+    """
+
+    comparisons: list[Comparison]
+    verdicts: list[Verdict]
+    tables: dict[str, pd.DataFrame]
+    exhibits: list[Exhibit] = field(default_factory=list)
+    runs: dict[str, dict[str, object]] = field(default_factory=dict)

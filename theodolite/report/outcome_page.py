@@ -1,0 +1,192 @@
+"""Outcomes as files: a page that opens from disk, `result.json` and tables, and an index of all of a run's.
+
+The page keeps the report's rules: every string escaped, a content policy that lets only our two scripts run, the
+same outcome gives the same bytes. A folder is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from plotly.offline import get_plotlyjs
+
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, place_of
+from theodolite.passes.run import Run
+from theodolite.report import content
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.page import PLOTLY, block_of, rendered
+from theodolite.system.files import write_text, writing
+from theodolite.system.wording import visible
+
+RESULT = "result.json"
+SOURCES = {
+    "geometry": "Song & Zhong 2024: Uncovering hidden geometry in Transformers via disentangling position and context.",
+    "localization": "Bao et al. 2024: Self-attention networks localize when QK-eigenspectrum concentrates.",
+    "sinks": "Zhang, Khan & Papyan 2025: Attention sinks and outlier features: a ‘catch, tag, and release’ mechanism "
+    "for embeddings.",
+}
+"""The paper of each group of experiments."""
+
+MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
+KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
+SCHEMA_VERSION = 1
+
+
+def folder_of(name: str, place: Path) -> Path:
+    """Where the outcome of an experiment lies below `place`."""
+    return place / name.replace("/", "-")
+
+
+def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
+    """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "verdicts": [vars(verdict) for verdict in outcome.verdicts],
+        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "tables": {name: _records(table) for name, table in outcome.tables.items()},
+        "provenance": run.provenance,
+        "other_runs": outcome.runs,
+    }
+
+
+def write_outcome(experiment: Heading, outcome: Outcome, run: Run, place: str | Path) -> Path:
+    """Write `place`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
+
+    What was there by that name is replaced, at once or not at all; Plotly's script lies in `place`, shared.
+
+    Raises:
+        WorkError: the folder cannot be written.
+    """
+    place = Path(place)
+    folder = folder_of(experiment.name, place)
+    temporary, old = (folder.with_name(f"{folder.name}.{state}") for state in ("writing", "old"))
+    page = render(experiment, outcome, run)
+    text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
+    with writing(folder):
+        for stale in (temporary, old):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            if not (place / PLOTLY).is_file():
+                write_text(place / PLOTLY, get_plotlyjs())
+            (temporary / "index.html").write_text(page, encoding="utf-8")
+            (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
+            for name, table in outcome.tables.items():
+                table.to_parquet(temporary / f"table-{name}.parquet", index=False)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    return folder / "index.html"
+
+
+def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
+    """The page of one outcome as one string of HTML."""
+    tables = {name: content.frame_table(table) for name, table in outcome.tables.items()}
+    return rendered(
+        "experiment.html.j2",
+        {
+            "name": experiment.name,
+            "title": experiment.title,
+            "paper": experiment.paper,
+            "model": visible(run.provenance["model"]["id"], 80),
+            "source": SOURCES[experiment.name.partition("/")[0]],
+            "subtitle": content.subtitle(run),
+            "text_line": content.text_line(run),
+            "tally": _tally(outcome.verdicts),
+            "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
+            "comparisons": [
+                {key: harmless(value) for key, value in vars(comparison).items()}
+                for comparison in outcome.comparisons
+            ],
+            "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
+            "tables": {name: table for name, table in tables.items() if table is not None},
+            "provenance": content.provenance_rows(run.provenance),
+            "others": [
+                (visible(name, 80), content.provenance_rows(provenance))
+                for name, provenance in outcome.runs.items()
+            ],
+            "cards": "{}",
+            "plotly": f"../{PLOTLY}",
+        },
+    )
+
+
+def write_index(place: str | Path) -> Path | None:
+    """Write `place`/index.html, which links every outcome below it with its verdicts; None where there is none.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    place = Path(place)
+    found = [entry for path in sorted(place.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
+    if not found:
+        return None
+    found.sort(key=lambda entry: place_of(entry["name"]))
+    report = "../report/index.html"
+    values = {
+        "entries": found,
+        "model": found[0]["model"],
+        "report": report if (place / report).is_file() else "",
+    }
+    page = rendered("experiments.html.j2", values)
+    with writing(place):
+        write_text(place / "index.html", page)
+    return place / "index.html"
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "name": str(loaded["name"]),
+            "title": harmless(loaded["title"]),
+            "model": visible(loaded["provenance"]["model"]["id"], 80),
+            "link": f"{path.parent.name}/index.html",
+            "verdicts": [_shown(Verdict(**verdict)) for verdict in loaded["verdicts"]],
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _tally(verdicts: list[Verdict]) -> str:
+    """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
+    counts = {answer: sum(verdict.verdict == answer for verdict in verdicts) for answer in MARKS}
+    many = {HOLDS: "hold", FAILS: "fail"}
+    told = ", ".join(
+        f"{count} {many.get(answer, answer) if count > 1 else answer}"
+        for answer, count in counts.items()
+        if count
+    )
+    return f"{len(verdicts)} claims: {told}" if len(verdicts) > 1 else ""
+
+
+def _shown(verdict: Verdict) -> dict[str, str]:
+    return {
+        "claim": harmless(verdict.claim),
+        "verdict": verdict.verdict,
+        "evidence": harmless(verdict.evidence),
+        "mark": MARKS[verdict.verdict],
+        "kind": KINDS[verdict.verdict],
+    }
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    def plain(value: Any) -> Any:
+        value = value.item() if hasattr(value, "item") else value
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]

@@ -1,0 +1,289 @@
+"""Does a model need a tag? One sink's head is disturbed in a live model, and what changes behind it is measured.
+
+Each disturbance has a control that is as large and not aimed. All are compared on the same contexts, so a change has
+the standard error of a mean of paired differences. The groups of tokens are those of the untouched model throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.catches import LEARNED, Catches, attend_and_catch
+from theodolite.accumulate.tags import released
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.hooks import watched
+from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
+from theodolite.sinks.interventions import masked_keys, removed_tag, without_low_rank
+
+CONTEXTS = 64
+"""Contexts at most: every disturbance reads them again."""
+
+CONTROLS = 3
+"""Seeded controls of each disturbance, of which the mean is taken."""
+
+LOSS_CAUGHT, LOSS_OTHERS = "loss on caught tokens", "loss on other tokens"
+LOSS_BETWEEN = "loss at caught tokens less that at others"
+OWN_SINKS, LATER_SINKS = "sinks of the head", "later sinks behind the head"
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One way to disturb a head, and its control, each as (contexts of a batch) → context manager.
+
+    Attributes:
+        name: what is done.
+        aimed: the disturbance itself.
+        control: as much, not aimed: seed → the same.
+    """
+
+    name: str
+    aimed: Callable[[slice], AbstractContextManager[object]]
+    control: Callable[[int, slice], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class _Effects:
+    """Of every context: each measure by name; NaN where a context has none of it."""
+
+    values: dict[str, Float[Tensor, " contexts"]]
+
+    def less(self, other: _Effects) -> _Effects:
+        return _Effects({name: value - other.values[name] for name, value in self.values.items()})
+
+
+class _Watcher:
+    """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
+
+    def __init__(self, layer: int, head: int, groups: list[Catches] | None) -> None:
+        self.layer, self.head = layer, head
+        self.groups = groups
+        self.found: list[Catches] = []
+        self.later: Tensor | float = 0.0
+        self.eta: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        if self.groups is not None and layer > self.layer:
+            self.eta.append(
+                torch.stack([_eta(groups, h) for groups, h in zip(self.groups, hidden, strict=True)])
+            )
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        outputs, later = [], []
+        for context in range(len(inputs.query)):
+            output, catches = attend_and_catch(inputs.of_contexts(slice(context, context + 1)))
+            outputs.append(output)
+            later.append(float((catches.position > 0).sum()))
+            if layer == self.layer:
+                self.found.append(_of_head(catches, self.head).to(torch.device("cpu")))
+        if layer > self.layer:
+            self.later = self.later + torch.tensor(later, dtype=torch.float64)
+        return torch.cat(outputs)
+
+
+def causal_test(
+    model: OpenModel,
+    corpus: Corpus,
+    layer: int,
+    head: int,
+    direction: Float[Tensor, " width"],
+    *,
+    rank: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> pd.DataFrame:
+    """Disturb one head that has sinks, and measure what changes.
+
+    Disturbances: its tag taken out of its output (control: as much from every token, along random directions of what
+    the head can write); its sinks hidden from it (control: as many other keys of each context); the leading part of
+    W_Q, W_K, W_V of its layer taken out (control: random matrices with the same singular values).
+
+    Measures, a context each: next-token loss in nats at tokens that were caught, and at others; sinks of the head;
+    sinks at later positions in all heads of deeper layers; η² of the head's own grouping in each later residual layer.
+
+    Args:
+        model: a model with an output head.
+        corpus: of this the contexts in which the head has a sink, at most `CONTEXTS`.
+        layer, head: which.
+        direction: of the tag, in the residual stream, such as a row of `tag_direction`.
+        rank: of the part taken from W_Q, W_K, W_V; None: the head width over eight, at least 1.
+        say: told of progress.
+
+    Returns:
+        A row for each disturbance and measure: `untouched`, `change` and `change_se`, `control` and `control_se` (the
+        change under the controls), `beyond` and `beyond_se` (the change less that under the controls, paired by
+        context; the spread of the controls is in its error), `contexts` that have this measure.
+
+    Raises:
+        UsageError: no such head, a model without an output head, or no context in which the head has a sink.
+    """
+    check_fit(model, corpus, least_contexts=1)
+    if model.hf.get_output_embeddings() is None:
+        raise UsageError(f"{model.id} predicts no tokens: a causal test needs the loss")
+    model.check_place(layer, head)
+    ids, groups = _contexts_with_sinks(model, corpus, layer, head)
+    rank = max(1, model.head_width // 8) if rank is None else rank
+    batch = batch_of(corpus, None)
+
+    def effects(disturb: Callable[[slice], AbstractContextManager[object]]) -> _Effects:
+        return _effects(model, ids, groups, layer, head, batch, disturb)
+
+    untouched = effects(lambda part: nullcontext())
+    rows = []
+    for disturbance in _disturbances(model, layer, head, direction, rank, groups, ids.shape[1]):
+        say(disturbance.name)
+        change = effects(disturbance.aimed).less(untouched)
+        controls = [
+            effects(functools.partial(disturbance.control, seed)).less(untouched) for seed in range(CONTROLS)
+        ]
+        for name, value in untouched.values.items():
+            by_seed = torch.stack([one.values[name] for one in controls])
+            control = by_seed.mean(dim=0)
+            beyond, error = _mean(change.values[name] - control)
+            of_seeds = torch.stack([torch.tensor(_mean(one)[0]) for one in by_seed]).std() / CONTROLS**0.5
+            rows.append(
+                {"disturbance": disturbance.name, "measure": name}
+                | {"untouched": _mean(value)[0]}
+                | dict(zip(("change", "change_se"), _mean(change.values[name]), strict=True))
+                | dict(zip(("control", "control_se"), _mean(control), strict=True))
+                | {"beyond": beyond, "beyond_se": math.hypot(error, float(of_seeds))}
+                | {"contexts": int(value.isfinite().sum())}
+            )
+    return pd.DataFrame(rows)
+
+
+def _contexts_with_sinks(
+    model: OpenModel, corpus: Corpus, layer: int, head: int
+) -> tuple[Int[Tensor, "contexts positions"], list[Catches]]:
+    chosen, groups = [], []
+    for part in corpus.contexts.split(batch_of(corpus, None)):
+        watcher = _Watcher(layer, head, None)
+        with watched(model, watcher), torch.inference_mode():
+            model.hf(input_ids=part.to(model.device), use_cache=False)
+        for ids, catches in zip(part, watcher.found, strict=True):
+            if len(catches.head) and bool(catches.caught.any()):
+                chosen.append(ids)
+                groups.append(catches)
+        if len(chosen) >= CONTEXTS:
+            break
+    if not chosen:
+        raise UsageError(
+            f"head {head} of layer {layer} has no sink in this text: choose another --layer and --head"
+        )
+    return torch.stack(chosen[:CONTEXTS]), groups[:CONTEXTS]
+
+
+def _disturbances(
+    model: OpenModel, layer: int, head: int, direction: Tensor, rank: int, groups: list[Catches], length: int
+) -> list[Disturbance]:
+    sinks = torch.zeros(len(groups), length, dtype=torch.bool)
+    for context, catches in enumerate(groups):
+        sinks[context, catches.position[catches.position >= 0]] = True
+    column = torch.tensor([bool((catches.position == LEARNED).any()) for catches in groups])
+    count = (sinks.sum(dim=1) + column).unsqueeze(1)
+
+    def others(seed: int) -> Bool[Tensor, "contexts positions"]:
+        """As many keys of each context that are no sinks, and not the first; one for a learned column, too."""
+        noise = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(seed))
+        noise[sinks] = 2.0
+        noise[:, 0] = 2.0
+        return noise.argsort(dim=1).argsort(dim=1) < count
+
+    return [
+        Disturbance(
+            "tag removed",
+            lambda part: removed_tag(model, layer, head, direction),
+            lambda seed, part: removed_tag(model, layer, head, direction, instead=seed),
+        ),
+        Disturbance(
+            "sinks hidden",
+            lambda part: masked_keys(model, layer, head, sinks[part], sink_column=bool(column.any())),
+            lambda seed, part: masked_keys(model, layer, head, others(seed)[part]),
+        ),
+        Disturbance(
+            f"rank {rank} of Q, K, V removed",
+            lambda part: without_low_rank(model, layer, rank),
+            lambda seed, part: without_low_rank(model, layer, rank, instead=seed),
+        ),
+    ]
+
+
+def _effects(
+    model: OpenModel,
+    ids: Tensor,
+    groups: list[Catches],
+    layer: int,
+    head: int,
+    batch: int,
+    disturb: Callable[[slice], AbstractContextManager[object]],
+) -> _Effects:
+    found: list[dict[str, Tensor]] = []
+    for start in range(0, len(ids), batch):
+        part = slice(start, min(start + batch, len(ids)))
+        own = groups[part]
+        watcher = _Watcher(layer, head, own)
+        with disturb(part), watched(model, watcher), torch.inference_mode():
+            logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
+        loss = next_token_losses(logits, ids[part])
+        caught = torch.stack([catches.caught.any(dim=0) for catches in own])[:, :-1]
+        free = torch.stack([catches.kept.all(dim=0) & ~catches.caught.any(dim=0) for catches in own])[:, :-1]
+        values = {
+            LOSS_CAUGHT: _mean_where(loss, caught),
+            LOSS_OTHERS: _mean_where(loss, free),
+            LOSS_BETWEEN: _mean_where(loss, caught) - _mean_where(loss, free),
+            OWN_SINKS: torch.tensor([float(len(catches.head)) for catches in watcher.found]).double(),
+            LATER_SINKS: torch.as_tensor(watcher.later, dtype=torch.float64).expand(len(own)).clone(),
+        }
+        for deep, eta in enumerate(watcher.eta):
+            values[f"η² in layer {layer + 1 + deep}"] = eta
+        found.append(values)
+    return _Effects({name: torch.cat([values[name] for values in found]) for name in found[0]})
+
+
+def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of each row over the chosen ones; NaN where there is none."""
+    count = chosen.sum(dim=1)
+    return torch.where(count > 0, (values * chosen).sum(dim=1) / count.clamp_min(1), torch.nan)
+
+
+def _eta(groups: Catches, hidden: Tensor) -> Tensor:
+    """η² of the whole grouping; NaN where there is nothing to compare."""
+    pairs = released(groups.to(hidden.device), hidden)["head_pairs"][0].cpu()
+    return torch.where(pairs[1] > 0, pairs[0] / pairs[1], torch.nan)
+
+
+def _of_head(catches: Catches, head: int) -> Catches:
+    own = catches.head == head
+    kept = catches.kept[catches.of[own].unique()]
+    return Catches(
+        head=catches.head[own],
+        position=catches.position[own],
+        received=catches.received[own],
+        stretch=catches.stretch[own],
+        caught=catches.caught[own],
+        seen=catches.seen[own],
+        of=torch.zeros_like(catches.of[own]),
+        kept=kept,
+    )
+
+
+def _mean(values: Tensor) -> tuple[float, float]:
+    """Mean over the contexts that have a value, and its standard error."""
+    known = values[values.isfinite()]
+    if not len(known):
+        return float("nan"), float("nan")
+    error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else float("nan")
+    return float(known.mean()), error

@@ -1,0 +1,233 @@
+"""What to leave out: sinks and outlier dimensions of a run as a small JSON file.
+
+For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
+rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
+`docs/sinks.md` has its fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.measure.tags import NAMED
+from theodolite.passes.run import Run
+from theodolite.sinks.outliers import Outliers, position_0_as_one
+from theodolite.system.files import write_text, writing
+
+SCHEMA_VERSION = 1
+LEAST_SHARE = 0.01
+"""A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
+
+What = Literal["sink", "outlier dimension", "massive activation"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing to leave out.
+
+    Attributes:
+        what: an attention sink, an outlier dimension, or a massive activation.
+        layer: the block of a head, counted from 0; or the residual layer of a dimension, 0 entering the first block.
+        head: of a sink.
+        dimension: of an outlier or a massive activation.
+        first: only at position 0 (True), only later (False), wherever it stands (None).
+        token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
+            the head's learned column.
+        share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
+    """
+
+    what: What
+    layer: int
+    head: int | None = None
+    dimension: int | None = None
+    first: bool | None = None
+    token_id: int | None = None
+    token: str | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Rules, and the model and text that they are from.
+
+    Attributes:
+        rules: in the order of layers.
+        model: id and hash of the checkpoint.
+        corpus: name and hash of the text.
+    """
+
+    rules: tuple[Rule, ...]
+    model: dict[str, Any] = field(default_factory=dict)
+    corpus: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Mask:
+        """The rules of a survey, of a trace, or of outliers.
+
+        Args:
+            run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
+                sinks, but of the tokens that carry massive activations and of outliers by rules from data.
+            least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
+                none: they are large in most tokens, by whatever size is usual in their layer.
+
+        Raises:
+            UsageError: a run of weights alone, or a share that is none.
+        """
+        if not 0 <= least_share <= 1:
+            raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
+        if not isinstance(run, Run | Outliers):
+            raise UsageError(f"a mask is made of a run or of outliers, not of {type(run).__name__}")
+        provenance = run.numbers if isinstance(run, Outliers) else run.provenance
+        if not provenance.get("corpus"):
+            raise UsageError(
+                "these are spectra of weights, and no text was read: give the folder of a survey"
+            )
+        if isinstance(run, Outliers):
+            rules = [*_found(run, least_share)]
+        else:
+            rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
+        rules.sort(key=lambda rule: (rule.layer, rule.what, rule.head or 0, rule.dimension or 0))
+        model, corpus = provenance["model"], provenance["corpus"]
+        return cls(
+            tuple(rules),
+            {name: model[name] for name in ("id", "revision", "sha256")},
+            {name: corpus[name] for name in ("name", "sha256")},
+        )
+
+    def tokens(self, ids: Int[Tensor, "*contexts positions"], layer: int | None = None) -> Bool[Tensor, ...]:
+        """Which tokens a rule about tokens names: True is to be left out. Rules of every token, or of
+        every later one, name none.
+
+        Args:
+            ids: token ids, position 0 first.
+            layer: only rules of this layer; None: of all.
+        """
+        chosen = torch.zeros_like(ids, dtype=torch.bool)
+        position = torch.arange(ids.shape[-1], device=ids.device)
+        for rule in self.rules:
+            of_some_tokens = rule.first is True or rule.token_id is not None
+            if not of_some_tokens or layer not in (None, rule.layer):
+                continue
+            here = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+            if rule.first is not None:
+                here = here & ((position == 0) == rule.first)
+            chosen |= here
+        return chosen
+
+    def dimensions(self, layer: int) -> list[int]:
+        """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
+        found = {rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None}
+        return sorted(found)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, at once or not at all.
+
+        Raises:
+            WorkError: it cannot be written.
+        """
+        rules = [{name: v for name, v in asdict(rule).items() if v is not None} for rule in self.rules]
+        values = {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "corpus": self.corpus,
+            "rules": rules,
+        }
+        with writing(Path(path)):
+            write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Mask:
+        """Read what `save` wrote.
+
+        Raises:
+            UsageError: it is not there, damaged, or of a newer schema.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = values["schema_version"]
+            if version > SCHEMA_VERSION:
+                raise UsageError(
+                    f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: upgrade theodolite"
+                )
+            return cls(tuple(Rule(**rule) for rule in values["rules"]), values["model"], values["corpus"])
+        except FileNotFoundError:
+            raise UsageError(f"no file at {path}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no mask that theodolite wrote ({error})") from error
+
+
+def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
+    if run.is_trace:
+        # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
+        rows = run.traces.sort_values("share", ascending=False, kind="stable")
+        rows = rows.assign(named=rows["kind"].isin(NAMED), first=rows["kind"].eq("first"))
+        for row in (
+            rows.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index().itertuples()
+        ):
+            if row.share >= least_share:
+                yield Rule(
+                    "sink",
+                    int(row.layer),
+                    head=int(row.head),
+                    first={"first": True, "learned": None}.get(row.kind, False),
+                    token_id=int(row.token_id) if row.named else None,
+                    token=str(row.token) if row.named else None,
+                    share=float(row.share),
+                )
+        return
+    first = run.sinks[run.sinks["first"]].groupby(["layer", "head"])["share"].sum()
+    for (layer, head), share in first.items():
+        if share >= least_share:
+            yield Rule("sink", int(layer), head=int(head), first=True, share=float(share))
+    for row in run.sinks[~run.sinks["first"]].itertuples():
+        if row.share >= least_share:
+            yield Rule(
+                "sink",
+                int(row.layer),
+                head=int(row.head),
+                first=False,
+                token_id=int(row.token_id),
+                token=str(row.token),
+                share=float(row.share),
+            )
+
+
+def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
+    contexts = run.provenance["corpus"]["contexts"]
+    for row in run.outliers.itertuples():
+        layer, dimension = int(row.layer), int(row.dimension)
+        if row.share >= least_share:
+            yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
+        for first, places in ((True, row.massive_first), (False, row.massive)):
+            share = min(1.0, places / contexts)  # after position 0, several may be in one context
+            if places and share >= least_share:
+                yield Rule("massive activation", layer, dimension=dimension, first=first, share=share)
+
+
+def _found(found: Outliers, least_share: float) -> Iterable[Rule]:
+    for row in found.dimensions.itertuples():
+        if row.adaptive or (row.published and row.share >= least_share):
+            yield Rule(
+                "outlier dimension", int(row.layer), dimension=int(row.dimension), share=float(row.share)
+            )
+    for row in position_0_as_one(found.massive).itertuples():
+        share = row.contexts / found.numbers["contexts"]
+        if share >= least_share:
+            yield Rule(
+                "massive activation",
+                int(row.layer),
+                dimension=int(row.dimension),
+                first=bool(row.first),
+                token_id=None if row.first else int(row.token_id),
+                token=None if row.first else str(row.token),
+                share=float(share),
+            )

@@ -1,0 +1,349 @@
+"""Causal tests on a live model: take out a sink's tag, hide the sink, or drop the low-rank part of W_Q, W_K, W_V.
+
+Each is a context manager. While it is open the model is edited, whoever calls it: the model itself, `generate`, a
+survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
+that reads the model, and may be left in any order. The edits themselves are in `models.tap` and
+`models.projections`; what they do to the model is for the caller to measure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.key_masking import hiding_keys, kept_where_blind
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.doors.transformers import Answer, edited
+from theodolite.models.head_weights import capture_calls
+from theodolite.models.open import small_input
+from theodolite.models.projections import Place, find_projections, replaced
+
+Positions = int | Sequence[int] | Tensor
+"""Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
+
+Factors = Mapping[str, tuple[Float[Tensor, "features rank"], Float[Tensor, "rank width"]]]
+"""For "q", "k", "v": left @ right is taken from the matrix as `nn.Linear` holds it, features head by head."""
+
+LEAST_SHARE = 1e-6
+"""A head that writes less than this of a direction writes none of it: what float32 weights are exact to."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a head writes along, both as unit vectors of the residual stream within the head's row space of W_O.
+
+    Attributes:
+        direction: u / ‖u‖, u the part of the given direction in the row space: what each token has of it is taken.
+        along: where it is taken along: `direction` itself, or that of the control.
+        share: ‖u‖ / ‖direction given‖: how much of what was asked for the head can write at all.
+    """
+
+    direction: Float64[Tensor, " width"]
+    along: Float64[Tensor, " width"]
+    share: float
+
+
+@contextmanager
+def removed_tag(
+    model: OpenModel,
+    layer: int,
+    head: int,
+    direction: Float[Tensor, " width"],
+    *,
+    queries: Positions | None = None,
+    instead: int | Float[Tensor, " width"] | None = None,
+) -> Iterator[Tag]:
+    """While open, what a head writes into the residual stream has no component along a direction.
+
+    With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
+    space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
+    (`instead`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
+    t' W_O = v, ‖v‖ = 1, o ← o − ((o W_O)·û) t'. All this is before a norm of the attention's sum (Gemma 2).
+
+    A listener that is open inside gets what the head itself computes, all that comes after it the edited output.
+
+    Args:
+        model: an opened model.
+        layer: layer of the head.
+        head: query head.
+        direction: a vector of the residual stream, of any norm but 0.
+        queries: at these positions only; then whole contexts must be passed (`generate` with use_cache=False).
+        instead: the control: a direction, or the seed of a random one, uniform in the row space.
+
+    Raises:
+        UsageError: no such layer or head; a direction that is not finite, zero, not of the width of the stream, or
+            outside of what the head writes; on calling the model: positions that the contexts do not have.
+    """
+    model.check_place(layer, head)
+    weights = model.output_weights(layer)[head]
+    backwards = torch.linalg.pinv(weights)
+    unit, share = _written(direction, weights, backwards, f"head {head} of layer {layer}")
+    if instead is None:
+        along = unit
+    elif isinstance(instead, Tensor):
+        along, _ = _written(instead, weights, backwards, f"head {head} of layer {layer}")
+    else:
+        along = _random_of_rows(weights, instead)
+    component, step = weights @ unit, along @ backwards
+    chosen = None if queries is None else _Chosen(queries, "query")
+
+    def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
+        output = answer(inputs)
+        own = output[:, :, head].to(torch.promote_types(output.dtype, torch.float32))
+        taken = own @ component.to(own)
+        if chosen is not None:
+            if inputs.query.shape[2] != inputs.key.shape[2]:
+                raise UsageError(
+                    "queries at given positions need whole contexts; call generate with use_cache=False"
+                )
+            taken = taken * chosen.of(inputs.query.shape[0], inputs.query.shape[2]).to(taken)
+        output = output.clone()
+        output[:, :, head] = (own - taken.unsqueeze(-1) * step.to(own)).to(output.dtype)
+        return output
+
+    what = _said("removed_tag", layer=layer, head=head, direction=unit, along=along, queries=queries)
+    with model.under(what), edited(model.hf, model.structure.attention[layer], edit):
+        yield Tag(unit, along, share)
+
+
+@contextmanager
+def masked_keys(
+    model: OpenModel,
+    layer: int,
+    head: int | None,
+    positions: Positions,
+    *,
+    sink_column: bool = False,
+) -> Iterator[None]:
+    """While open, no query of a head attends to some keys. Memory grows with the number of keys, not its square.
+
+    The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
+    only) keeps the output that it had. A listener that is open inside gets the edited inputs, where the hidden keys'
+    logits are finite, but so low that `exp` gives 0.
+
+    In `generate`, positions count from the first token of the padded prompt. Keys to hide are given at once: of two
+    of these nested in one head, a query that both together leave no key looks at those of the outer one.
+
+    Args:
+        model: an opened model.
+        layer: layer of the head.
+        head: query head, or None for all heads of the layer.
+        positions: keys to hide; keys after the last one of a bool tensor are not hidden.
+        sink_column: hide the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
+
+    Raises:
+        UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
+            have, no sink column, or a sliding window's cache, which drops keys (`generate` with use_cache=False).
+    """
+    model.check_place(layer, 0 if head is None else head)
+    heads = list(range(model.heads)) if head is None else [head]
+    chosen = _Chosen(positions, "key", may_be_none=sink_column)
+
+    def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
+        if sink_column and inputs.sink is None:
+            raise UsageError(f"layer {layer} has no learned sink column to hide")
+        hidden = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
+        output = answer(hiding_keys(inputs, hidden, heads, sink_column))
+        return kept_where_blind(inputs, hidden, heads, output)
+
+    attention = model.structure.attention[layer]
+    what = _said("masked_keys", layer=layer, head=head, positions=positions, sink_column=sink_column)
+    with model.under(what), edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
+        yield
+
+
+@contextmanager
+def without_low_rank(
+    model: OpenModel,
+    layer: int,
+    rank: int | None = None,
+    *,
+    factors: Factors | None = None,
+    of: str = "qkv",
+    heads: Sequence[int] | None = None,
+    instead: int | None = None,
+) -> Iterator[dict[str, float]]:
+    """While open, W_Q, W_K and W_V of a layer are without their low-rank part; yields the part's share of ‖W‖_F².
+
+    The part is the leading one of a truncated SVD of W (all heads side by side, (d, heads · head_width)), or the
+    product of given factors (of a model pruned to sparse + low-rank). Biases stay. The modules hold new parameters
+    meanwhile: what is written to them is lost.
+
+    Args:
+        model: an opened model.
+        layer: which layer.
+        rank: of the part that is taken out; or else
+        factors: the part itself, for each of "q", "k", "v" that is to lose it; `of` is not read then.
+        of: which of the three.
+        heads: of these query heads only, and of the key and value heads that serve them; the SVD is of these alone.
+        instead: the control: the seed of a random matrix with the same singular values that is taken out instead.
+
+    Raises:
+        UsageError: no such layer, head or matrix, a rank that the matrices do not have, factors of another shape, or
+            a layer whose W_Q, W_K, W_V are not entries of one matrix each.
+    """
+    model.check_place(layer, 0)
+    if (rank is None) == (factors is None):
+        raise UsageError("give either a rank or factors")
+    places = _places(model, layer, tuple(of if factors is None else factors))
+    shares, parts = {}, []
+    for number, (name, place) in enumerate(places.items()):
+        chosen = _served(model, layer, place, heads)
+        matrix = place.matrix(chosen).double()
+        if factors is None:
+            assert rank is not None
+            left, right = _leading(matrix, rank, name)
+        else:
+            left, right = _checked(factors[name], matrix, name)
+        if instead is not None:
+            left, right = _random_like(left, right, len("qkv") * instead + number)
+        low = left @ right
+        shares[name] = float(low.square().sum() / matrix.square().sum().clamp_min(1e-300))
+        parts.append((place, chosen, matrix - low))
+    kept = {name: matrix for name, (_, _, matrix) in zip(places, parts, strict=True)}
+    with model.under(_said("without_low_rank", layer=layer, heads=heads, **kept)), replaced(parts):
+        yield shares
+
+
+def _said(name: str, **arguments: object) -> str:
+    """An intervention as it goes into the provenance of what is measured meanwhile; tensors by their hash."""
+    told = []
+    for key, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = "sha256:" + hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+        told.append(f"{key}={value}")
+    return f"{name}({', '.join(told)})"
+
+
+def _written(
+    direction: Tensor, weights: Float64[Tensor, "value_width width"], backwards: Tensor, name: str
+) -> tuple[Float64[Tensor, " width"], float]:
+    """The unit vector along the part of `direction` that the head can write, and the share of that part."""
+    width = weights.shape[1]
+    direction = direction.detach().double().cpu()
+    if direction.shape != (width,):
+        raise UsageError(
+            f"the direction has the shape {tuple(direction.shape)}; this model's width is {width}"
+        )
+    if not torch.isfinite(direction).all() or not direction.any():
+        raise UsageError("the direction must be finite and not zero")
+    part = direction @ backwards @ weights
+    norm = torch.linalg.vector_norm(part)
+    share = float(norm / torch.linalg.vector_norm(direction))
+    if not share >= LEAST_SHARE:
+        raise UsageError(f"{name} writes nothing along the direction: there is nothing to take out")
+    return part / norm, share
+
+
+def _random_of_rows(weights: Float64[Tensor, "value_width width"], seed: int) -> Float64[Tensor, " width"]:
+    rows = torch.linalg.svd(weights, full_matrices=False)
+    rank = int(torch.linalg.matrix_rank(weights))
+    normal = torch.randn(rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal / torch.linalg.vector_norm(normal) @ rows.Vh[:rank]
+
+
+class _Chosen:
+    """Positions as a bool tensor, checked against the contexts of each pass."""
+
+    def __init__(self, positions: Positions, name: str, may_be_none: bool = False) -> None:
+        self._name = name
+        given = torch.as_tensor(positions).cpu()
+        if given.dtype == torch.bool and given.ndim in (1, 2):
+            self._flags = given if given.ndim == 2 else given.unsqueeze(0)
+        elif given.numel() == 0 or (given.ndim <= 1 and not given.is_floating_point()):
+            numbers = given.flatten().long()
+            if (numbers < 0).any():
+                raise UsageError(f"{name} position {int(numbers.min())} does not exist: they count from 0")
+            self._flags = torch.zeros(1, int(numbers.max()) + 1 if len(numbers) else 1, dtype=torch.bool)
+            self._flags[0, numbers] = True
+        else:
+            raise UsageError(
+                f"{name} positions must be whole numbers or a bool tensor (contexts, positions), not "
+                f"{given.dtype} of shape {tuple(given.shape)}"
+            )
+        if not may_be_none and not self._flags.any():
+            raise UsageError(f"no {name} positions were given")
+
+    def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
+        """Which of the first `length` positions are chosen."""
+        flags = self._flags
+        if len(flags) not in (1, contexts):
+            raise UsageError(
+                f"{self._name} positions are given for {len(flags)} contexts, the pass has {contexts}"
+            )
+        if flags[:, length:].any():
+            last = int(flags.any(dim=0).nonzero().max())
+            raise UsageError(f"{self._name} position {last} does not exist: the pass has {length} tokens")
+        return torch.nn.functional.pad(flags[:, :length], (0, max(0, length - flags.shape[1])))
+
+
+def _places(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[str, Place]:
+    if not names or len(set(names)) < len(names) or not set(names) <= set("qkv"):
+        raise UsageError(f"{''.join(names)!r} is not of W_Q, W_K and W_V: use letters of 'qkv'")
+    with torch.no_grad():
+        calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
+        found = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")[0]
+    places = {"q": found.query, "k": found.key, "v": found.value}
+    chosen = {name: place for name, place in places.items() if name in names and place is not None}
+    if len(chosen) < len(names):
+        raise UsageError(
+            f"layer {layer}: the values of {model.structure.names[layer]} are not its input times one weight matrix"
+        )
+    return chosen
+
+
+def _served(model: OpenModel, layer: int, place: Place, heads: Sequence[int] | None) -> list[int] | None:
+    """The heads of a projection that belong to some query heads."""
+    if heads is None:
+        return None
+    for head in heads:
+        model.check_place(layer, head)
+    if not heads:
+        raise UsageError("no heads were given")
+    return sorted({head * place.heads // model.heads for head in heads})
+
+
+def _leading(matrix: Float64[Tensor, "features width"], rank: int, name: str) -> tuple[Tensor, Tensor]:
+    """Factors of the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
+    if not 1 <= rank <= min(matrix.shape):
+        raise UsageError(
+            f"rank {rank} is not between 1 and {min(matrix.shape)}, the rank of W_{name.upper()}"
+        )
+    if matrix.shape[0] < matrix.shape[1]:
+        vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:]
+        return vectors, vectors.T @ matrix
+    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -rank:]
+    return matrix @ vectors, vectors.T
+
+
+def _checked(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    left, right = (factor.detach().double().to(matrix.device) for factor in factors)
+    if left.ndim != 2 or right.ndim != 2 or (left.shape[0], right.shape[1]) != matrix.shape:
+        raise UsageError(
+            f"factors of W_{name.upper()} have the shapes {tuple(left.shape)} and {tuple(right.shape)}; they must "
+            f"multiply to {tuple(matrix.shape)}"
+        )
+    if left.shape[1] != right.shape[0] or not (torch.isfinite(left).all() and torch.isfinite(right).all()):
+        raise UsageError(f"factors of W_{name.upper()} must share their rank and be finite")
+    return left, right
+
+
+def _random_like(left: Tensor, right: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Factors of a random matrix with the singular values of left @ right."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def orthonormal(rows: int, columns: int) -> Tensor:
+        normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(normal).Q.to(left.device)
+
+    core = torch.linalg.qr(left).R @ torch.linalg.qr(right.T).R.T
+    values = torch.linalg.svdvals(core)
+    return orthonormal(len(left), len(values)) * values, orthonormal(right.shape[1], len(values)).T

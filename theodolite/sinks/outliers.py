@@ -1,0 +1,393 @@
+"""Outlier dimensions and massive activations of a model on a text: where, which tokens carry them, how they grow.
+
+By the published thresholds, which the caller may set, and by rules that compare each layer with itself. Of the
+residual stream, and of the outputs of the heads as they are before the output projection: that is where every family
+has them apart. Composes a `Watcher`, the accumulator and the rules; knows neither modules nor formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite.accumulate.activations import COUNTED, KEY, Activations
+from theodolite.accumulate.sums import State
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.corpus.corpus import Corpus
+from theodolite.models import OpenModel
+from theodolite.passes.corpus_pass import Reading, ShowProgress, batch_of, check_fit, refuse_bad_numbers
+from theodolite.passes.provenance import token_text
+from theodolite.theory.outliers import (
+    Thresholds,
+    Usual,
+    outlier_dimensions,
+    outlier_features,
+    typical_magnitude,
+)
+
+FOLLOWED_CONTEXTS = 64
+"""Contexts in which massive activations are followed through the layers, at most: a fixed cost."""
+
+MASSIVE_HERE = 0.5
+"""A followed activation is massive in a layer where at least this share of its places are."""
+
+ANY_TOKEN = -1
+"""Token id of what is followed at position 0: it is massive there whatever the token."""
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """What was found. Layer 0 is the input of the first block, ℓ the stream after block ℓ; heads count from 0.
+
+    Attributes:
+        layers: one row a residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
+            massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
+            tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one.
+        dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,
+            rms_ratio: and over the median dimension's; typical_ratio: the same of exp E ln |x|; consistency: that
+            over the RMS, 0.53 for Gaussian numbers, near 0 where few tokens make the RMS; z, rms_z: robust, of the
+            logarithms of both; maximum, maximum_first: largest |x|; published, adaptive: which rule finds an outlier
+            dimension; large_rms: the rule from data with the RMS in place of the typical magnitude; massive: carries
+            a massive activation by either rule, after position 0.
+        massive: one row for each layer, dimension and token, at position 0 (`first`) or after it. contexts; places:
+            values; published, adaptive: how many of these are massive by each rule; mean, extreme: of the values, the
+            latter the largest in size; position: mean.
+        head_dimensions, head_massive: the same of the heads' outputs, with `head`; there the published rule asks for
+            a share of tokens alone, since a dimension of a head is another one in every layer.
+        growth: every massive (dimension, token) of the stream through all layers, in 64 contexts at most, which hold
+            the most frequent ones; position 0 under one name, token id −1. places: followed; value: mean; share: of
+            the places that are massive in this layer; appears: first layer where half of them are; vanishes: the layer
+            after the last such, NaN where that is the last; rise: the largest growth of |value| in one block over the
+            largest |value|.
+        numbers: thresholds, sizes, and what was read, for a provenance.
+    """
+
+    layers: pd.DataFrame
+    dimensions: pd.DataFrame
+    massive: pd.DataFrame
+    head_dimensions: pd.DataFrame
+    head_massive: pd.DataFrame
+    growth: pd.DataFrame
+    numbers: dict[str, Any]
+
+
+def find_outliers(
+    model: OpenModel,
+    corpus: Corpus,
+    *,
+    thresholds: Thresholds | None = None,
+    seed: int = 0,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Outliers:
+    """Read a corpus once, and two small samples of it: one to learn what is usual, one to follow what was found.
+
+    Args:
+        model: from `open_model`.
+        corpus: tokens as the model reads them.
+        thresholds: of both kinds of rules; None: the published ones, and 1 % of healthy layers.
+        seed: of the sample from which the rules from data learn what is usual in each layer.
+        show_progress: told (contexts done, contexts in all) after every batch.
+
+    Raises:
+        UsageError: the corpus does not fit the model, or the thresholds make everything massive.
+        WorkError: hidden states hold NaN or infinite values.
+    """
+    check_fit(model, corpus)
+    thresholds = thresholds or Thresholds()
+    contexts, length = corpus.contexts.shape
+    batch = batch_of(corpus, None)
+    order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
+    usual = _Usual(model, _some(corpus, order[:batch].sort().values), seed)
+    _read(usual, batch)
+    tokens = contexts * length
+    stream, heads = (
+        Activations(torch.stack([u.bounds(tokens, thresholds.level) for u in of]), length, thresholds)
+        for of in (usual.of_stream, usual.of_heads)
+    )
+    _read(_Counting(model, corpus, seed, stream, heads), batch, show_progress)
+    text = token_text(model)
+    state, head_state = stream.state(), heads.state()
+    later = contexts * (length - 1)
+    carriers = _carriers(state, text)
+    dimensions = _dimensions(state, later, thresholds, across_layers=True)
+    head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
+    growth = _growth(model, corpus, stream, carriers, text)
+    return Outliers(
+        layers=_layers(state, dimensions, contexts, later),
+        dimensions=dimensions.drop(columns="head"),
+        massive=carriers.drop(columns=["head", "example"]),
+        head_dimensions=head_dimensions,
+        head_massive=_carriers(head_state, text).drop(columns="example"),
+        growth=growth,
+        numbers={
+            "thresholds": dict(vars(thresholds)),
+            "contexts": contexts,
+            "length": length,
+            "usual_contexts": min(batch, contexts),
+            "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
+            "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+            "model": {"id": model.id, "revision": model.revision, "sha256": model.sha256},
+            "seed": seed,
+        },
+    )
+
+
+def _some(corpus: Corpus, chosen: Tensor) -> Corpus:
+    """Some contexts of a corpus."""
+    return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
+
+
+def _read(reader: _Reader, batch: int, show_progress: ShowProgress = lambda done, total: None) -> None:
+    reader.run(batch, 0, show_progress, lambda done, must: None)
+
+
+class _Reader(Reading):
+    """What all three readings share: the stream is one part a token, the heads' outputs are H."""
+
+    ids: Tensor
+    first: int
+
+    @property
+    def accumulators(self) -> Mapping[str, Activations]:
+        """None is saved on the way."""
+        return {}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
+        self.first, self.ids = first, ids
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream."""
+        refuse_bad_numbers(layer, hidden)
+        self.take(layer, hidden[:, :, None])
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Nothing is asked of what attention reads."""
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """The model's own output."""
+        output = attend(inputs)
+        self.take_heads(layer, output)
+        return output
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """Take in the stream, (batch, positions, 1, width)."""
+        raise NotImplementedError
+
+    def take_heads(self, layer: int, output: Tensor) -> None:
+        """Take in the heads' outputs, (batch, positions, heads, value_width)."""
+
+
+class _Usual(_Reader):
+    """What is usual in each layer, learnt from one batch, position 0 left out."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
+        super().__init__(model, corpus, seed)
+        self.of_stream: list[Usual] = []
+        self.of_heads: list[Usual] = []
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        self.of_stream.append(self._of(hidden))
+
+    def take_heads(self, layer: int, output: Tensor) -> None:
+        self.of_heads.append(self._of(output))
+
+    def _of(self, hidden: Tensor) -> Usual:
+        usual = Usual.of(hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32)))
+        return Usual(*(value.cpu() for value in vars(usual).values()))
+
+
+class _Counting(_Reader):
+    """Feeds both accumulators."""
+
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, seed: int, of_stream: Activations, of_heads: Activations
+    ) -> None:
+        super().__init__(model, corpus, seed)
+        self.of_stream, self.of_heads = of_stream, of_heads
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        self.of_stream.update(layer, hidden, self.ids, self.first)
+
+    def take_heads(self, layer: int, output: Tensor) -> None:
+        self.of_heads.update(layer, output, self.ids, self.first)
+
+
+class _Following(_Reader):
+    """Follows every (dimension, token) that is massive in some layer through all of them, batch by batch."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus, rules: Activations, dimensions: list[int]) -> None:
+        super().__init__(model, corpus, seed=0)
+        self.rules, self.dimensions = rules, dimensions
+        self.values: list[Tensor] = []
+        self.massive: list[Tensor] = []
+        self.found: dict[tuple[int, int, bool], list[Tensor]] = {}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        super().begin(first, ids)
+        self.values, self.massive = [], []
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        published, adaptive = self.rules.massive(layer, hidden)
+        self.values.append(hidden[:, :, 0, self.dimensions].double().cpu())
+        self.massive.append((published | adaptive)[:, :, 0, self.dimensions].cpu())
+        if layer == self.model.layers:
+            self._places()
+
+    def _places(self) -> None:
+        values, massive = torch.stack(self.values), torch.stack(self.massive)
+        for context, position, place in massive.any(0).nonzero().tolist():
+            first = position == 0
+            token = ANY_TOKEN if first else int(self.ids[context, position])
+            here = (slice(None), context, position, place)
+            one = torch.stack([values[here], massive[here].double()])
+            self.found.setdefault((self.dimensions[place], token, first), []).append(one)
+
+
+def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_layers: bool) -> pd.DataFrame:
+    """One row for each layer, part (`head`) and dimension; `later` tokens were seen after position 0."""
+    layers, parts, width = state["square"].shape
+    rms, typical = (state["square"] / later).sqrt(), typical_magnitude(state["log"] / later)
+    share = state["outlier"] / later
+    # Of all parts of a layer together, so that the level is that of a layer.
+    level = thresholds.level / parts
+    (z, adaptive), (rms_z, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
+    published = (
+        outlier_features(share[:, 0], thresholds)[:, None]
+        if across_layers
+        else share >= thresholds.outlier_tokens
+    )
+    columns: dict[str, Tensor] = {
+        "share": share,
+        "rms": rms,
+        "rms_ratio": rms / rms.median(-1, keepdim=True).values,
+        "typical_ratio": typical / typical.median(-1, keepdim=True).values,
+        "consistency": typical / rms,
+        "z": z,
+        "rms_z": rms_z,
+        "maximum": state["maximum"],
+        "maximum_first": state["maximum_first"],
+        "published": published,
+        "adaptive": adaptive,
+        "large_rms": large_rms,
+        "massive": state["published"] + state["adaptive"] > 0,
+    }
+    places = np.indices((layers, parts, width)).reshape(3, -1)
+    index = dict(zip(("layer", "head", "dimension"), places, strict=True))
+    return pd.DataFrame(index | {name: value.flatten().numpy() for name, value in columns.items()})
+
+
+def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int) -> pd.DataFrame:
+    counts = dimensions.groupby("layer", as_index=False)[["published", "adaptive"]].sum()
+    for rule in ("published", "adaptive"):
+        anywhere = (state[rule] + state[f"{rule}_first"]) > 0
+        counts[f"massive_{rule}"] = anywhere.sum((1, 2)).numpy()
+    counts["tokens"] = (state["massive_tokens"] / later).numpy()
+    counts["tokens_first"] = (state["massive_tokens_first"] / contexts).numpy()
+    return counts
+
+
+def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
+    """One row for each layer, part (`head`), dimension and token with a massive value; the most frequent first."""
+    table = pd.DataFrame(state["carriers"].numpy(), columns=[*KEY, *COUNTED])
+    whole = [name for name in table if name not in ("value_sum", "extreme")]
+    table = table.astype(dict.fromkeys(whole, np.int64)).rename(columns={"part": "head"})
+    table["mean"] = table["value_sum"] / table["places"]
+    table["position"] = table["position_sum"] / table["places"]
+    table["first"] = table["first"].astype(bool)
+    table["token"] = pd.Series([text(token) for token in table["token_id"]], dtype="object").astype(str)
+    order = ["layer", "head", "dimension", "token_id", "token", "first", "contexts", "places"]
+    order += ["published", "adaptive", "mean", "extreme", "position", "example"]
+    by = ["layer", "head", "dimension", "contexts", "token_id"]
+    return table[order].sort_values(by, ascending=[True, True, True, False, True], ignore_index=True)
+
+
+def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
+    """The same table with one row for all tokens at position 0: nearly every context begins with another one."""
+    first = massive[massive["first"]]
+    place = [name for name in ("layer", "head", "dimension") if name in massive]
+    summed = first.assign(mean=first["mean"] * first["places"]).groupby(place, as_index=False)
+    counts = dict.fromkeys(("contexts", "places", "published", "adaptive", "mean", "position"), "sum")
+    one = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
+    one = one.assign(mean=one["mean"] / one["places"], token_id=ANY_TOKEN, token="any", first=True)
+    together = [table for table in (massive[~massive["first"]], one[list(massive)]) if len(table)]
+    if not together:
+        return massive
+    order = [True] * len(place) + [False, True]
+    return pd.concat(together).sort_values(
+        [*place, "contexts", "token_id"], ascending=order, ignore_index=True
+    )
+
+
+GROWTH = [
+    "dimension",
+    "token_id",
+    "token",
+    "first",
+    "places",
+    "layer",
+    "value",
+    "share",
+    "appears",
+    "vanishes",
+    "rise",
+]
+
+
+def _growth(
+    model: OpenModel, corpus: Corpus, rules: Activations, carriers: pd.DataFrame, text: Callable[[int], str]
+) -> pd.DataFrame:
+    """Every carrier through the layers, in contexts that hold an example of each, the most frequent ones first."""
+    if carriers.empty:
+        return pd.DataFrame(columns=GROWTH)
+    chosen = torch.tensor(_followed(carriers, *corpus.contexts.shape))
+    reader = _Following(model, _some(corpus, chosen), rules, sorted(set(carriers["dimension"])))
+    _read(reader, batch_of(corpus, None))
+    tables = []
+    for (dimension, token, first), places in sorted(reader.found.items()):
+        value, share = torch.stack(places).mean(0).numpy()
+        names = {
+            "dimension": dimension,
+            "token_id": token,
+            "token": "any" if first else text(token),
+            "first": first,
+        }
+        rows = {"places": len(places), "layer": range(len(value)), "value": value, "share": share}
+        tables.append(pd.DataFrame(names | rows).assign(**life(value, share)))
+    return pd.concat(tables, ignore_index=True)[GROWTH]
+
+
+def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
+    """Where an activation appears and vanishes, and how suddenly it rises: columns of `growth`, NaN for never.
+
+    Args:
+        value: mean at every layer. share: of its places that are massive there.
+    """
+    here = np.flatnonzero(share >= MASSIVE_HERE)
+    size = np.abs(value)
+    rise = float(np.diff(size, prepend=0.0).max() / max(size.max(), np.finfo(np.float64).tiny))
+    if not len(here):
+        return {"appears": np.nan, "vanishes": np.nan, "rise": rise}
+    last = int(here[-1])
+    return {
+        "appears": float(here[0]),
+        "vanishes": np.nan if last == len(value) - 1 else float(last + 1),
+        "rise": rise,
+    }
+
+
+def _followed(carriers: pd.DataFrame, contexts: int, length: int) -> list[int]:
+    """Contexts with an example of each carrier, the frequent ones first, filled up with evenly spread others."""
+    frequent = carriers.sort_values("contexts", ascending=False, kind="stable")
+    # At position 0 all tokens are one carrier.
+    named = frequent.assign(token_id=frequent["token_id"].where(~frequent["first"], ANY_TOKEN))
+    examples = named.drop_duplicates(["dimension", "token_id", "first"])["example"] // length
+    spread = np.linspace(0, contexts - 1, min(FOLLOWED_CONTEXTS, contexts)).round().astype(int)
+    return sorted(list(dict.fromkeys([*examples.tolist(), *spread.tolist()]))[:FOLLOWED_CONTEXTS])

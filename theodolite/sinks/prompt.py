@@ -1,0 +1,153 @@
+"""One prompt and one head, looked at closely: attention, output, who is caught, and the streams that follow.
+
+The whole attention matrix of the one head is kept here, and the streams of one context: for a prompt, not a corpus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.attention import least_queries
+from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.inputs import AttentionInputs, softmax
+from theodolite.errors import UsageError
+from theodolite.models import OpenModel
+from theodolite.models.hooks import watched
+from theodolite.models.structure import backbone
+from theodolite.passes.corpus_pass import check_fit
+from theodolite.sinks.trace import corpus_of_ids, trace_sinks
+
+UNCAUGHT = -1
+LEFT_OUT = -2
+
+
+@dataclass(frozen=True)
+class PromptTrace:
+    """What one head does with a prompt of T tokens.
+
+    Attributes:
+        ids: of the tokens.
+        layer, head: which.
+        attention: of the head; a row sums to less than 1 where a learned column takes the rest.
+        output: of the head in the residual stream, through W_O.
+        value: of every key in the residual stream, through W_O.
+        streams: the residual stream by layer.
+        received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer; 0
+            where too few queries see it for a sink.
+        sinks: positions of the head's sinks, those of a stretch among them; −1 for a learned column.
+        group: of each token the sink that caught it (an index into `sinks`), `UNCAUGHT`, or `LEFT_OUT`.
+    """
+
+    ids: Int[Tensor, " positions"]
+    layer: int
+    head: int
+    attention: Float[Tensor, "positions positions"]
+    output: Float[Tensor, "positions width"]
+    value: Float[Tensor, "positions width"]
+    streams: Float[Tensor, "layers positions width"]
+    received: Float[Tensor, "blocks positions"]
+    sinks: Int[Tensor, " sinks"]
+    group: Int[Tensor, " positions"]
+
+
+class _Watcher:
+    """Keeps of one forward pass what a `PromptTrace` needs."""
+
+    def __init__(self, layer: int, head: int) -> None:
+        self.layer, self.head = layer, head
+        self.streams: list[Tensor] = []
+        self.received: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self.streams.append(hidden[0].double().cpu())
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        output, catches = attend_and_catch(inputs, stretches=True)
+        weights = _weights(inputs)
+        seen_by = inputs.visible_queries()[0].cpu()
+        mean = weights.sum(dim=1) / seen_by.clamp_min(1)
+        enough = seen_by - 1 >= least_queries(
+            mean.shape[1]
+        )  # fewer make no sink: the last keys see but themselves
+        self.received.append(torch.where(enough, mean, 0.0).amax(dim=0))
+        if layer == self.layer:
+            groups = inputs.query.shape[1] // inputs.value.shape[1]
+            self.weights = weights[self.head]
+            self.output = output[0, :, self.head].double().cpu()
+            self.value = inputs.value[0, self.head // groups].double().cpu()
+            self.catches = catches.to(torch.device("cpu"))
+        return output
+
+
+def trace_prompt(
+    model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
+) -> PromptTrace:
+    """Look at one head's catch, tag and release on a prompt.
+
+    Args:
+        model: from `open_model`.
+        ids: the prompt's tokens.
+        layer, head: which; None: the head whose sinks tag most of the prompt's tokens.
+
+    Raises:
+        UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
+    """
+    check_fit(model, corpus_of_ids(ids), least_contexts=1)
+    if layer is None or head is None:
+        layer, head = _strongest(model, ids)
+    model.check_place(layer, head)
+    weights = model.output_weights(layer)[head].double().cpu()
+    watcher = _Watcher(layer, head)
+    with watched(model, watcher), torch.inference_mode():
+        backbone(model.hf)(input_ids=ids[None].to(model.device), use_cache=False)
+    sinks, group = groups_of(watcher.catches, head, len(ids))
+    return PromptTrace(
+        ids=ids,
+        layer=layer,
+        head=head,
+        attention=watcher.weights,
+        output=watcher.output @ weights,
+        value=watcher.value @ weights,
+        streams=torch.stack(watcher.streams),
+        received=torch.stack(watcher.received),
+        sinks=sinks,
+        group=group,
+    )
+
+
+def _strongest(model: OpenModel, ids: Tensor) -> tuple[int, int]:
+    """The head whose sinks tag most tokens: caught share times η², summed over its sinks."""
+    table = trace_sinks(model, ids, stretches=True).traces
+    if not len(table):
+        raise UsageError(
+            "no head has a sink on this prompt: name one with --layer and --head, or give another prompt"
+        )
+    sums = table.fillna({"tagged": 0.0}).groupby(["layer", "head"])["tagged"].sum()
+    layer, head = sums.idxmax()
+    return int(layer), int(head)
+
+
+def _weights(inputs: AttentionInputs) -> Float[Tensor, "heads queries keys"]:
+    """All attention weights of one context, in float64 on the CPU."""
+    length = inputs.query.shape[2]
+    logits = inputs.to_keys(torch.arange(length, device=inputs.key.device)).double()
+    return softmax(logits, inputs.sink)[0].cpu()
+
+
+def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
+    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch."""
+    own = (catches.head == head).nonzero().flatten()
+    group = torch.full((length,), UNCAUGHT)
+    group[0] = LEFT_OUT
+    for number, sink in enumerate(own.tolist()):
+        group[catches.caught[sink]] = number
+    positions = catches.position[own]
+    group[positions[positions >= 0]] = LEFT_OUT
+    return positions, group

@@ -1,0 +1,221 @@
+"""Catch, tag, release (Zhang, Khan & Papyan 2025): every sink of a corpus traced through the model, in one pass.
+
+The survey says which tokens are sinks. This pass says what they catch, what they write there, and where that is
+still to be seen. `measure/tags.py` turns its sums into tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.accumulate.sums import each_part
+from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.measure.tags import traced_heads, traces
+from theodolite.models import OpenModel
+from theodolite.passes.corpus_pass import (
+    Accumulator,
+    Reading,
+    ShowProgress,
+    batch_of,
+    check_fit,
+    fingerprint_of,
+    read_into_run,
+    refuse_bad_numbers,
+)
+from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.run import Run
+
+Rows = tuple[Tensor, Tensor]
+"""Of the sums by sink and by head."""
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What one layer's sinks caught in a context, their rows, and the sums of squares before their heads."""
+
+    catches: Catches
+    rows: Rows
+    before: dict[str, Tensor]
+
+
+class TracePass(Reading):
+    """The sums of a trace; what a context's sinks caught is kept only until its pass is over."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus, stretches: bool = False, seed: int = 0) -> None:
+        super().__init__(model, corpus, seed)
+        self._stretches = stretches
+        self._metrics: list[Tensor] = []
+        for layer in range(model.layers):
+            weights = model.output_weights(layer)
+            self._metrics.append(weights @ weights.mT)
+        self.tags = Tags(model.layers, self._metrics[0].shape[-1])
+        self._ids = torch.empty(0)
+        self._entering = torch.empty(0)
+        self._caught: list[list[_Open]] = []
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The accumulators by name."""
+        return {"tags": self.tags}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next: nothing of theirs is caught yet."""
+        self._ids = ids
+        self._caught = [[] for _ in ids]
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """See what is left of the tags of all earlier layers."""
+        refuse_bad_numbers(layer, hidden)
+        self._entering = hidden
+        open_ones = [
+            Catches.joined([one.catches for one in caught]) if caught else None for caught in self._caught
+        ]
+
+        def work(part: slice) -> dict[str, Tensor] | None:
+            catches = open_ones[part.start]
+            return catches and released(catches.to(hidden.device), hidden[part.start])
+
+        for context, found in enumerate(self._each(work)):
+            if found is not None:
+                caught = self._caught[context]
+                sinks, heads = zip(*(one.rows for one in caught), strict=True)
+                before = {name: torch.cat([one.before[name].cpu() for one in caught]) for name in found}
+                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, found, before)
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """What attention reads says nothing here."""
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Compute one layer's attention, and take in what its sinks catch and write."""
+        metric = self._metrics[layer].to(inputs.value.device)
+        groups = inputs.query.shape[1] // inputs.value.shape[1]
+
+        def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
+            output, catches = attend_and_catch(inputs.of_contexts(part), stretches=self._stretches)
+            if not len(catches.head):
+                return output, catches, None
+            own = catches.head.unique()
+            outputs = HeadOutputs(
+                output=output[0, :, own].transpose(0, 1),
+                value=inputs.value[part.start, own // groups],
+                metric=metric[own],
+            )
+            before = released(catches, self._entering[part.start].to(output.device))
+            return output, catches, (*measured(catches, outputs), before)
+
+        results = self._each(work)
+        for context, (_, catches, found) in enumerate(results):
+            if found is not None:
+                sums, tag, before = found
+                rows = self.tags.update(layer, catches, self._ids[context], sums)
+                self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
+                self.tags.add_place(rows, 1 + layer, before, before)
+                self._caught[context].append(_Open(catches, rows, before))
+        return torch.cat([output for output, _, _ in results])
+
+    def _each(self, work: Any) -> list[Any]:
+        # One context at a time on every device: each has sinks of its own.
+        return each_part(work, len(self._ids), torch.device("cpu"))
+
+
+def trace_sinks(
+    model: OpenModel,
+    corpus: Corpus | Tensor,
+    out: str | Path | None = None,
+    *,
+    stretches: bool = False,
+    batch: int | None = None,
+    checkpoint_seconds: float = 60.0,
+    show_progress: ShowProgress = lambda done, total: None,
+) -> Run:
+    """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
+
+    A key is a sink of a head where the queries that see it pay it more than 0.3 of their attention on average; a
+    query is caught by the sink that it pays most, if that is more than 0.3 too. Position 0 and the sinks themselves
+    are left out of all that is measured of tags (MATH: η² = between over total sum of squares, within contexts). A
+    context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves it out, and is NaN
+    where there are no others.
+
+    Args:
+        model: from `open_model`.
+        corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
+        out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
+        stretches: count a key as a sink, of kind `stretch` (at position 0 `first`, as any), that catches at least
+            min(16, T/4) queries without being paid 0.3 on average: a line break, say, that catches its line. The
+            other sinks of its head then catch fewer queries.
+        batch: contexts a forward pass; None: 4096 tokens' worth.
+        checkpoint_seconds: how often progress is saved.
+        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+
+    Returns:
+        A run with `traces` (one row a layer, head and sink, the strongest first), `heads`, and the arrays
+        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `head_release`,
+        `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
+
+    Raises:
+        UsageError: the corpus does not fit the model, or `out` holds something else.
+        WorkError: a layer has no fixed output weights, hidden states became NaN or infinite, or the disk refused.
+    """
+    if isinstance(corpus, Tensor):
+        corpus = corpus_of_ids(corpus)
+    check_fit(model, corpus, least_contexts=1)
+    batch = batch_of(corpus, batch)
+    fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    if stretches:
+        fingerprint["stretches"] = True
+    return read_into_run(
+        functools.partial(TracePass, model, corpus, stretches),
+        trace_result,
+        out,
+        batch=batch,
+        fingerprint=fingerprint,
+        checkpoint_seconds=checkpoint_seconds,
+        show_progress=show_progress,
+    )
+
+
+def trace_result(done: TracePass, fingerprint: dict[str, Any], seconds: float) -> Run:
+    """The tables and arrays of a finished trace."""
+    model, corpus = done.model, done.corpus
+    contexts, length = corpus.contexts.shape
+    state, output_weights = done.tags.state(), model.output_weights
+    table, arrays = traces(state, output_weights, contexts, length, token_text(model))
+    heads, head_arrays = traced_heads(state, output_weights, contexts)
+    empty = pd.DataFrame()
+    described = describe_pass(model, corpus, done.seed, fingerprint, seconds)
+    return Run(
+        layers=empty,
+        heads=heads,
+        sinks=empty,
+        outliers=empty,
+        examples=empty,
+        arrays=arrays | head_arrays,
+        provenance=describe_model(model) | described,
+        traces=table,
+    )
+
+
+def corpus_of_ids(ids: Tensor) -> Corpus:
+    """Token ids (contexts, positions) or (positions) as a corpus.
+
+    Raises:
+        UsageError: they are none.
+    """
+    if ids.ndim == 1:
+        ids = ids.unsqueeze(0)
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 2 or not ids.numel() or not whole:
+        raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (contexts, positions)")
+    return Corpus("token ids", ids.cpu().long(), torch.full((len(ids),), -1), [], 0)

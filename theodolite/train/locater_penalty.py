@@ -1,0 +1,161 @@
+"""LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
+
+`locater_penalty` works on the factors W_q and W_k, whoever holds them. It forms no d×d matrix, and it must not
+know of models: which parameters hold a head's factors is found in `theodolite.models.projections`.
+
+Bao et al. keep tokens in columns and write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and
+W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix and its transpose.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite.errors import UsageError
+from theodolite.theory.checks import check_real, holds
+
+Gradient = Literal["exact", "published"]
+
+
+def locater_penalty(
+    w_q: Float[Tensor, "*layers heads width head_width"],
+    w_k: Float[Tensor, "*layers key_heads width head_width"],
+    scale: float | Tensor,
+    mean: float | Tensor,
+    *,
+    gradient: Gradient = "exact",
+) -> Float[Tensor, ""]:
+    """κ₁ tr(W_QKᵀ W_QK) + κ₂ (tr W_QK − 1)², W_QK = W_q W_kᵀ, summed over all heads: a differentiable scalar.
+
+    Args:
+        w_q: query factors (..., H, d, d_h), logit = x W_q W_kᵀ yᵀ/λ. Biases and the temperature λ have no part.
+        w_k: key factors (..., H, d, d_h), or (..., G, d, d_h) where each of G key heads serves H/G query heads
+            that follow one another; the pair of every query head counts.
+        scale: κ₁, the strength on the scale of the spectrum, in units of the loss.
+        mean: κ₂, the strength on its mean.
+        gradient: "exact", or "published" for the second term's gradient as printed in section 6,
+            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k. The printed one is wrong: it is no
+            gradient of this value, has a second fixed point at tr W_QK = 0 and drives a negative trace away from
+            1. For comparison with the paper only; the value is the same.
+
+    Computed with autocast off, in float32, or in float64 where the factors are; the result has that dtype.
+    ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩, so the cost is two products of O(d d_h²) a head.
+
+    Raises:
+        UsageError: the shapes do not fit, the factors are no real tensors, a strength is negative or no number, or
+            `gradient` is neither of the two.
+    """
+    check_gradient(gradient)
+    check_strength("scale", scale)
+    check_strength("mean", mean)
+    return penalty_of_moments(*head_moments(w_q, w_k), scale, mean, gradient)
+
+
+def check_gradient(gradient: str) -> None:
+    """Refuse a gradient that there is not.
+
+    Raises:
+        UsageError: it is neither exact nor published.
+    """
+    if gradient not in ("exact", "published"):
+        raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
+
+
+def check_strength(name: str, strength: float | Tensor) -> None:
+    """Refuse a strength that is not one finite number of 0 or more.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if isinstance(strength, Tensor):
+        fits = strength.numel() == 1 and not strength.is_complex()
+        fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
+    else:
+        fits = isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0
+    if not fits:
+        shown = repr(strength) if isinstance(strength, str) else strength
+        raise UsageError(f"{name} is {shown}: give a number of 0 or more")
+
+
+def penalty_of_moments(
+    traces: Float[Tensor, "*heads"],
+    squares: Float[Tensor, "*heads"],
+    scale: float | Tensor,
+    mean: float | Tensor,
+    gradient: Gradient,
+) -> Float[Tensor, ""]:
+    """`locater_penalty` of what `head_moments` gives."""
+    away = (traces - 1).square()
+    if gradient == "published":
+        # The derivative of t³/3 − t²/2 is the printed (t − 1) t; the difference is exactly zero in value.
+        printed = traces.pow(3) / 3 - traces.square() / 2
+        away = away.detach() + (printed - printed.detach())
+    return scale * squares.sum() + mean * away.sum()
+
+
+def head_moments(
+    w_q: Float[Tensor, "*layers heads width head_width"],
+    w_k: Float[Tensor, "*layers key_heads width head_width"],
+) -> tuple[Float[Tensor, "*layers heads"], Float[Tensor, "*layers heads"]]:
+    """tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
+
+    Raises:
+        UsageError: the shapes do not fit, or the factors are no real tensors.
+    """
+    check_real("w_q", w_q)
+    check_real("w_k", w_k)
+    if w_q.ndim < 3 or w_q.ndim != w_k.ndim or w_q.shape[-2:] != w_k.shape[-2:]:
+        raise UsageError(_unfit(w_q, w_k))
+    heads, key_heads = w_q.shape[-3], w_k.shape[-3]
+    if key_heads == 0 or heads % key_heads or w_q.shape[:-3] != w_k.shape[:-3]:
+        raise UsageError(_unfit(w_q, w_k))
+    with torch.autocast(w_q.device.type, enabled=False):
+        dtype = torch.promote_types(torch.promote_types(w_q.dtype, w_k.dtype), torch.float32)
+        # A key head is multiplied out once, and meets its query heads by broadcasting.
+        w_q = w_q.to(dtype).unflatten(-3, (key_heads, heads // key_heads))
+        w_k = w_k.to(dtype).unsqueeze(-3)
+        traces = (w_q * w_k).sum((-2, -1))
+        squares, _, _ = _FrobeniusSquared.apply(w_q, w_k)
+    return traces.flatten(-2), squares.flatten(-2)
+
+
+class _FrobeniusSquared(torch.autograd.Function):
+    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
+
+    Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, where automatic differentiation of
+    the Gram matrices takes two and adds: half of the penalty's whole cost.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        return (gram_q * gram_k).sum((-2, -1)), gram_q, gram_k
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, gram_q, gram_k = output
+        ctx.mark_non_differentiable(gram_q, gram_k)
+        ctx.save_for_backward(*inputs, gram_q, gram_k)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        w_q, w_k, gram_q, gram_k = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
+            gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        slope = 2 * slope[..., None, None]
+        return w_q @ (slope * gram_k), w_k @ (slope * gram_q).sum(dim=-3, keepdim=True)
+
+
+def _unfit(w_q: Tensor, w_k: Tensor) -> str:
+    return (
+        f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give (heads, d, d_h) for both, with the "
+        "same leading layers if any, and as many query heads as key heads or a multiple"
+    )
