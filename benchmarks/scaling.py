@@ -17,7 +17,13 @@ from theodolite.accumulate.sums import GROUPS
 from theodolite.corpus.corpus import Corpus
 from theodolite.passes.ray_survey import SHARDS, shards
 from theodolite.passes.ray_workers import packed, unpacked
-from theodolite.passes.survey_pass import EXAMPLES, SAMPLED_BYTES, SAMPLED_CONTEXTS, SAMPLED_TOKENS, OnePass
+from theodolite.passes.survey_pass import (
+    EXAMPLES,
+    SAMPLED_BYTES,
+    SAMPLED_CONTEXTS,
+    SAMPLED_TOKENS,
+    SurveyPass,
+)
 
 FLOAT = 8
 """Bytes of a number in a state: float64."""
@@ -154,9 +160,9 @@ def main() -> None:
     model = open_model(device="cpu")
     corpus = Corpus.random_tokens(shape.vocabulary, shape.length, shape.contexts)
     first, last = list(shards(shape.contexts, 32))[1]  # one batch, in the second of eight groups
-    part = OnePass(model, corpus, 0)
+    part = SurveyPass(model, corpus, 0, 32)
     started = time.perf_counter()
-    part.read(32, first, last)
+    part.read(first, last)
     reading = time.perf_counter() - started
     show("embedded model, one state", state_bytes(shape))
     state = part.state()
@@ -164,7 +170,7 @@ def main() -> None:
     started = time.perf_counter()
     sent_state = packed(state)
     bytes_sent = sum(values.nbytes for values, _, _ in sent_state.values())
-    whole = OnePass(model, corpus, 0)
+    whole = SurveyPass(model, corpus, 0, 32)
     whole.merge(unpacked(sent_state))
     merging = time.perf_counter() - started
     print(f"  contexts {first} to {last - 1} send {bytes_sent / 1e6:.2f} MB")

@@ -26,8 +26,9 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.models.structure import backbone
 from theodolite.passes.survey import survey
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.allocator import keep_pages
+from theodolite.system.progress import Progress
 
 LENGTH = 512
 BATCH = 8
@@ -58,7 +59,7 @@ def time_ratios(rounds: int, contexts: int) -> None:
                 module(input_ids=ids, use_cache=False)
 
     def with_statistics() -> None:
-        OnePass(model, corpus, 0).run(BATCH, 0, lambda done, total: None, lambda done, must: None)
+        SurveyPass(model, corpus, 0, BATCH).run(Progress(contexts))
 
     works = {
         "bare": lambda: bare(backbone(model.hf)),

@@ -15,7 +15,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.survey_pass import SurveyPass
 from theodolite.sinks.trace import trace_sinks
 
 TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
@@ -92,17 +92,17 @@ def _kept(model: OpenModel, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> 
     hidden: list[list[np.ndarray]] = [[] for _ in range(model.layers + 1)]
     inputs: list[list[np.ndarray]] = [[] for _ in range(model.layers)]
     attention: list[list[np.ndarray]] = [[] for _ in range(model.layers)]
-    true = {name: getattr(OnePass, name) for name in ("stream", "attention_input", "attention")}
+    true = {name: getattr(SurveyPass, name) for name in ("stream", "attention_input", "attention")}
 
-    def stream(self: OnePass, layer: int, states: Tensor) -> None:
+    def stream(self: SurveyPass, layer: int, states: Tensor) -> None:
         hidden[layer].append(states.double().numpy())
         true["stream"](self, layer, states)
 
-    def attention_input(self: OnePass, layer: int, states: Tensor) -> None:
+    def attention_input(self: SurveyPass, layer: int, states: Tensor) -> None:
         inputs[layer].append(states.double().numpy())
         true["attention_input"](self, layer, states)
 
-    def attend(self: OnePass, layer: int, given) -> Tensor:
+    def attend(self: SurveyPass, layer: int, given) -> Tensor:
         query, key = given.query.double().numpy(), given.key.double().numpy()
         key = np.repeat(key, query.shape[1] // key.shape[1], axis=1)
         logits = query @ key.swapaxes(-1, -2) * given.scaling
@@ -117,7 +117,7 @@ def _kept(model: OpenModel, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> 
         return true["attention"](self, layer, given)
 
     for name, own in (("stream", stream), ("attention_input", attention_input), ("attention", attend)):
-        monkeypatch.setattr(OnePass, name, own)
+        monkeypatch.setattr(SurveyPass, name, own)
     run = survey(model, corpus, batch=4)
     states = (np.stack([np.concatenate(layer) for layer in kept]) for kept in (hidden, attention, inputs))
     return run, dense.Dense(*states)

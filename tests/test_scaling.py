@@ -14,17 +14,17 @@ from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.passes.ray_survey import SHARDS
 from theodolite.passes.ray_workers import packed
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.survey_pass import SurveyPass
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 EMBEDDED = Shape(6, 4, 4, 32, 128, 512, 2048, 40, 20)
 TINY = Shape(3, 4, 2, 8, 32, 48, checkpoints.VOCABULARY, 24, 9)
 
 
-def a_pass(opened, shape: Shape) -> OnePass:
+def a_pass(opened, shape: Shape) -> SurveyPass:
     model = scaling.open_model(device="cpu") if shape is EMBEDDED else opened("llama3")
     assert (model.layers, model.heads, model.width) == (shape.layers, shape.heads, shape.width)
-    return OnePass(model, Corpus.random_tokens(shape.vocabulary, shape.length, shape.contexts), 0)
+    return SurveyPass(model, Corpus.random_tokens(shape.vocabulary, shape.length, shape.contexts), 0, 1)
 
 
 @pytest.mark.parametrize("shape", [EMBEDDED, TINY], ids=["embedded", "llama3"])
@@ -50,7 +50,7 @@ def test_a_shard_sends_at_most_the_bytes_of_the_formula(shape, opened):
     """One context of one group. What falls short are heads and dimensions that happen to have nothing but zeros."""
     part = a_pass(opened, shape)
     context = 1
-    part.read(1, context, context + 1)
+    part.read(context, context + 1)
     state = part.state()
     sent = packed(state)
     kept = int(part.sample.slot[context] >= 0), int((part.sample.token_context == context).sum())

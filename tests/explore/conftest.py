@@ -10,9 +10,9 @@ import transformers
 
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
-from theodolite.explore.brief_survey import brief_survey
 from theodolite.explore.subject import Subject
 from theodolite.models import OpenModel, open_model
+from theodolite.passes.survey import survey_heads
 
 SURVEYED = 32  # tokens a context
 PROMPT = "the cat sat on the mat"
@@ -20,7 +20,7 @@ PROMPT = "the cat sat on the mat"
 
 def subject_of(name: str, model: OpenModel, length: int = SURVEYED) -> Subject:
     """A model surveyed on random tokens."""
-    return Subject(name, model, brief_survey(model, Corpus.random_tokens(model.tokenizer, length, 6, 0)))
+    return Subject(name, model, survey_heads(model, Corpus.random_tokens(model.tokenizer, length, 6, 0)))
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,11 @@ from tests.explore.conftest import PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.explore import panels
-from theodolite.explore.brief_survey import brief_survey
 from theodolite.explore.panels import Place
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
-from theodolite.passes.survey import survey
+from theodolite.passes.survey import survey, survey_heads
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 
 FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "qwen3", "mistral", "bert"]
@@ -195,7 +194,7 @@ def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
 def test_the_brief_survey_is_part_of_the_whole_one(family, opened):
     model = opened(family)
     corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
-    brief, whole = brief_survey(model, corpus), survey(model, corpus)
+    brief, whole = survey_heads(model, corpus), survey(model, corpus)
     for column in brief.heads.columns:
         assert brief.heads[column].equals(whole.heads[column]), column
     for name, array in brief.arrays.items():

@@ -7,10 +7,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests import checkpoints
-from theodolite.logits.attribution import COLUMNS, PATTERNS, attribution_table, pattern_scores_of
+from theodolite.logits.attribution import COLUMNS, PATTERNS, AttributionPass, PatternPass, attribution_table
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT
 from theodolite.models import open_model
+from theodolite.system.progress import Progress
 
 TOKENS = POSITIONS = 40
 
@@ -52,14 +53,28 @@ def planted(tmp_path_factory):
     return open_model(folder)
 
 
+def pattern_scores_of(model, length):
+    """What a `PatternPass` leaves."""
+    patterns = PatternPass(model, length, 0)
+    patterns.run(Progress(patterns.total))
+    return patterns.state()["scores"]
+
+
+def attributed(model, scores, mean, pos):
+    """The table of an `AttributionPass`, and why layers were refused."""
+    attribution = AttributionPass(model, 0, scores, mean, pos)
+    attribution.run(Progress(attribution.total))
+    return attribution_table(attribution.state()), attribution.notes["refused"]
+
+
 @pytest.fixture(scope="module")
 def table(planted):
     """With the exact mean and pos of what enters the block: those of all token sequences."""
     positions, tokens = torch.eye(80, dtype=torch.float64).split(40)
     middle = positions[1:].mean(0)
     mean, pos = middle + tokens.mean(0), positions - middle
-    scores = pattern_scores_of(planted, POSITIONS, 0)
-    table, refused = attribution_table(planted, scores, mean.expand(2, -1), pos.expand(2, -1, -1), 0)
+    scores = pattern_scores_of(planted, POSITIONS)
+    table, refused = attributed(planted, scores, mean.expand(2, -1), pos.expand(2, -1, -1))
     assert not refused
     return table
 
@@ -113,10 +128,10 @@ def test_every_head_has_a_row_for_each_group(table):
 def test_every_family_is_attributed(family, opened):
     """Seven groups of at least three heads for each of three patterns, or all heads; shares sum to 1."""
     model = opened(family)
-    scores = pattern_scores_of(model, 32, 0)
+    scores = pattern_scores_of(model, 32)
     assert scores.shape == (3, 3, 4)
     mean, pos = torch.zeros(4, 32), 0.1 * torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(0))
-    table, refused = attribution_table(model, scores, mean, pos, 0)
+    table, refused = attributed(model, scores, mean, pos)
     assert not refused
     assert set(table["pattern"]) == set(PATTERNS)
     grouped = table[table["group"].isin(WHOLE)].groupby(["layer", "head", "pattern"])["share"].sum()
@@ -126,9 +141,9 @@ def test_every_family_is_attributed(family, opened):
 
 def test_where_nothing_can_be_repeated_there_are_no_rows(opened):
     model = opened("gpt2")
-    scores = pattern_scores_of(model, 3, 0)
+    scores = pattern_scores_of(model, 3)
     assert scores.isnan().all()
-    table, refused = attribution_table(model, scores, torch.zeros(4, 32), torch.zeros(4, 3, 32), 0)
+    table, refused = attributed(model, scores, torch.zeros(4, 32), torch.zeros(4, 3, 32))
     assert table.empty
     assert list(table.columns) == COLUMNS
     assert not refused

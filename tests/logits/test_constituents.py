@@ -13,10 +13,10 @@ from tests import checkpoints
 from theodolite import constituents
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.logits.constituents import SPLIT_CONTEXTS, decompose_apart, sample_of
+from theodolite.logits.shares import SPLIT_CONTEXTS, sample_of
 from theodolite.models import open_model
 from theodolite.passes.survey import spectra, survey
-from theodolite.theory.decomposition import PARTS, decompose
+from theodolite.theory.decomposition import PARTS, decompose, decompose_apart
 
 LENGTH = 24
 

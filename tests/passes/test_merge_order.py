@@ -17,29 +17,29 @@ from hypothesis import strategies as st
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import Reading
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.corpus_pass import CorpusPass
+from theodolite.passes.survey_pass import SurveyPass
 from theodolite.sinks.trace import TracePass
 
 CONTEXTS, LENGTH = 9, 24
-Merge = Callable[[Reading, dict[str, torch.Tensor]], None]
+Merge = Callable[[CorpusPass, dict[str, torch.Tensor]], None]
 
 
 class Shards:
     """The state of every context by itself, and of all of them in one pass."""
 
-    def __init__(self, make: Callable[[], Reading], merge: Merge) -> None:
+    def __init__(self, make: Callable[[], CorpusPass], merge: Merge) -> None:
         self.make, self._merge = make, merge
         whole = make()
-        whole.read(1, 0, CONTEXTS)
+        whole.read(0, CONTEXTS)
         self.whole = whole.state()
         self.of_one = [self._read(context) for context in range(CONTEXTS)]
 
     def _read(self, context: int) -> dict[str, torch.Tensor]:
         one = self.make()
-        if isinstance(one, OnePass):
+        if isinstance(one, SurveyPass):
             one.sketches.look_along(self.whole["sketches.directions"])
-        one.read(1, context, context + 1)
+        one.read(context, context + 1)
         return one.state()
 
     def merged(self, states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -49,15 +49,15 @@ class Shards:
         return total.state()
 
 
-def merge_tags(total: Reading, state: dict[str, torch.Tensor]) -> None:
+def merge_tags(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
     assert isinstance(total, TracePass)
-    other = TracePass(total.model, total.corpus, stretches=True)
+    other = TracePass(total.model, total.corpus, 1, stretches=True)
     other.restore(state)
     total.tags.merge(other.tags)
 
 
-def merge_all(total: Reading, state: dict[str, torch.Tensor]) -> None:
-    assert isinstance(total, OnePass)
+def merge_all(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
+    assert isinstance(total, SurveyPass)
     total.merge(state)
 
 
@@ -74,8 +74,8 @@ def read(opened, request: pytest.FixtureRequest) -> tuple[OpenModel, Corpus]:
 def shards(read: tuple[OpenModel, Corpus], request: pytest.FixtureRequest) -> Shards:
     model, corpus = read
     if request.param == "survey":
-        return Shards(lambda: OnePass(model, corpus, 0), merge_all)
-    return Shards(lambda: TracePass(model, corpus, stretches=True), merge_tags)
+        return Shards(lambda: SurveyPass(model, corpus, 0, 1), merge_all)
+    return Shards(lambda: TracePass(model, corpus, 1, stretches=True), merge_tags)
 
 
 @given(order=st.permutations(range(CONTEXTS)), cuts=st.sets(st.integers(1, CONTEXTS - 1)))

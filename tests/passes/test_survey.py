@@ -16,9 +16,11 @@ from tests import checkpoints, dense
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.run import Run
-from theodolite.passes.survey import spectra, survey
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.run import TABLES, Run
+from theodolite.passes.stages import States
+from theodolite.passes.survey import TITLES, spectra, survey
+from theodolite.passes.survey_pass import SurveyPass
+from theodolite.passes.tabulate import tabulate
 from theodolite.system.checksums import read_sealed, write_sealed
 from theodolite.theory.regimes import regime_margins
 
@@ -262,7 +264,7 @@ def test_the_same_call_gives_the_same_bytes_and_is_not_run_twice(tmp_path, opene
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     calls: list[int] = []
     again = survey(
-        model, corpus, tmp_path / "a", batch=5, show_progress=lambda done, total: calls.append(done)
+        model, corpus, tmp_path / "a", batch=5, show_progress=lambda what, done, total: calls.append(done)
     )
     assert not calls
     assert again.heads.equals(first.heads)
@@ -273,7 +275,7 @@ def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpu
     model = opened("gpt2")
 
     def stop_at(contexts: int):
-        def show(done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             if done >= contexts:
                 raise KeyboardInterrupt
 
@@ -285,17 +287,65 @@ def test_an_interrupted_survey_goes_on_to_the_same_bytes(tmp_path, opened, corpu
             survey(model, corpus, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
         assert not (tmp_path / "parts").exists()
     seen: list[int] = []
-    survey(model, corpus, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
+    survey(
+        model, corpus, tmp_path / "parts", batch=2, show_progress=lambda what, done, total: seen.append(done)
+    )
     assert seen[0] == 10
     for name in ("layers.parquet", "heads.parquet", "sinks.parquet", "arrays.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
     assert not (tmp_path / "parts.partial").exists()
 
 
+def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
+    """At the first and at a later step of each, saved or not; a pass that was finished is not made again."""
+    model, seen = opened("gpt2"), []
+    survey(model, corpus, tmp_path / "whole", show_progress=lambda *step: seen.append(step))
+    names = list(dict.fromkeys(what for what, _, _ in seen))
+    assert names == list(TITLES.values())
+    assert all((what, total, total) in seen for what, _, total in seen)
+    for number, name in enumerate(names):
+        for step in (0, 1):
+            begun = []
+
+            def stop(what, done, total, name=name, step=step, begun=begun):
+                begun.append(what)
+                if what == name and done >= step:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                survey(model, corpus, tmp_path / "parts", show_progress=stop)
+            assert set(begun) <= set(names[max(0, number - (step == 0)) :])
+    survey(model, corpus, tmp_path / "parts")
+    for name in (
+        "layers.parquet",
+        "heads.parquet",
+        "constituents.parquet",
+        "attribution.parquet",
+        "arrays.safetensors",
+    ):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+
+
+def test_tables_are_a_function_of_saved_states(tmp_path, opened, corpus, monkeypatch):
+    """From a progress file alone, no model at hand: the run that the survey gave."""
+    kept = []
+    monkeypatch.setattr(
+        "theodolite.passes.survey.tabulate", lambda states, extra: kept.append(states) or tabulate(states)
+    )
+    run = survey(opened("gpt2"), corpus)
+    write_sealed(tmp_path / "states", kept[0].tensors, {"notes": kept[0].notes, "seconds": kept[0].seconds})
+    tensors, told = read_sealed(tmp_path / "states")
+    again = tabulate(States(tensors, told["notes"], told["seconds"]))
+    for table in TABLES:
+        assert getattr(again, table).equals(getattr(run, table)), table
+    assert all(torch.equal(again.arrays[name], run.arrays[name]) for name in run.arrays)
+    assert again.provenance == run.provenance
+
+
 def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, opened, corpus):
     """As a version left it that did not keep them yet."""
 
-    def stop(done, total):
+    def stop(what, done, total):
         if done:
             raise KeyboardInterrupt
 
@@ -304,7 +354,7 @@ def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, op
         survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
     path = tmp_path / "run.partial" / "progress.safetensors"
     tensors, notes = read_sealed(path)
-    del tensors["attention.entropy"]
+    del tensors["corpus.attention.entropy"]
     write_sealed(path, tensors, notes)
     words = (
         r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
@@ -314,7 +364,7 @@ def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, op
 
 
 def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
-    def stop(done: int, total: int) -> None:
+    def stop(what: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -370,13 +420,13 @@ def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
 def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, monkeypatch):
     """Oracle: float64 numpy on the very hidden states that the half-precision model computed."""
     streams: list[list[np.ndarray]] = [[] for _ in range(4)]
-    true_stream = OnePass.stream
+    true_stream = SurveyPass.stream
 
     def keep(self, layer, hidden):
         streams[layer].append(hidden.double().numpy())
         true_stream(self, layer, hidden)
 
-    monkeypatch.setattr(OnePass, "stream", keep)
+    monkeypatch.setattr(SurveyPass, "stream", keep)
     run = survey(open_model(checkpoint("llama2"), dtype=dtype), corpus, batch=4)
     for layer, parts in enumerate(streams):
         x = np.concatenate(parts)[:, 1:]

@@ -9,7 +9,7 @@ What a standard error is wanted of is summed apart for each of a few groups of c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -23,6 +23,17 @@ Result = TypeVar("Result")
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
+
+
+def joined(parts: Mapping[str, State]) -> State:
+    """Several states as one, each tensor under `name.tensor`; `part_of` takes one out again."""
+    return {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.items()}
+
+
+def part_of(state: State, name: str) -> State:
+    """The state that `joined` was given under this name."""
+    prefix = name + "."
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
 @runtime_checkable  # for the tests, which check annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.accumulate.keyed import KeyedSums
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, joined, part_of
 
 FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
 """Kinds of sinks: position 0, a later token, a learned sink column, a token that catches a stretch only."""
@@ -115,15 +115,12 @@ class Tags:
 
     def state(self) -> State:
         """All tensors, rows in the order of their keys."""
-        parts = {"by_sink": self.by_sink, "by_head": self.by_head}
-        return {
-            f"{part}.{name}": tensor for part, sums in parts.items() for name, tensor in sums.state().items()
-        }
+        return joined({"by_sink": self.by_sink.state(), "by_head": self.by_head.state()})
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
-        for part, sums in (("by_sink.", self.by_sink), ("by_head.", self.by_head)):
-            sums.restore({k.removeprefix(part): t for k, t in state.items() if k.startswith(part)})
+        self.by_sink.restore(part_of(state, "by_sink"))
+        self.by_head.restore(part_of(state, "by_head"))
 
     def merge(self, other: Tags) -> None:
         """Take in what another accumulator has seen."""

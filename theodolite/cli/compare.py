@@ -29,7 +29,7 @@ from theodolite.cli.options import (
     say_where,
     short_name,
 )
-from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, progress, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
@@ -152,8 +152,8 @@ class _Work:
         from theodolite.passes.survey import survey
 
         place = self.folder / candidate.folder
-        with progress(f"surveying {candidate.name}", "contexts", self.stopped) as bar:
-            return survey(model, corpus, place, batch=self.batch, seed=self.text.seed, show_progress=bar)
+        with bars(self.stopped, of=candidate.name) as show:
+            return survey(model, corpus, place, batch=self.batch, seed=self.text.seed, show_progress=show)
 
     def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.sinks.trace import trace_sinks

@@ -27,7 +27,7 @@ from theodolite.cli.options import (
     refuse_unread,
     short_name,
 )
-from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
@@ -94,15 +94,11 @@ def explore_command(
             check_pair(list(zip(called, opened, strict=True)))
 
             def surveyed(one: OpenModel) -> Run:
-                from theodolite.explore.brief_survey import brief_survey
+                from theodolite.passes.survey import survey_heads
 
                 read = read_corpus(one, corpus, length, contexts, seed, text_column)
-                with (
-                    interruptible(say_stopping) as stopped,
-                    progress(f"surveying {short_name(one.id)}", "contexts", stopped) as show,
-                    progress("reading its weights", "layers", stopped) as show_layers,
-                ):
-                    return brief_survey(one, read, seed=seed, show_progress=show, show_layers=show_layers)
+                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(one.id)) as show:
+                    return survey_heads(one, read, seed=seed, show_progress=show)
 
             found = [_loaded(one, folder) for one, folder in zip(opened, runs, strict=True)] if runs else []
             found = found or [surveyed(one) for one in opened]

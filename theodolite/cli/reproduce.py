@@ -33,7 +33,7 @@ from theodolite.cli.options import (
     refuse_unread,
     short_name,
 )
-from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
@@ -139,7 +139,7 @@ class _Asked:
     def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
         from theodolite.passes.survey import survey
 
-        with progress(f"surveying {short_name(corpus.name)}", "contexts", self.stopped) as show:
+        with bars(self.stopped, of=short_name(corpus.name)) as show:
             return survey(model, corpus, place, seed=self.text.seed, show_progress=show)
 
     def say(self, line: str) -> None:

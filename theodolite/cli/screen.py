@@ -12,7 +12,14 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError
@@ -67,6 +74,18 @@ def say_stopping() -> None:
 @contextmanager
 def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Callable[[int, int], None]]:
     """A bar that is told (done, total); it raises KeyboardInterrupt once `stopped` says so."""
+    with bars(stopped, unit=unit) as show:
+        yield lambda done, total: show(title, done, total)
+
+
+@contextmanager
+def bars(
+    stopped: Callable[[], bool], *, of: str = "", unit: str = ""
+) -> Iterator[Callable[[str, int, int], None]]:
+    """Bars that are told (what is being done, done, total), one under the other as they come.
+
+    Each says what it is `of`, too. Telling raises KeyboardInterrupt once `stopped` says so.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -74,23 +93,26 @@ def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Cal
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=screen)
-    task = bar.add_task(title, rate="", total=None)
-    begun: list[tuple[float, int]] = []  # when the work began, and how much was done before
+    display = Progress(*columns, console=screen)
+    begun: dict[
+        str, tuple[TaskID, float, int]
+    ] = {}  # the bar, when the work began, and how much was done before
 
-    def show(done: int, total: int) -> None:
+    def show(what: str, done: int, total: int) -> None:
         if stopped():
             raise KeyboardInterrupt
         if not begun:
-            bar.start()  # not before: what is wrong with the call is said without a bar
-            begun.append((time.monotonic(), done))
-        started, before = begun[0]
+            display.start()  # not before: what is wrong with the call is said without a bar
+        if what not in begun:
+            title = f"{of}: {what}" if of else what
+            begun[what] = display.add_task(title, rate="", total=total), time.monotonic(), done
+        task, started, before = begun[what]
         seconds = time.monotonic() - started
-        rate = f"{(done - before) / seconds:.1f} {unit}/s" if done > before and seconds > 0 else unit
-        bar.update(task, completed=done, total=total, rate=rate)
+        rate = f"{(done - before) / seconds:.1f}" if done > before and seconds > 0 else ""
+        display.update(task, completed=done, total=total, rate=f"{rate} {unit}/s" if rate else unit)
 
     try:
         yield show
     finally:
         if begun:
-            bar.stop()
+            display.stop()

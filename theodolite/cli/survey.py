@@ -25,7 +25,7 @@ from theodolite.cli.options import (
     read_corpus,
     refuse_unread,
 )
-from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.system.interrupt import interruptible
 
 
@@ -51,8 +51,6 @@ def survey_command(
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.passes.ray_survey import survey_on_ray
-        from theodolite.passes.survey import survey
         from theodolite.report.page import write_report
 
         if ray is None:
@@ -64,10 +62,14 @@ def survey_command(
         opened = opened_model(model, dtype, device if ray is None else "cpu", device_map, revision)
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
         folder = out or default_folder(opened, read)
-        with progress("surveying", "contexts", stopped) as show:
+        with bars(stopped) as show:
             if ray is None:
+                from theodolite.passes.survey import survey
+
                 run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
             else:
+                from theodolite.passes.ray_survey import survey_on_ray
+
                 run = survey_on_ray(
                     opened,
                     read,

@@ -7,11 +7,9 @@ context. Whether they survive is decided by the rule of `parts.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,18 +27,18 @@ from theodolite.models import OpenModel
 from theodolite.models.structure import backbone
 from theodolite.passes.corpus_pass import (
     Accumulator,
-    Reading,
-    ShowProgress,
+    CorpusPass,
     batch_of,
     check_fit,
     fingerprint_of,
     next_token_losses,
-    read_into_run,
     refuse_bad_numbers,
 )
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
+from theodolite.passes.stages import Stage, States, run_into
 from theodolite.report.data import evenly
+from theodolite.system.progress import ShowProgress
 from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 
 NAME = "head outputs"
@@ -88,11 +86,11 @@ class Outputs:
         self.written, self.loss = state["written"], state["loss"]
 
 
-class OutputsPass(Reading):
+class OutputsPass(CorpusPass):
     """The outputs of every head at the chosen tokens of a corpus, and the loss of every context."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
-        super().__init__(model, corpus, SEED)
+    def __init__(self, model: OpenModel, corpus: Corpus, batch: int) -> None:
+        super().__init__(model, corpus, SEED, batch)
         self.outputs = Outputs(model.layers, model.heads, model.width, *corpus.contexts.shape)
         self._predicts = model.causal and model.hf.get_output_embeddings() is not None
         directions = _directions(model.width)
@@ -172,23 +170,22 @@ def read_outputs(
     check_fit(model, corpus, least_contexts=1)
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
-    return read_into_run(
-        functools.partial(OutputsPass, model, corpus),
-        _result,
+
+    def tables(states: States) -> Run:
+        empty = pd.DataFrame()
+        described = describe_pass(model, corpus, SEED, fingerprint) | {"wall_seconds": states.seconds}
+        arrays = states.of("outputs.outputs") | {"context": outputs.context, "position": outputs.position}
+        return Run(empty, empty, empty, empty, empty, arrays, describe_model(model) | described)
+
+    outputs = Outputs(0, 0, 0, *corpus.contexts.shape)
+    return run_into(
+        [Stage("outputs", "reading outputs", lambda states: OutputsPass(model, corpus, batch))],
+        tables,
         out,
-        batch=batch,
-        fingerprint=fingerprint,
+        fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=show_progress,
+        show_progress=lambda what, done, total: show_progress(done, total),
     )
-
-
-def _result(done: OutputsPass, fingerprint: dict[str, Any], seconds: float) -> Run:
-    empty = pd.DataFrame()
-    kept = done.outputs
-    arrays = {**kept.state(), "context": kept.context, "position": kept.position}
-    described = describe_pass(done.model, done.corpus, done.seed, fingerprint, seconds)
-    return Run(empty, empty, empty, empty, empty, arrays, describe_model(done.model) | described)
 
 
 def head_outputs(reference: Run, other: Run) -> Part:

@@ -25,7 +25,8 @@ from theodolite.evaluate.harness import BATCH, harness
 from theodolite.evaluate.perplexity import perplexity, perplexity_scores
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import ShowProgress, fingerprint_of
+from theodolite.passes.corpus_pass import fingerprint_of
+from theodolite.system.progress import ShowProgress
 from theodolite.system.wording import counted, number, visible, with_error
 
 Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]

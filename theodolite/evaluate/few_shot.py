@@ -19,7 +19,8 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import TOKENS_A_BATCH, ShowProgress
+from theodolite.passes.corpus_pass import TOKENS_A_BATCH
+from theodolite.system.progress import ShowProgress
 
 PROMPTS = 4000
 

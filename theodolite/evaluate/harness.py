@@ -25,7 +25,7 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import ShowProgress
+from theodolite.system.progress import ShowProgress
 
 BATCH = 8
 """Requests a forward pass."""

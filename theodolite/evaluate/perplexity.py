@@ -14,7 +14,8 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import ShowProgress, batch_of, check_fit, next_token_losses
+from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
+from theodolite.system.progress import ShowProgress
 
 LARGEST = math.log(sys.float_info.max)
 """Loss whose exponential still is a number."""

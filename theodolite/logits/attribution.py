@@ -10,18 +10,20 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import repeated_random_tokens
 from theodolite.errors import WorkError
-from theodolite.logits.constituents import decompose_around, working_dtype
+from theodolite.logits.shares import working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
 from theodolite.models.structure import backbone
-from theodolite.theory.decomposition import Decomposition
+from theodolite.system.progress import Progress
+from theodolite.theory.decomposition import Decomposition, decompose_around
 
 PATTERNS = ("induction", "previous", "same")
 
@@ -45,63 +47,113 @@ Chosen = dict[int, list[tuple[int, int]]]
 """Layer → (head, number of the pattern), in order."""
 
 
-def pattern_scores_of(model: OpenModel, length: int, seed: int) -> Float[Tensor, "layers patterns heads"]:
+class PatternPass:
     """Scores of every head on `length` random tokens: "induction", "previous", "same".
 
     The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
     one less. "induction" is mean attention from the second copy to the token after the first, "previous" from
     all but the first position to the one before, "same" from the second copy to the same token of the first.
-    NaN where there is no room for two copies of two tokens.
+
+    State: scores (L, patterns, H), NaN where there is no room for two copies of two tokens.
     """
-    ids, patterns = repeated_patterns(model, length, SCORED_CONTEXTS, seed)
-    if not patterns:
-        return torch.full((model.layers, len(PATTERNS), model.heads), torch.nan, dtype=torch.float64)
-    scores: list[Tensor] = []
 
-    def listener(_: torch.nn.Module, inputs: AttentionInputs) -> Tensor:
-        scores.append(pattern_scores(inputs, patterns))
-        return attend(inputs)
+    def __init__(self, model: OpenModel, length: int, seed: int) -> None:
+        self.model = model
+        self.ids, self.patterns = repeated_patterns(model, length, SCORED_CONTEXTS, seed)
+        self.total = model.layers
+        self.notes: dict[str, Any] = {}
+        size = (model.layers, len(PATTERNS), model.heads)
+        self._scores = torch.full(size, torch.nan, dtype=torch.float64)
 
-    with tapped(model.hf, listener), torch.inference_mode():
-        backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
-    return torch.stack(scores)
+    def state(self) -> State:
+        """The scores."""
+        return {"scores": self._scores}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._scores.copy_(state["scores"])
+
+    def run(self, progress: Progress) -> None:
+        """One forward pass; what it has found is whole when all layers are."""
+        progress.whole(progress.done)
+        if self.patterns and not progress.done:
+            layer_of = {id(module): layer for layer, module in enumerate(self.model.structure.attention)}
+
+            def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+                layer = layer_of[id(module)]
+                self._scores[layer] = pattern_scores(inputs, self.patterns)
+                progress.moved(layer + 1)
+                return attend(inputs)
+
+            with tapped(self.model.hf, score), torch.inference_mode():
+                backbone(self.model.hf)(input_ids=self.ids.to(self.model.device), use_cache=False)
+        progress.whole(self.total)
 
 
-def attribution_table(
-    model: OpenModel,
-    scores: Float[Tensor, "layers patterns heads"],
-    mean: Float[Tensor, "layers_and_1 width"],
-    pos: Float[Tensor, "layers_and_1 positions width"],
-    seed: int,
-) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Attribute the heads that follow a pattern most to the constituents of their logits.
+class AttributionPass:
+    """The heads that follow a pattern most, attributed to the constituents of their logits.
 
-    `scores` are those of `pattern_scores_of`; the heads that they choose are scored anew on sequences of the same
-    kind of at most `LONGEST` tokens, whole, with each group of constituents only, and without it. `mean` and
-    `pos` are μ and the positional basis of the residual layers, from a survey of another text: the means over
-    repeated sequences repeat what came by chance in both copies, and would pass it off as position.
+    The heads that `scores` choose are scored anew on sequences of the same kind of at most `LONGEST` tokens, whole,
+    with each group of constituents only, and without it. `mean` and `pos` are μ and the positional basis of the
+    residual layers, from another text: the means over repeated sequences repeat what came by chance in both copies,
+    and would pass it off as position.
 
-    Returns:
-        One row a head, pattern and group of constituents, and by layer why its logits could not be split. There
-        are no rows where there is no room for two copies of two tokens.
+    State: numbers (rows, 9), the columns of `COLUMNS`, patterns and groups as numbers. Notes: `refused`, layer → why
+    its logits could not be split. There are no rows where there is no room for two copies of two tokens.
+
+    Args:
+        scores: of a `PatternPass`, (L, patterns, H).
     """
-    ids, patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
-    rows: list[dict[str, Any]] = []
-    refused: dict[int, str] = {}
-    if not patterns or scores.isnan().any():
-        return pd.DataFrame(columns=COLUMNS), refused
-    chosen = _choose(scores)
 
-    def tell(seen: LayerPass) -> None:
+    def __init__(
+        self,
+        model: OpenModel,
+        seed: int,
+        scores: Float[Tensor, "layers patterns heads"],
+        mean: Float[Tensor, "layers_and_1 width"],
+        pos: Float[Tensor, "layers_and_1 positions width"],
+    ) -> None:
+        self.model = model
+        self.mean = mean
+        self.pos = pos
+        self.ids, self.patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
+        self.chosen = _choose(scores) if self.patterns and not scores.isnan().any() else {}
+        self.total = 1 + max(self.chosen, default=0)
+        self.notes: dict[str, Any] = {"refused": {}}
+        self._rows: list[list[float]] = []
+
+    def state(self) -> State:
+        """The numbers."""
+        numbers = torch.tensor(self._rows, dtype=torch.float64)
+        return {"numbers": numbers.reshape(-1, len(COLUMNS))}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._rows = state["numbers"].tolist()
+
+    def run(self, progress: Progress) -> None:
+        """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
+        progress.whole(progress.done)
+        if self.chosen and not progress.done:
+            watch_layers(self.model, self.ids, sorted(self.chosen), lambda seen: self._take(seen, progress))
+        progress.whole(self.total)
+
+    def _take(self, seen: LayerPass, progress: Progress) -> None:
+        parts = decompose_around(seen.stream, self.mean[seen.layer], self.pos[seen.layer])
         try:
-            parts = decompose_around(seen.stream, mean[seen.layer], pos[seen.layer])
-            rows.extend(_rows(seen, parts, patterns, chosen[seen.layer]))
+            self._rows += _rows(seen, parts, self.patterns, self.chosen[seen.layer])
         except WorkError as error:
-            refused[seen.layer] = str(error)
+            self.notes["refused"][str(seen.layer)] = str(error)
+        progress.moved(seen.layer + 1)
 
-    watch_layers(model, ids, sorted(chosen), tell)
-    rows.sort(key=lambda row: (PATTERNS.index(row["pattern"]), -row["score"]))
-    return pd.DataFrame(rows, columns=COLUMNS), refused
+
+def attribution_table(state: State) -> pd.DataFrame:
+    """From the state of an `AttributionPass`: one row a head, pattern and group of constituents."""
+    table = pd.DataFrame(state["numbers"].numpy(), columns=COLUMNS)
+    table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
+    for name, words in (("pattern", PATTERNS), ("group", ATTRIBUTED)):
+        table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
+    return table.astype({"layer": "int64", "head": "int64"})
 
 
 def repeated_patterns(
@@ -131,24 +183,23 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
 
 def _rows(
     seen: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
-) -> list[dict[str, Any]]:
+) -> list[list[float]]:
+    """The numbers of a layer's chosen heads, in the order of `COLUMNS`."""
     split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]
     key = split.key[:, :, [head // grouped for head in heads]]
-    found = attribute(split.query[:, :, heads], key, chosen_heads(split.inputs, heads), patterns)
-    return [
-        {
-            "layer": seen.layer,
-            "head": head,
-            "pattern": patterns[pattern].name,
-            "score": float(found.score[pattern, heads.index(head)]),
-            "group": group,
-            "share": float(found.share[number, heads.index(head)]),
-            "only": float(found.only[number, pattern, heads.index(head)]),
-            "without": float(found.without[number, pattern, heads.index(head)]),
-            "uniform": float(found.uniform[pattern, heads.index(head)]),
-        }
-        for head, pattern in chosen
-        for number, group in enumerate(ATTRIBUTED)
-    ]
+    attribution = attribute(split.query[:, :, heads], key, chosen_heads(split.inputs, heads), patterns)
+    rows = []
+    for head, pattern in chosen:
+        place = heads.index(head)
+        for group in range(len(ATTRIBUTED)):
+            measured = (
+                attribution.share[group, place],
+                attribution.only[group, pattern, place],
+                attribution.without[group, pattern, place],
+                attribution.uniform[pattern, place],
+            )
+            score = float(attribution.score[pattern, place])
+            rows.append([seen.layer, head, pattern, score, group, *map(float, measured)])
+    return rows

@@ -5,30 +5,17 @@ Composes what `models` captures with what `measure` computes of it; knows neithe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.errors import UsageError, WorkError
-from theodolite.measure.constituents import Constituents, ShareSums, head_shares, share_sums
-from theodolite.measure.geometry import CUTOFFS
-from theodolite.measure.positional import qk_low_frequency
+from theodolite.errors import UsageError
+from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.query_key_parts import LayerPass, listening, split_queries_and_keys, watch_layers
-from theodolite.theory.decomposition import PARTS, Decomposition
-
-SPLIT_CONTEXTS = 8
-"""Contexts of a corpus whose logits are split in a survey: a fixed cost, whatever the corpus."""
-
-TOKENS_A_PASS = 2048
-"""Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
-a second pass."""
-
-COLUMNS = ["layer", "head", "query", "key", "share", "standard_error"]
+from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apart, decompose_around
 
 
 @runtime_checkable
@@ -109,125 +96,6 @@ def _of_pass(seen: LayerPass, parts: Decomposition) -> Constituents:
     repeat = split.query.shape[2] // split.key.shape[2]
     key = split.key.repeat_interleave(repeat, dim=2)
     return Constituents(PARTS, split.query, key, split.inputs, split.rounding)
-
-
-@dataclass(frozen=True)
-class SampledShares:
-    """Shares of logit variance over sampled contexts.
-
-    Attributes:
-        table: one row for each layer, head and pair of parts, and for the additive bias.
-        columns: of the heads table, L · H values each: `share_…`, NaN where a layer could not be split, and
-            `qk_low_frequency_…` of queries and keys as they are, the mean over the sample, position 0 left out.
-        normed: layer → μ + pos behind the norm in front of the layer's heads, (T, d); as it is without a norm.
-        refused: layer → why it could not be split.
-    """
-
-    table: pd.DataFrame
-    columns: dict[str, list[float]]
-    normed: dict[int, Tensor]
-    refused: dict[int, str]
-
-
-def sampled_shares(
-    model: OpenModel,
-    contexts: Int[Tensor, "contexts positions"],
-    mean: Float[Tensor, "layers width"],
-    pos: Float[Tensor, "layers positions width"],
-    seed: int,
-) -> SampledShares:
-    """How much of each head's logit variance each constituent carries, on a seeded sample of contexts.
-
-    `mean` and `pos` are μ and the positional basis of the residual layers, from the survey of all contexts.
-    """
-    sample = sample_of(contexts, seed)
-    found: dict[int, list[ShareSums]] = {}
-    ratios: dict[int, list[Tensor]] = {}
-    normed: dict[int, Tensor] = {}
-    refused: dict[int, str] = {}
-
-    def tell(seen: LayerPass) -> None:
-        query, key = (t[:, :, 1:] for t in (seen.inputs.query, seen.inputs.key))
-        ratios.setdefault(seen.layer, []).append(qk_low_frequency(query, key).cpu())
-        normed[seen.layer] = _behind_norm(seen, mean[seen.layer] + pos[seen.layer])
-        parts = decompose_around(seen.stream, mean[seen.layer], pos[seen.layer])
-        try:
-            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
-        except WorkError as error:
-            refused[seen.layer] = str(error)
-        else:
-            found.setdefault(seen.layer, []).append(share_sums(split.query, split.key, split.inputs))
-
-    for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
-        watch_layers(model, batch, range(model.layers), tell)
-    rows: list[dict[str, Any]] = []
-    columns: dict[str, list[float]] = {}
-    for layer in range(model.layers):
-        if layer in refused:
-            empty = torch.full((model.heads, len(PARTS), len(PARTS)), torch.nan, dtype=torch.float64)
-            values = head_shares(empty, empty[:, 0, 0])
-        else:
-            sums = ShareSums.joined(found[layer])
-            rows += _share_rows(layer, sums)
-            values = head_shares(*sums.shares())
-        lowest = torch.cat(ratios[layer]).mean(dim=0).T
-        values |= {f"qk_low_frequency_{k}": r for k, r in zip(CUTOFFS, lowest, strict=True)}
-        for name, value in values.items():
-            columns.setdefault(name, []).extend(value.tolist())
-    return SampledShares(pd.DataFrame(rows, columns=COLUMNS), columns, normed, refused)
-
-
-def _behind_norm(seen: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
-    rows = rows.to(seen.stream)
-    return (rows if seen.norm is None else seen.norm(rows.unsqueeze(0))[0]).double().cpu()
-
-
-def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:
-    shares, additive = sums.shares()
-    errors, additive_errors = sums.standard_errors()
-    rows: list[dict[str, Any]] = []
-    for head in range(len(shares)):
-        place = {"layer": layer, "head": head}
-        for a, query in enumerate(PARTS):
-            for b, key in enumerate(PARTS):
-                numbers = {
-                    "share": float(shares[head, a, b]),
-                    "standard_error": float(errors[head, a, b]),
-                }
-                rows.append(place | {"query": query, "key": key} | numbers)
-        numbers = {"share": float(additive[head]), "standard_error": float(additive_errors[head])}
-        rows.append(place | {"query": "additive", "key": ""} | numbers)
-    return rows
-
-
-def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, "sampled positions"]:
-    """A seeded sample of at most `SPLIT_CONTEXTS` contexts, in their order."""
-    order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
-    return contexts[order[:SPLIT_CONTEXTS].sort().values]
-
-
-def working_dtype(stream: Tensor) -> torch.dtype:
-    """The dtype in which shares are computed: the model's own, float32 at least."""
-    return torch.promote_types(stream.dtype, torch.float32)
-
-
-def decompose_around(h: Tensor, mean: Tensor, pos: Tensor) -> Decomposition:
-    """Hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
-
-    ctx is the mean over positions 1 … T−1 of h − μ − pos, zero where there are none; resid is what is left.
-    """
-    h = h.double()
-    mean, pos = mean.to(h), pos[: h.shape[1]].to(h)
-    left = h - mean - pos
-    ctx = left[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(left[:, 0])
-    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left - ctx[:, None])
-
-
-def decompose_apart(h: Tensor) -> Decomposition:
-    """Hidden states (C, T, d) as a survey decomposes them: position 0 apart, μ and ctx over the others."""
-    position_mean = h.double().mean(dim=0)
-    mean = position_mean[1:].mean(dim=0) if len(position_mean) > 1 else position_mean[0]
-    return decompose_around(h, mean, position_mean - mean)
 
 
 def _parts(h: Tensor, given: tuple[Tensor, Tensor] | None, decomposition: object) -> Decomposition:

@@ -6,16 +6,19 @@ One row a head. Source: Bao et al. 2024; the entropy bound is Zhai et al. 2023, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from theodolite.accumulate.sums import State
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
-from theodolite.theory.spectrum import QKMoments, qk_eigenvalues, qk_moments, qk_spectral_norm
+from theodolite.theory.spectrum import qk_eigenvalues, qk_moments, qk_spectral_norm
 
 MOMENTS = (
     "trace",
@@ -45,82 +48,71 @@ class LayerWeights:
     exact: bool
 
 
-@dataclass
-class Localization:
-    """Columns (one value a head) and arrays (layers stacked) of the localization measures, filled by layers."""
+def layer_spectra(
+    weights: LayerWeights | None,
+    covariance: Float[Tensor, "width width"] | None,
+    heads: int,
+    head_width: int,
+) -> dict[str, Tensor]:
+    """What the localization measures need of one layer's weights, H rows each.
 
-    columns: dict[str, list[float | str]] = field(default_factory=dict)
-    arrays: dict[str, list[Tensor]] = field(default_factory=dict)
-    spectral_norm: list[Tensor] = field(default_factory=list)
+    The moments of `MOMENTS` and `form_squared` (H); spectrum (H, d_h, 2), eigenvalues as real and imaginary parts;
+    spectral_norm (H), of the logits' matrix, NaN where that is not known. With a covariance, all but the last also
+    for W_QK Σ, with suffix `_data`.
 
-    def add_layer(
-        self,
-        weights: LayerWeights | None,
-        covariance: Float[Tensor, "width width"] | None,
-        *,
-        heads: int,
-        head_width: int,
-        length: int | None,
-    ) -> None:
-        """Measure one layer.
-
-        Args:
-            weights: None for a layer whose queries and keys are no affine function of
-                its input; its columns are then NaN.
-            covariance: of the attention module's input, for the columns with suffix `_data`; or None.
-            heads, head_width: shape of the NaN columns.
-            length: T, for the predicted propagation; or None.
-        """
-        self._add(weights, None, "", heads, head_width, length)
-        if covariance is not None:
-            self._add(weights, covariance, "_data", heads, head_width, length)
-        if weights is None or not weights.exact:
-            self.spectral_norm.append(torch.full((heads,), math.nan, dtype=torch.float64))
-        else:
-            self.spectral_norm.append(qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling)
-
-    def stacked(self) -> dict[str, Tensor]:
-        """The arrays, leading with layers."""
-        return {name: torch.stack(values) for name, values in self.arrays.items()}
-
-    def _add(
-        self,
-        weights: LayerWeights | None,
-        covariance: Tensor | None,
-        suffix: str,
-        heads: int,
-        head_width: int,
-        length: int | None,
-    ) -> None:
-        nan = torch.full((heads,), math.nan, dtype=torch.float64)
+    Args:
+        weights: None for a layer whose queries and keys are no affine function of its input: all is NaN.
+        covariance: of the attention module's input.
+        heads, head_width: of a layer that has no weights.
+    """
+    nan = torch.full((heads,), math.nan, dtype=torch.float64)
+    found = {"spectral_norm": nan}
+    if weights is not None and weights.exact:
+        found["spectral_norm"] = qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling
+    for suffix, sigma in (("", None), ("_data", covariance)):
+        if suffix and sigma is None:
+            continue
         if weights is None:
-            values: dict[str, list[float | str]] = {name: nan.tolist() for name in MOMENTS}
-            values |= {"regime": [UNDEFINED] * heads, "regime_margin": nan.tolist()}
-            spectrum = nan[:, None, None].expand(heads, head_width, 2)
-            predicted = nan[:, None].expand(heads, length or 0)
+            found |= {name + suffix: nan for name in (*MOMENTS, "form_squared")}
+            found["spectrum" + suffix] = nan[:, None, None].expand(heads, head_width, 2)
         else:
-            moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
-            values = {name: getattr(moments, name).tolist() for name in MOMENTS}
-            named = regime_margins(moments.xi_symmetric, moments.eta_symmetric)
-            values |= {"regime": named.name.tolist(), "regime_margin": named.margin.tolist()}
-            spectrum = torch.view_as_real(qk_eigenvalues(weights.w_q, weights.w_k, covariance))
-            predicted = _predicted(moments, weights.scaling, length)
-            if not weights.exact:
-                values |= {"regime": [UNDEFINED] * heads, "regime_margin": nan.tolist()}
-                predicted = torch.full_like(predicted, math.nan)
-        for name, column in values.items():
-            self.columns.setdefault(name + suffix, []).extend(column)
-        self.arrays.setdefault("spectrum" + suffix, []).append(spectrum)
+            moments = qk_moments(weights.w_q, weights.w_k, sigma, temperature=1 / weights.scaling)
+            found |= {name + suffix: getattr(moments, name) for name in (*MOMENTS, "form_squared")}
+            spectrum = qk_eigenvalues(weights.w_q, weights.w_k, sigma)
+            found["spectrum" + suffix] = torch.view_as_real(spectrum)
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def localization_tables(
+    state: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None
+) -> tuple[dict[str, list[float | str]], dict[str, Tensor]]:
+    """From the `layer_spectra` of all layers, stacked, to columns of the heads table and their arrays.
+
+    Args:
+        exact: of each layer, whether its matrix gives the logits; else regimes and propagation are left open.
+        scalings: of each layer's logits.
+        length: T, for the predicted propagation; None: there is none.
+    """
+    columns: dict[str, list[float | str]] = {}
+    arrays: dict[str, Tensor] = {}
+    known = torch.tensor(exact)
+    for suffix in ("", "_data"):
+        if "trace" + suffix not in state:
+            continue
+        own = {name: state[name + suffix] for name in (*MOMENTS, "form_squared")}
+        margins = regime_margins(own["xi_symmetric"], own["eta_symmetric"])
+        columns |= {name + suffix: own[name].flatten().tolist() for name in MOMENTS}
+        columns["regime" + suffix] = np.where(known[:, None], margins.name, UNDEFINED).flatten().tolist()
+        margin = torch.as_tensor(margins.margin).masked_fill(~known[:, None], math.nan)
+        columns["regime_margin" + suffix] = margin.flatten().tolist()
+        arrays["spectrum" + suffix] = state["spectrum" + suffix]
         if length is not None:
-            self.arrays.setdefault("propagation_predicted" + suffix, []).append(predicted)
-
-
-def _predicted(moments: QKMoments, scaling: float, length: int | None) -> Tensor:
-    if length is None:
-        return torch.empty(0)
-    return propagation_finite(
-        moments.trace, moments.form_squared, moments.trace_of_square, length, temperature=1 / scaling
-    )
+            temperature = (1 / torch.tensor(scalings, dtype=torch.float64))[:, None].expand_as(own["trace"])
+            predicted = propagation_finite(
+                own["trace"], own["form_squared"], own["trace_of_square"], length, temperature
+            )
+            arrays["propagation_predicted" + suffix] = predicted.masked_fill(~known[:, None, None], math.nan)
+    return columns, arrays
 
 
 def entropy_bound(

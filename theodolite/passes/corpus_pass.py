@@ -1,21 +1,18 @@
-"""One pass of a model over a corpus that can be interrupted at any moment, and what it ends in.
+"""One pass of a model over a corpus, in batches of contexts, and the fit of a corpus to a model.
 
-What is summed on the way is a subclass's business; here are the loop, the progress that is saved at intervals, and
-the fit of a corpus to a model.
+What is summed on the way is a subclass's business.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -23,16 +20,14 @@ from theodolite.models import OpenModel
 from theodolite.models.hooks import watched
 from theodolite.models.structure import backbone
 from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run, Workspace
+from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
 
 LEAST_LENGTH = 4
 """Tokens of a context, position 0 included."""
-
-ShowProgress = Callable[[int, int], None]
-"""Told (contexts done, contexts in all) after every batch."""
 
 
 class Accumulator(Protocol):
@@ -45,13 +40,22 @@ class Accumulator(Protocol):
         """Continue from what `state` gave."""
 
 
-class Reading:
-    """A `Watcher` of a model's forward passes over a corpus, and the loop that makes them."""
+class CorpusPass:
+    """A `Watcher` of a model's forward passes over a corpus, and the loop that makes them.
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
+    Args:
+        model, corpus: what is read.
+        seed: of whatever a subclass draws.
+        batch: contexts a forward pass.
+    """
+
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         self.model = model
         self.corpus = corpus
         self.seed = seed
+        self.batch = batch
+        self.total = len(corpus.contexts)
+        self.notes: dict[str, Any] = {}
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -74,48 +78,35 @@ class Reading:
         """As `Watcher.attention`."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """Everything seen so far, as `accumulator.tensor` → tensor."""
-        return {
-            f"{name}.{key}": tensor
-            for name, accumulator in self.accumulators.items()
-            for key, tensor in accumulator.state().items()
-        }
+        return joined({name: accumulator.state() for name, accumulator in self.accumulators.items()})
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         for name, accumulator in self.accumulators.items():
-            prefix = name + "."
-            accumulator.restore(
-                {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            )
+            accumulator.restore(part_of(state, name))
 
-    def run(
-        self, batch: int, done: int, show_progress: ShowProgress, save: Callable[[int, bool], None]
-    ) -> None:
-        """Read every context from `done` on; `save(done, must)` is called between batches only.
+    def run(self, progress: Progress) -> None:
+        """Read every context from `progress.done` on.
 
-        An interrupt may strike in the middle of a batch, whose sums are then half there. So progress is saved
-        between batches, where it is whole; `show_progress` may raise there to stop, and nothing is lost.
+        An interrupt may strike in the middle of a batch, whose sums are then half there. Between batches they are
+        whole; there progress is saved, and a polite interrupt is heard.
         """
-        total = len(self.corpus.contexts)
+        done = progress.done
+        progress.whole(done)
         with watched(self.model, self):
-            while done < total:
-                try:
-                    show_progress(done, total)
-                except BaseException:
-                    save(done, True)
-                    raise
-                self._read(done, min(done + batch, total))
-                done = min(done + batch, total)
-                save(done, False)
-        show_progress(total, total)
+            while done < self.total:
+                last = min(done + self.batch, self.total)
+                self._read(done, last)
+                done = last
+                progress.whole(done)
 
-    def read(self, batch: int, first: int, last: int) -> None:
+    def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
         with watched(self.model, self):
-            for start in range(first, last, batch):
-                self._read(start, min(start + batch, last))
+            for start in range(first, last, self.batch):
+                self._read(start, min(start + self.batch, last))
 
     def _read(self, first: int, last: int) -> None:
         ids = self.corpus.contexts[first:last]
@@ -126,82 +117,6 @@ class Reading:
     def forward(self, ids: Tensor) -> None:
         """Run the model on a batch."""
         backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
-
-
-Pass = TypeVar("Pass", bound=Reading)
-
-
-def read_into_run(
-    make_pass: Callable[[], Pass],
-    result: Callable[[Pass, dict[str, Any], float], Run],
-    out: str | Path | None,
-    *,
-    batch: int,
-    fingerprint: dict[str, Any],
-    checkpoint_seconds: float,
-    show_progress: ShowProgress,
-) -> Run:
-    """Make the pass and its result; with a run folder `out`, go on from what an interrupted call left there.
-
-    Args:
-        make_pass: the pass, before anything is read.
-        result: the run from a finished pass, the fingerprint, and the seconds that it took.
-        out: the run folder to write; None keeps the run in memory.
-        batch: contexts a forward pass.
-        fingerprint: what decides every byte of the result.
-        checkpoint_seconds: how often progress is saved.
-        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
-
-    Raises:
-        UsageError: `out` holds something else.
-        WorkError: hidden states became NaN or infinite, or the disk refused.
-    """
-    if out is None:
-        started, done_pass = time.monotonic(), make_pass()
-        done_pass.run(batch, 0, show_progress, lambda done, must: None)
-        return result(done_pass, fingerprint, time.monotonic() - started)
-    workspace = Workspace(Path(out), fingerprint)
-    with workspace.locked():
-        finished = workspace.finished()
-        if finished is not None:
-            return finished
-        one_pass = make_pass()
-        seconds = _resumed(workspace, one_pass, batch, checkpoint_seconds, show_progress)
-        return workspace.finish(result(one_pass, fingerprint, seconds))
-
-
-def _resumed(
-    workspace: Workspace,
-    one_pass: Reading,
-    batch: int,
-    checkpoint_seconds: float,
-    show_progress: ShowProgress,
-) -> float:
-    """Run the pass to its end; the seconds that it took, in this process and before."""
-    started, done = time.monotonic(), 0
-    progress = workspace.load_progress()
-    if progress is not None:
-        notes, tensors = progress
-        done = notes["contexts"]
-        started -= notes["seconds"]
-        try:
-            one_pass.restore(tensors)
-        except (KeyError, RuntimeError) as error:  # a sum that was not kept then, or of another shape
-            raise UsageError(
-                f"{workspace.folder} holds what another version of theodolite left unfinished, with other sums: remove "
-                "it to start afresh"
-            ) from error
-    saved = time.monotonic()
-
-    def save(contexts: int, must: bool) -> None:
-        nonlocal saved
-        if must or time.monotonic() - saved >= checkpoint_seconds:
-            notes = {"contexts": contexts, "seconds": time.monotonic() - started}
-            workspace.save_progress(notes, one_pass.state())
-            saved = time.monotonic()
-
-    one_pass.run(batch, done, show_progress, save)
-    return time.monotonic() - started
 
 
 def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None:

@@ -52,9 +52,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
     }
 
 
-def describe_pass(
-    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The part of the provenance that is of this corpus and this pass."""
     contexts, length = corpus.contexts.shape
     return {
@@ -73,7 +71,6 @@ def describe_pass(
         },
         "seed": seed,
         "fingerprint": fingerprint,
-        "wall_seconds": seconds,
     }
 
 

@@ -1,20 +1,19 @@
-"""Workers on a Ray cluster that read parts of a corpus: started, given calls, replaced when they die.
+"""Workers on a Ray cluster: what each opens and does, how they are reached, and what travels.
 
-A call's answer counts only once the caller has fetched it. So a worker that dies costs the call that it was at, which
-another one makes from the beginning, and nothing is ever counted twice. What the answers mean, and in which order they
-are taken in, is not known here. Ray is imported when it is used.
+Ray restarts a worker that dies, on whatever node has room, and makes its call again; so nothing is ever counted twice.
+What the answers mean, and in which order they are taken in, is not known here. Ray is imported when it is used.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from theodolite.accumulate.extra import Extra
+from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open_model
+from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.passes.run import Run
-from theodolite.passes.survey_pass import OnePass
-from theodolite.passes.tabulate import survey_result
+from theodolite.passes.survey import later_pass
+from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.progress import Progress
 
 LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
 
 DEATHS = 3
-"""Workers that one call may kill before it is given up: a node may be lost twice by chance."""
+"""Workers in a row that one call may kill before it is given up: a node may be lost twice by chance."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -64,36 +65,38 @@ class Job:
     corpus: Corpus
     batch: int
     seed: int
+    extra: Sequence[Extra]
     expected: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A worker's method and its arguments, with the contexts that it is about."""
-
-    method: str
-    arguments: tuple[Any, ...] = ()
-    first: int = 0
-    last: int = 0
-
-    @property
-    def named(self) -> str:
-        """What the worker was doing, in words."""
-        what = {"open": "it opened the model", "result": "it made the tables"}
-        return what.get(self.method, f"it read contexts {self.first} to {self.last - 1}")
-
-
-OPEN = Call("open")
-
-
 class Worker:
-    """The actor. Each method returns a receipt, which is small, and an answer, which may not be."""
+    """The actor. It opens the model with its first call, so that what is wrong with it is raised there."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def open(self) -> tuple[tuple[str, int], None]:
-        """Open the model and find that it is the driver's; the receipt is the node and the process id.
+    def read(self, first: int, last: int, directions: Tensor | None) -> tuple[str, Packed]:
+        """Where this runs, and what a pass over these contexts only sums.
+
+        `directions` are those of the sketches of a pass that began elsewhere.
+        """
+        job = self.job
+        corpus_pass = SurveyPass(self._model, job.corpus, job.seed, job.batch, job.extra)
+        if directions is not None:
+            corpus_pass.sketches.look_along(directions)
+        corpus_pass.read(first, last)
+        return _place(), packed(corpus_pass.state())
+
+    def later(self, name: str, given: Packed) -> tuple[State, dict[str, Any]]:
+        """The state and the notes of one of the passes that follow the text."""
+        job = self.job
+        running = later_pass(name, self._model, job.corpus, job.seed, unpacked(given))
+        running.run(Progress(running.total))
+        return running.state(), running.notes
+
+    @functools.cached_property
+    def _model(self) -> OpenModel:
+        """The model, found to be the driver's.
 
         Raises:
             UsageError: it is another model, or other packages; or as `open_model` has it, naming the node.
@@ -105,176 +108,60 @@ class Worker:
             model = open_model(job.source, dtype=job.dtype, device=job.device, revision=job.revision)
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
-        found = fingerprint_of(model)
-        other = [name for name, value in job.expected.items() if found[name] != value]
-        if other:
-            has = "; ".join(f"{name} is {found[name]}, not {job.expected[name]}" for name in other)
-            raise UsageError(f"node {node} would measure something else: {has}")
-        self.model = replace(model, id=job.id)
-        return (node, os.getpid()), None
-
-    def read(self, first: int, last: int, directions: Tensor | None) -> tuple[None, Packed]:
-        """What a pass that reads only these contexts sums; `directions` of a pass that began elsewhere."""
-        one_pass = self._pass()
-        if directions is not None:
-            one_pass.sketches.look_along(directions)
-        one_pass.read(self.job.batch, first, last)
-        return None, packed(one_pass.state())
-
-    def result(self, state: Packed, fingerprint: dict[str, Any], seconds: float) -> tuple[None, Run]:
-        """The run from the state of a pass over the whole corpus."""
-        one_pass = self._pass()
-        one_pass.restore(unpacked(state))
-        return None, survey_result(one_pass, fingerprint, seconds)
-
-    def _pass(self) -> OnePass:
-        return OnePass(self.model, self.job.corpus, self.job.seed)
+        own = fingerprint_of(model)
+        differences = [
+            f"{name} is {own[name]}, not {value}"
+            for name, value in job.expected.items()
+            if own[name] != value
+        ]
+        if differences:
+            raise UsageError(f"node {node} would measure something else: {'; '.join(differences)}")
+        return replace(model, id=job.id)
 
 
-@dataclass
-class Hand:
-    """A worker as the driver sees it: the call that it is at, and the references to its receipt and answer."""
+def started_workers(job: Job, count: int) -> list[Any]:
+    """Handles of workers that Ray starts, and starts again; they end with the handles."""
+    ray = imported_ray()
+    resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
+    actor = ray.remote(Worker).options(
+        scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1, **resources
+    )
+    reference = ray.put(job)
+    return [actor.remote(reference) for _ in range(count)]
 
-    actor: Any
-    call: Call | None = None
-    receipt: Any = None
-    answer: Any = None
-    place: str = "a node"
 
-
-class Crew:
-    """Workers, of whom each makes one call at a time; to be used as a context manager, at whose end they stop.
+def fetched(answer: Any, doing: str) -> Any:
+    """What a worker answered.
 
     Args:
-        job: what they open and read.
-        actors: how many.
-        say: told in a line of every worker that died.
+        answer: the reference.
+        doing: what the call did, in words.
+
+    Raises:
+        TheodoliteError, MemoryError: what the worker raised.
+        WorkError: it failed in another way, or the call killed `DEATHS` workers.
     """
-
-    def __init__(self, job: Job, actors: int, say: Callable[[str], None]) -> None:
-        self.size = actors
-        self._ray = _imported()
-        self._say = say
-        self._options = {"num_cpus": job.threads, "scheduling_strategy": "SPREAD", "max_restarts": 0}
-        if job.device == "cuda":
-            self._options |= {"num_cpus": 1, "num_gpus": 1}
-        self._job = job
-        self._sent: Any = None
-        self._queue: deque[Call] = deque()
-        self._deaths: Counter[tuple[str, int]] = Counter()
-        self._hands: list[Hand] = []
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hand in self._hands:
-            self._dismiss(hand)
-
-    def start(self) -> None:
-        """Have the workers come and open the model; the driver does not wait for them."""
-        self._sent = self._ray.put(self._job)
-        self._hands = [self._hired() for _ in range(self.size)]
-
-    def give(self, call: Call, *, again: bool = False) -> None:
-        """Have some worker make this call; one that is made `again` comes before all others."""
-        place = self._queue.appendleft if again else self._queue.append
-        place(call)
-        self._assign()
-
-    def answers(self, seconds: float) -> Iterator[tuple[Call, Any]]:
-        """Calls that were answered, each with the reference that `fetch` takes; waits for `seconds` at most.
-
-        Raises:
-            TheodoliteError: what a worker raised.
-            WorkError: a worker failed in another way, or the same call killed `DEATHS` workers.
-        """
-        busy = {hand.receipt: hand for hand in self._hands if hand.call is not None}
-        ready, _ = self._ray.wait(list(busy), timeout=seconds)
-        for hand in (busy[receipt] for receipt in ready):
-            call, answer = hand.call, hand.answer
-            assert call is not None
-            try:
-                receipt = self._ray.get(hand.receipt)
-            except self._ray.exceptions.RayTaskError as error:
-                raise _ordinary(error, hand) from error
-            except self._ray.exceptions.RayError as error:
-                self._replace(hand, error)
-                continue
-            hand.call = hand.receipt = hand.answer = None
-            self._deaths.pop(_key(call), None)
-            if call == OPEN:
-                hand.place = "node {}, process {}".format(*receipt)
-                self._assign()
-            else:
-                self._assign()
-                yield call, answer
-
-    def fetch(self, call: Call, answer: Any) -> Any:
-        """An answer; None where it went with its node, and the call is made again."""
-        try:
-            return self._ray.get(answer)
-        except self._ray.exceptions.RayError:
-            self._say(f"what was found when {call.named} was lost with its node; it is read again")
-            self.give(call, again=True)
-            return None
-
-    def put(self, value: Any) -> Any:
-        """A reference to a value that is sent to each node once, however many calls take it."""
-        return self._ray.put(value)
-
-    def _hired(self) -> Hand:
-        hand = Hand(self._ray.remote(Worker).options(**self._options).remote(self._sent))
-        self._start(hand, OPEN)
-        return hand
-
-    def _start(self, hand: Hand, call: Call) -> None:
-        hand.call = call
-        method = getattr(hand.actor, call.method)
-        hand.receipt, hand.answer = method.options(num_returns=2).remote(*call.arguments)
-
-    def _assign(self) -> None:
-        for hand in self._hands:
-            if hand.call is None and self._queue:
-                self._start(hand, self._queue.popleft())
-
-    def _replace(self, hand: Hand, error: Exception) -> None:
-        call = hand.call
-        assert call is not None
-        self._deaths[_key(call)] += 1
-        self._dismiss(hand)
-        if self._deaths[_key(call)] >= DEATHS:
-            raise WorkError(
-                f"{DEATHS} workers in a row died when {call.named}, the last on {hand.place}: if they ran out of "
-                f"memory, {'use larger machines' if call == OPEN else 'use a smaller --batch'}"
-            ) from error
-        self._say(f"a worker on {hand.place} died when {call.named}; another takes over")
-        self._hands[self._hands.index(hand)] = self._hired()
-        if call != OPEN:
-            self.give(call, again=True)
-
-    def _dismiss(self, hand: Hand) -> None:
-        with suppress(self._ray.exceptions.RayError):
-            self._ray.kill(hand.actor)
-
-
-def _key(call: Call) -> tuple[str, int]:
-    return call.method, call.first
-
-
-def _ordinary(error: Any, hand: Hand) -> Exception:
-    """What was raised inside a worker, as itself where it is ours to explain."""
-    cause = error.cause
-    if isinstance(cause, TheodoliteError | MemoryError):
-        return cause
-    first = (str(cause).strip().splitlines() or [""])[0]
-    return WorkError(f"a worker on {hand.place} failed: {type(cause).__name__}: {first}")
+    ray = imported_ray()
+    try:
+        return ray.get(answer)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TheodoliteError | MemoryError):
+            raise error.cause from error
+        first = (str(error.cause).strip().splitlines() or [""])[0]
+        raise WorkError(f"a worker failed when it {doing}: {type(error.cause).__name__}: {first}") from error
+    except ray.exceptions.RayActorError as error:
+        raise WorkError(
+            f"{DEATHS} workers in a row died when one {doing}: if they ran out of memory, use a smaller --batch or "
+            "larger machines"
+        ) from error
 
 
 def _node() -> str:
-    return str(_imported().util.get_node_ip_address())
+    return str(imported_ray().util.get_node_ip_address())
+
+
+def _place() -> str:
+    return f"node {_node()}, process {os.getpid()}"
 
 
 def packed(state: dict[str, Tensor]) -> Packed:
@@ -319,12 +206,12 @@ def connected(address: str) -> Iterator[None]:
         quiet["include_dashboard"] = False
         if "ray" not in sys.modules:
             os.environ.update(LOOPBACK)
-    ray = _imported()
+    ray = imported_ray()
     if ray.is_initialized():
         yield
         return
     try:
-        _knock(address)
+        _refuse_silence(address)
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
@@ -337,7 +224,7 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
+def _refuse_silence(address: str) -> None:
     """Find in seconds that nobody is at HOST:PORT; Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and "://" not in host:
@@ -350,7 +237,7 @@ def offered(threads: int) -> tuple[str, int]:
     Raises:
         UsageError: no node has so many.
     """
-    nodes = [node["Resources"] for node in _imported().nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in imported_ray().nodes() if node["Alive"]]
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if gpus:
         return "cuda", gpus
@@ -362,7 +249,12 @@ def offered(threads: int) -> tuple[str, int]:
     return "cpu", workers
 
 
-def _imported() -> ModuleType:
+def imported_ray() -> ModuleType:
+    """Ray, made quiet.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,20 +1,40 @@
-"""The survey: one pass of a model over a corpus, from contexts to a run.
+"""The survey: passes of a model over a corpus, random sequences and its own weights, and then its tables.
 
-It can be interrupted at any moment: progress is saved at intervals, and the same call goes on from there to
-the same result.
+It can be interrupted at any moment: progress is saved at intervals, and the same call resumes it to the same result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from theodolite.accumulate.extra import Extra
+from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.logits.attribution import AttributionPass, PatternPass
+from theodolite.logits.shares import SPLIT_CONTEXTS, SharesPass
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import ShowProgress, batch_of, check_fit, fingerprint_of, read_into_run
-from theodolite.passes.run import Run, Workspace
-from theodolite.passes.survey_pass import OnePass
-from theodolite.passes.tabulate import spectra_result, survey_result
+from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
+from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.run import Run
+from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
+from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
+from theodolite.passes.tabulate import survey_means, tabulate
+from theodolite.passes.weights_pass import NO_MATRIX, WeightsPass
+from theodolite.system.progress import Progress, ShowProgress
+
+TITLES = {
+    "corpus": "reading contexts",
+    "shares": "splitting logits",
+    "weights": "reading weights",
+    "patterns": "scoring head types",
+    "attribution": "attributing patterns",
+}
+"""What is said while each pass runs."""
 
 
 def survey(
@@ -24,10 +44,11 @@ def survey(
     *,
     batch: int | None = None,
     seed: int = 0,
+    extra: Sequence[Extra] = (),
     checkpoint_seconds: float = 60.0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
-    """Measure a model on a corpus, in one pass.
+    """Measure a model on a corpus.
 
     Args:
         model: from `open_model`.
@@ -35,8 +56,9 @@ def survey(
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         seed: of the kept sample and of the random sequences for induction.
-        checkpoint_seconds: how often progress is saved, and so what an interruption costs at most.
-        show_progress: told (done, total) contexts before each batch and at the end. It may raise to stop the
+        extra: accumulators of your own, whose columns are added to the tables.
+        checkpoint_seconds: how often progress is saved, and so what a kill costs at most.
+        show_progress: told (what is being done, steps done, steps in all), again and again. It may raise to stop the
             survey; progress is saved then.
 
     Returns:
@@ -48,20 +70,51 @@ def survey(
     """
     check_fit(model, corpus)
     batch = batch_of(corpus, batch)
-    return read_into_run(
-        lambda: OnePass(model, corpus, seed),
-        survey_result,
+    fingerprint = survey_fingerprint(model, corpus, batch, seed, extra)
+
+    def read(_: States) -> Pass:
+        return SurveyPass(model, corpus, seed, batch, extra)
+
+    return run_into(
+        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read)),
+        lambda states: tabulate(states, extra),
         out,
-        batch=batch,
-        fingerprint=survey_fingerprint(model, corpus, batch, seed),
+        fingerprint,
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
 
 
-def survey_fingerprint(model: OpenModel, corpus: Corpus, batch: int, seed: int) -> dict[str, Any]:
-    """What decides every byte of a survey."""
-    return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed}
+def survey_heads(
+    model: OpenModel,
+    corpus: Corpus,
+    *,
+    seed: int = 0,
+    show_progress: ShowStage = lambda what, done, total: None,
+) -> Run:
+    """What `survey` says of heads alone, in memory: a third of its time.
+
+    The numbers are those of `survey` on the same contexts; the tables of layers, sinks, outliers and shares are empty,
+    and so are the columns of heads that need them.
+
+    Args and errors are as for `survey`.
+    """
+    check_fit(model, corpus)
+    batch = batch_of(corpus, None)
+    fingerprint = {**fingerprint_of(model), "corpus": corpus.sha256, "heads": True}
+
+    def weights(states: States) -> Pass:
+        return WeightsPass(model, inputs=states.of("corpus.inputs"))
+
+    stages = [
+        Stage("corpus", TITLES["corpus"], lambda states: HeadsPass(model, corpus, seed, batch)),
+        _facts(describe_model(model) | describe_pass(model, corpus, seed, fingerprint)),
+        Stage("weights", TITLES["weights"], weights),
+        Stage(
+            "patterns", TITLES["patterns"], lambda states: PatternPass(model, corpus.contexts.shape[1], seed)
+        ),
+    ]
+    return run_into(stages, tabulate, None, fingerprint, checkpoint_seconds=0, show_progress=show_progress)
 
 
 def spectra(
@@ -74,7 +127,7 @@ def spectra(
 
     Args:
         model: from `open_weights`, which reads a layer at a time, or from `open_model`.
-        out: the run folder to write; None keeps the run in memory.
+        out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         show_progress: told (done, total) layers.
 
     Returns:
@@ -84,11 +137,134 @@ def spectra(
         UsageError: no head of the model has a query-key matrix, or `out` holds something else.
         WorkError: a layer's weights are not there or are no numbers, or the disk refused.
     """
+
+    def tables(states: States) -> Run:
+        if set(states.notes["weights"]["spectrum_of"]) == {NO_MATRIX}:
+            raise UsageError(
+                f"{model.id}: queries and keys are no affine function of their input in any layer"
+            )
+        return tabulate(states)
+
     fingerprint = fingerprint_of(model)
-    if out is None:
-        return spectra_result(model, fingerprint, show_progress)
-    workspace = Workspace(Path(out), fingerprint)
-    with workspace.locked():
-        finished = workspace.finished()
-        workspace.load_progress()  # refuses what lies there unfinished: it is a survey's
-        return finished or workspace.finish(spectra_result(model, fingerprint, show_progress))
+    return run_into(
+        [
+            _facts(describe_model(model) | {"fingerprint": fingerprint}),
+            Stage("weights", TITLES["weights"], lambda states: WeightsPass(model)),
+        ],
+        tables,
+        out,
+        fingerprint,
+        checkpoint_seconds=60.0,
+        show_progress=lambda what, done, total: show_progress(done, total),
+    )
+
+
+def survey_fingerprint(
+    model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra] = ()
+) -> dict[str, Any]:
+    """What decides every byte of a survey."""
+    added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
+    return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
+
+
+def survey_stages(
+    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], read: Stage
+) -> list[Stage]:
+    """The stages of a survey, of which `read` is the one that reads the corpus."""
+
+    def later(name: str) -> Stage:
+        return Stage(
+            name, TITLES[name], lambda states: later_pass(name, model, corpus, seed, given(name, states))
+        )
+
+    return [read, survey_facts(model, corpus, seed, fingerprint), *map(later, LATER)]
+
+
+def survey_facts(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> Stage:
+    """The stage that keeps what the tables say of the model and the text."""
+
+    def facts(states: States) -> Pass:
+        return _facts_of_text(model, corpus, seed, fingerprint, states.of("corpus.attention"))
+
+    return Stage("facts", "", facts)
+
+
+LATER = ("shares", "weights", "patterns", "attribution")
+"""The stages of a survey that follow the text, each of a fixed cost."""
+
+
+def given(name: str, states: States) -> State:
+    """What a later pass is given of the states of those before it: tensors, so that it can be run elsewhere."""
+    mean, pos, _ = survey_means(states)
+    means = {"mean": mean, "pos": pos.float()}  # as the run has it, so that its readers get the same parts
+    if name == "shares":
+        return means
+    if name == "weights":
+        normed = {"normed": states.of("shares")["normed"]}
+        return means | normed | joined({"inputs": states.of("corpus.inputs")})
+    if name == "attribution":
+        return means | {"scores": states.of("patterns")["scores"]}
+    return {}
+
+
+def later_pass(name: str, model: OpenModel, corpus: Corpus, seed: int, tensors: State) -> Pass:
+    """One of the passes of `LATER`, from what `given` gives."""
+    if name == "shares":
+        return SharesPass(model, corpus.contexts, seed, tensors["mean"], tensors["pos"])
+    if name == "weights":
+        means = {key: tensors[key] for key in ("mean", "pos", "normed")}
+        return WeightsPass(model, inputs=part_of(tensors, "inputs"), **means)
+    if name == "patterns":
+        return PatternPass(model, corpus.contexts.shape[1], seed)
+    return AttributionPass(model, seed, tensors["scores"], tensors["mean"], tensors["pos"])
+
+
+class Facts:
+    """What the tables say of the model and the text: no work, but kept with the states, so that they need neither."""
+
+    total = 0
+
+    def __init__(self, notes: dict[str, Any], tensors: State) -> None:
+        self.notes = notes
+        self._tensors = tensors
+
+    def run(self, progress: Progress) -> None:
+        """Nothing is left to do."""
+
+    def state(self) -> State:
+        """The tensors."""
+        return self._tensors
+
+    def restore(self, state: State) -> None:
+        """Nothing is ever half done."""
+
+
+def _facts(provenance: dict[str, Any]) -> Stage:
+    return Stage("facts", "", lambda states: Facts({"provenance": provenance}, {}))
+
+
+def _facts_of_text(
+    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], attention: State
+) -> Facts:
+    contexts, length = corpus.contexts.shape
+    sample = choose_sample(contexts, length, (model.layers + 1) * model.width, seed)
+    examples = corpus.contexts[: attention["example_received"].shape[1]]
+    described = describe_pass(model, corpus, seed, fingerprint)
+    described["counts"] |= {
+        "sampled_contexts": sample.size,
+        "split_contexts": min(contexts, SPLIT_CONTEXTS),
+    }
+    text = token_text(model)
+    named = torch.cat([attention["sink_tokens"][:, 2].long(), examples.flatten()]).unique().tolist()
+    notes = {
+        "provenance": describe_model(model) | described,
+        "tokens": {str(token): text(token) for token in named},
+    }
+    tensors = {
+        "sample_slot": sample.slot,
+        "sample_context": sample.token_context,
+        "sample_position": sample.token_position,
+        "labels": corpus.labels,
+        "examples": examples.clone(),
+    }
+    return Facts(notes, tensors)

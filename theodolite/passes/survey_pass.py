@@ -1,22 +1,26 @@
-"""One pass of a model over a corpus: all accumulators, fed by one forward pass a batch.
+"""The corpus pass of a survey: all accumulators, fed by one forward pass a batch.
 
-Nothing is measured here; `tabulate.py` turns the accumulators into tables.
+Nothing is measured here; `tabulate.py` turns what they leave into tables.
 """
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
+from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import Kept, LayerSums
+from theodolite.accumulate.sums import Kept, LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import Reading, refuse_bad_numbers
+from theodolite.passes.corpus_pass import CorpusPass, refuse_bad_numbers
 
 SAMPLED_CONTEXTS = 1024
 SAMPLED_BYTES = 1 << 27
@@ -29,21 +33,46 @@ EXAMPLES = 4
 """Contexts shown token by token in the report."""
 
 
-class AttentionPass(Reading):
-    """What is summed of attention itself, and of what its modules read; a subclass sums the streams."""
+class HeadsPass(CorpusPass):
+    """What the heads table needs of a text: means by position, what attention reads, and what it does."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, examples: int) -> None:
-        super().__init__(model, corpus, seed)
-        length = corpus.contexts.shape[1]
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
+        super().__init__(model, corpus, seed, batch)
+        contexts, length = corpus.contexts.shape
+        self.sample = self._choose_sample()
+        self.means = Means(model.layers + 1, length, model.width, self.sample)
         self.inputs = SecondMoments(model.layers, model.width)
-        self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples)
+        self.attention_statistics = AttentionStatistics(
+            model.layers, model.heads, length, min(self._examples, contexts)
+        )
         self._tokens: Tokens | None = None
         self._first = 0
+
+    _examples = 0
+
+    def _choose_sample(self) -> Sample:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Sample(torch.full((self.total,), -1), nothing, nothing)
+
+    @property
+    def accumulators(self) -> dict[str, LayerSums]:
+        """The accumulators by name."""
+        return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
+
+    def merge(self, state: State) -> None:
+        """Take in the `state` of another pass over other contexts of the same corpus."""
+        for name, accumulator in self.accumulators.items():
+            accumulator.merge(Kept(part_of(state, name)))
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream of one layer."""
+        refuse_bad_numbers(layer, hidden)
+        self.means.update(layer, hidden, self._first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
@@ -55,52 +84,56 @@ class AttentionPass(Reading):
         return self.attention_statistics.update(layer, inputs, self._tokens, self._first)
 
 
-class OnePass(AttentionPass):
-    """All accumulators of a survey."""
+class SurveyPass(HeadsPass):
+    """All accumulators of a survey, and copies of those that the caller adds."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        super().__init__(model, corpus, seed, min(EXAMPLES, len(corpus.contexts)))
-        layers, width = model.layers, model.width
-        contexts, length = corpus.contexts.shape
-        self.sample = choose_sample(contexts, length, (layers + 1) * width, seed)
-        self.means = Means(layers + 1, length, width, self.sample)
-        self.residual = SecondMoments(layers + 1, width)
-        self.sketches = MomentSketches(layers + 1, width, contexts)
-        self.outliers = OutlierCounts(layers + 1, width, contexts)
+    _examples = EXAMPLES
+
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
+    ) -> None:
+        super().__init__(model, corpus, seed, batch)
+        self.residual = SecondMoments(model.layers + 1, model.width)
+        self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
+        self.outliers = OutlierCounts(model.layers + 1, model.width, self.total)
+        self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
+
+    def _choose_sample(self) -> Sample:
+        contexts, length = self.corpus.contexts.shape
+        return choose_sample(contexts, length, (self.model.layers + 1) * self.model.width, self.seed)
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        return {
-            "means": self.means,
+        own: dict[str, LayerSums] = {
             "residual": self.residual,
-            "inputs": self.inputs,
             "sketches": self.sketches,
             "outliers": self.outliers,
-            "attention": self.attention_statistics,
         }
-
-    def merge(self, tensors: dict[str, Tensor]) -> None:
-        """Take in the `state` of another pass over other contexts of the same corpus."""
-        for name, accumulator in self.accumulators.items():
-            prefix = name + "."
-            accumulator.merge(
-                Kept({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
-            )
+        return super().accumulators | own | {f"extra.{one.name}": one for one in self.extra}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
-        refuse_bad_numbers(layer, hidden)
-        self.means.update(layer, hidden, self._first)
+        super().stream(layer, hidden)
         centred = Centred.of(hidden[:, 1:])
         self.residual.update_centred(layer, centred)
         self.sketches.update_centred(layer, centred, self._first)
         self.outliers.update(layer, hidden, self._first)
+        for accumulator in self.extra:
+            accumulator.stream(layer, hidden)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
         super().attention_input(layer, hidden)
         self.attention_statistics.update_input(layer, hidden)
+        for accumulator in self.extra:
+            accumulator.attention_input(layer, hidden)
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Take in one layer's attention, and compute its output."""
+        for accumulator in self.extra:
+            accumulator.attention(layer, inputs)
+        return super().attention(layer, inputs)
 
 
 def choose_sample(contexts: int, length: int, vector: int, seed: int) -> Sample:

@@ -1,9 +1,11 @@
-"""From a finished pass, and from weights alone, to a `Run`: every table, every array, where they come from."""
+"""From the states of a survey's passes to a `Run`: every table and array. No model is seen here.
+
+What a state is missing (a survey of heads alone, spectra from weights alone) leaves its tables empty.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,140 +14,123 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD
-from theodolite.accumulate.second_moments import covariance
+from theodolite.accumulate.extra import Extra
+from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
-from theodolite.logits.attribution import PATTERNS, attribution_table, pattern_scores_of
-from theodolite.logits.constituents import SPLIT_CONTEXTS, sampled_shares
+from theodolite.logits.attribution import PATTERNS, attribution_table
+from theodolite.logits.shares import shares_tables
 from theodolite.measure.geometry import geometry, outlier_rows
 from theodolite.measure.heads import examples_table, head_arrays, head_columns, sinks_table
-from theodolite.measure.localization import LayerWeights, Localization, entropy_bound
+from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
-from theodolite.measure.positional import positional_heads
 from theodolite.measure.uncertainty import standard_errors
-from theodolite.models import OpenModel
-from theodolite.models.head_weights import HeadWeights, NotAffine
-from theodolite.passes.corpus_pass import ShowProgress
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
 from theodolite.passes.run import Run
-from theodolite.passes.survey_pass import OnePass
+from theodolite.passes.stages import States
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
 
+EXACT = "projection"
+"""What `spectrum_of` says of a layer whose query and key matrices give its logits."""
 
-def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) -> Run:
-    """All tables and arrays of a pass over the whole corpus."""
-    model, corpus = done.model, done.corpus
-    contexts, length = corpus.contexts.shape
-    residual, inputs = done.residual.state(), done.inputs.state()
-    _refuse_overflow(residual)
-    _refuse_overflow(inputs)
-    attention, outliers = done.attention_statistics.state(), done.outliers.state()
-    kept = (done.sample.slot >= 0).nonzero().flatten()
-    labels = _telling(corpus.labels)[kept]
-    means = done.means.state()
-    layers, arrays = geometry(means, residual, outliers, done.sample, labels)
-    layers |= standard_errors(
-        means, done.sketches.state(), outliers, done.sample, labels, arrays["context_cluster"]
+
+def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
+    """All tables and arrays of a survey, from what its passes have left.
+
+    Args:
+        states: of the stages `facts` (what was surveyed), `corpus`, `shares`, `weights`, `patterns` and `attribution`,
+            or some of them.
+        extra: the accumulators that the survey was given, whose `columns` are added to the tables.
+    """
+    facts = states.notes["facts"]
+    provenance: dict[str, Any] = facts["provenance"]
+    tables: dict[str, pd.DataFrame] = dict.fromkeys(
+        ("layers", "sinks", "outliers", "examples"), pd.DataFrame()
     )
-    mean, pos = arrays["mean"], arrays["positional_basis"]
-    shares = sampled_shares(model, corpus.contexts, mean, pos, done.seed)
-    positional: dict[str, list[float]] = {name: [] for name in POSITIONAL}
+    heads, arrays = _spectra(states, (provenance.get("corpus") or {}).get("length"))
+    if states.of("corpus"):
+        attention = states.of("corpus.attention")
+        heads |= head_columns(attention)
+        mean, pos, _ = survey_means(states)
+        arrays |= {"mean": mean, "positional_basis": pos.float()} | head_arrays(attention)
+        provenance = provenance | {"wall_seconds": states.seconds}
+    if states.of("corpus.residual"):
+        heads["entropy_bound"] = _entropy_bounds(states)
+    if states.of("patterns"):
+        scores = states.of("patterns")["scores"]
+        heads["induction"] = scores[:, PATTERNS.index("induction")].flatten().tolist()
+    weights = states.of("weights")
+    heads |= {name: weights[name].flatten().tolist() for name in POSITIONAL if name in weights}
+    if states.of("corpus.residual"):
+        shares, columns = shares_tables(states.of("shares"), states.notes["shares"])
+        heads |= columns
+        text_tables, text_arrays = _text_tables(states, facts)
+        arrays |= text_arrays
+        attribution = attribution_table(states.of("attribution"))
+        tables |= text_tables | {"constituents": shares, "attribution": attribution}
+        provenance = provenance | {"constituents_refused": _refused(states)}
+    tables["heads"] = _heads_table(states, heads)
+    _add_columns(states, tables, extra)
+    return Run(**tables, arrays=arrays, provenance=provenance)
 
-    def add_positional(layer: int, weights: HeadWeights | None) -> None:
-        empty = dict.fromkeys(POSITIONAL, [math.nan] * model.heads)
-        normed = shares.normed[layer]
-        found = weights and positional_heads(pos[layer], mean[layer], weights.w_q, weights.w_k, normed)
-        for name, values in (found or empty).items():
-            positional[name] += values
 
-    localization, projections = localize(model, inputs, length, tell=add_positional)
-    arrays |= localization.stacked() | head_arrays(attention)
+def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
+    """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read."""
+    return states.once("means", lambda: decomposed_means(states.of("corpus.means")))
+
+
+def _spectra(states: States, length: int | None) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
+    """Columns and arrays that come from the weights."""
+    state, notes = states.of("weights"), states.notes["weights"]
+    exact = [kind == EXACT for kind in notes["spectrum_of"]]
+    return localization_tables(state, exact, notes["scaling"], length)
+
+
+def _entropy_bounds(states: States) -> list[float]:
+    attention = states.of("corpus.attention")
     layerwise = zip(
-        attention["gram_norm"], localization.spectral_norm, attention["visible_keys"], strict=True
+        attention["gram_norm"],
+        states.of("weights")["spectral_norm"],
+        attention["visible_keys"],
+        strict=True,
     )
     bounds = [entropy_bound(float(gram_norm), norm, keys) for gram_norm, norm, keys in layerwise]
-    measured: dict[str, list[float]] = head_columns(attention)
-    measured["entropy_bound"] = torch.cat(bounds).tolist()
-    scores = pattern_scores_of(model, length, done.seed)
-    measured["induction"] = scores[:, PATTERNS.index("induction")].flatten().tolist()
-    measured |= positional | shares.columns
-    attributed, not_attributed = attribution_table(model, scores, mean, pos, done.seed)
-    refused = not_attributed | shares.refused
-    text = token_text(model)
-    examples = corpus.contexts[: done.attention_statistics.examples]
-    described = describe_pass(model, corpus, done.seed, fingerprint, seconds)
-    described["counts"] |= {
-        "sampled_contexts": done.sample.size,
-        "split_contexts": min(contexts, SPLIT_CONTEXTS),
-    }
-    return Run(
-        layers=pd.DataFrame({"layer": range(model.layers + 1), **layers}),
-        heads=heads_table(model, localization, projections, measured),
-        sinks=sinks_table(attention, text),
-        outliers=pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
-        examples=examples_table(attention, examples, SINK_THRESHOLD, text),
-        arrays=arrays,
-        provenance=describe_model(model)
-        | described
-        | {"constituents_refused": {str(layer): why for layer, why in sorted(refused.items())}},
-        constituents=shares.table,
-        attribution=attributed,
+    return torch.cat(bounds).tolist()
+
+
+def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.DataFrame], dict[str, Tensor]]:
+    """The tables of layers, sinks, outliers and examples, and the arrays of the layers."""
+    residual, outliers, attention = (
+        states.of(f"corpus.{name}") for name in ("residual", "outliers", "attention")
     )
+    _refuse_overflow(residual)
+    _refuse_overflow(states.of("corpus.inputs"))
+    own = states.of("facts")
+    sample = Sample(own["sample_slot"], own["sample_context"], own["sample_position"])
+    labels = _telling(own["labels"])[sample.kept]
+    means = states.of("corpus.means")
+    layers, arrays = geometry(means, residual, outliers, sample, labels)
+    sketches = states.of("corpus.sketches")
+    layers |= standard_errors(means, sketches, outliers, sample, labels, arrays["context_cluster"])
+    contexts, length = (facts["provenance"]["corpus"][name] for name in ("contexts", "length"))
+    texts: dict[str, str] = facts["tokens"]
+
+    def text(token: int) -> str:
+        return texts[str(token)]
+
+    tables = {
+        "layers": pd.DataFrame({"layer": range(len(arrays["mean"])), **layers}),
+        "sinks": sinks_table(attention, text),
+        "outliers": pd.DataFrame(outlier_rows(outliers, contexts, length), columns=OUTLIER_COLUMNS),
+        "examples": examples_table(attention, own["examples"], SINK_THRESHOLD, text),
+    }
+    return tables, arrays
 
 
-def spectra_result(model: OpenModel, fingerprint: dict[str, Any], show_progress: ShowProgress) -> Run:
-    """The heads table and the spectra from weights alone; all other tables are empty.
-
-    Raises:
-        UsageError: no head of the model has a query-key matrix.
-    """
-    localization, projections = localize(model, None, None, show_progress)
-    if set(projections) == {"none"}:
-        raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
-    heads = heads_table(model, localization, projections, {})
-    empty = pd.DataFrame()
-    provenance = describe_model(model) | {"fingerprint": fingerprint}
-    return Run(empty, heads, empty, empty, empty, localization.stacked(), provenance)
-
-
-def localize(
-    model: OpenModel,
-    inputs: State | None,
-    length: int | None,
-    show_progress: ShowProgress = lambda done, total: None,
-    tell: Callable[[int, HeadWeights | None], None] = lambda layer, weights: None,
-) -> tuple[Localization, list[str]]:
-    """Spectra of every head, with the covariance of the attention inputs where `inputs` gives it.
-
-    `tell` gets each layer's weights, None where they cannot be read: they are read once, and not kept.
-    Also says of each layer what the spectra are of: "projection", "projection before norm" or "none".
-    """
-    localization = Localization()
-    projections = []
-    for layer in range(model.layers):
-        show_progress(layer, model.layers)
-        try:
-            head = model.head_weights(layer)
-        except NotAffine:
-            weights = None
-            projections.append("none")
-            tell(layer, None)
-        else:
-            tell(layer, head)
-            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
-            projections.append(head.projection)
-            del head
-        localization.add_layer(
-            weights,
-            None if inputs is None else covariance(inputs, layer),
-            heads=model.heads,
-            head_width=model.head_width,
-            length=length,
-        )
-        del weights  # a layer's go before the next one's come
-    show_progress(model.layers, model.layers)
-    return localization, projections
+def _refused(states: States) -> dict[str, str]:
+    """Layer → why its logits could not be split."""
+    refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
+    return {layer: refused[layer] for layer in sorted(refused, key=int)}
 
 
 def _refuse_overflow(moments: State) -> None:
@@ -155,20 +140,36 @@ def _refuse_overflow(moments: State) -> None:
         raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")
 
 
-def heads_table(
-    model: OpenModel,
-    localization: Localization,
-    projections: list[str],
-    measured: dict[str, list[float]],
-) -> pd.DataFrame:
-    """One row a head: what `localize` gave, and columns of L · H values each."""
-    layers, heads = range(model.layers), range(model.heads)
+def _heads_table(states: States, columns: dict[str, list[Any]]) -> pd.DataFrame:
+    """One row a head, from columns of L · H values each."""
+    spectrum_of = states.notes["weights"]["spectrum_of"]
+    layers, heads = range(len(spectrum_of)), range(states.of("weights")["trace"].shape[1])
     index = {
         "layer": [layer for layer in layers for _ in heads],
         "head": [head for _ in layers for head in heads],
-        "spectrum_of": [projections[layer] for layer in layers for _ in heads],
+        "spectrum_of": [spectrum_of[layer] for layer in layers for _ in heads],
     }
-    return pd.DataFrame({**index, **localization.columns, **measured})
+    return pd.DataFrame({**index, **columns})
+
+
+def _add_columns(states: States, tables: dict[str, pd.DataFrame], extra: Sequence[Extra]) -> None:
+    for accumulator in extra:
+        columns = accumulator.columns(states.of(f"corpus.extra.{accumulator.name}"))
+        for table, added in columns.items():
+            if table not in ("layers", "heads"):
+                raise UsageError(
+                    f"{accumulator.name} gives columns of {table!r}: give them of 'layers' or 'heads'"
+                )
+            for name, values in added.items():
+                if name in tables[table]:
+                    raise UsageError(
+                        f"{accumulator.name}: the table of {table} has a column {name!r} already"
+                    )
+                if len(values) != len(tables[table]):
+                    raise UsageError(
+                        f"{accumulator.name}: {len(values)} values of {name!r} for {len(tables[table])} {table}"
+                    )
+                tables[table][name] = values
 
 
 def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

@@ -19,12 +19,13 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.models.factored import Piece
-from theodolite.passes.corpus_pass import ShowProgress, batch_of, check_fit, fingerprint_of
+from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
+from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
 
@@ -139,12 +140,10 @@ class _Work:
             stream.verify_end()
         self.show_progress(total, total)
         seconds = time.monotonic() - started
-        provenance = described | describe_pass(
-            self.model, self.corpus, self.settings.seed, self.fingerprint, seconds
-        )
+        provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
         dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
         told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
-        return Pruned(pd.DataFrame(rows), provenance | {"pruning": told}, low_rank)
+        return Pruned(pd.DataFrame(rows), provenance | {"wall_seconds": seconds, "pruning": told}, low_rank)
 
     def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[Piece], Rows]:
         """The matrices of a block pruned on what enters them now, and their rows of the table."""

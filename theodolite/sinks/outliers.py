@@ -21,8 +21,9 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import Reading, ShowProgress, batch_of, check_fit, refuse_bad_numbers
+from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_bad_numbers
 from theodolite.passes.provenance import token_text
+from theodolite.system.progress import Progress, ShowProgress
 from theodolite.theory.outliers import (
     Thresholds,
     Usual,
@@ -144,10 +145,11 @@ def _some(corpus: Corpus, chosen: Tensor) -> Corpus:
 
 
 def _read(reader: _Reader, batch: int, show_progress: ShowProgress = lambda done, total: None) -> None:
-    reader.run(batch, 0, show_progress, lambda done, must: None)
+    reader.batch = batch
+    reader.run(Progress(reader.total, show=show_progress))
 
 
-class _Reader(Reading):
+class _Reader(CorpusPass):
     """What all three readings share: the stream is one part a token, the heads' outputs are H."""
 
     ids: Tensor
@@ -188,7 +190,7 @@ class _Usual(_Reader):
     """What is usual in each layer, learnt from one batch, position 0 left out."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        super().__init__(model, corpus, seed)
+        super().__init__(model, corpus, seed, batch_of(corpus, None))
         self.of_stream: list[Usual] = []
         self.of_heads: list[Usual] = []
 
@@ -209,7 +211,7 @@ class _Counting(_Reader):
     def __init__(
         self, model: OpenModel, corpus: Corpus, seed: int, of_stream: Activations, of_heads: Activations
     ) -> None:
-        super().__init__(model, corpus, seed)
+        super().__init__(model, corpus, seed, batch_of(corpus, None))
         self.of_stream, self.of_heads = of_stream, of_heads
 
     def take(self, layer: int, hidden: Tensor) -> None:
@@ -223,7 +225,7 @@ class _Following(_Reader):
     """Follows every (dimension, token) that is massive in some layer through all of them, batch by batch."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, rules: Activations, dimensions: list[int]) -> None:
-        super().__init__(model, corpus, seed=0)
+        super().__init__(model, corpus, 0, batch_of(corpus, None))
         self.rules, self.dimensions = rules, dimensions
         self.values: list[Tensor] = []
         self.massive: list[Tensor] = []

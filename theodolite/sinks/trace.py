@@ -6,7 +6,6 @@ still to be seen. `measure/tags.py` turns its sums into tables.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +25,16 @@ from theodolite.measure.tags import traced_heads, traces
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import (
     Accumulator,
-    Reading,
-    ShowProgress,
+    CorpusPass,
     batch_of,
     check_fit,
     fingerprint_of,
-    read_into_run,
     refuse_bad_numbers,
 )
 from theodolite.passes.provenance import describe_model, describe_pass, token_text
 from theodolite.passes.run import Run
+from theodolite.passes.stages import Stage, States, run_into
+from theodolite.system.progress import ShowProgress
 
 Rows = tuple[Tensor, Tensor]
 """Of the sums by sink and by head."""
@@ -50,11 +49,11 @@ class _Open:
     before: dict[str, Tensor]
 
 
-class TracePass(Reading):
+class TracePass(CorpusPass):
     """The sums of a trace; what a context's sinks caught is kept only until its pass is over."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus, stretches: bool = False, seed: int = 0) -> None:
-        super().__init__(model, corpus, seed)
+    def __init__(self, model: OpenModel, corpus: Corpus, batch: int, stretches: bool = False) -> None:
+        super().__init__(model, corpus, 0, batch)
         self._stretches = stretches
         self._metrics: list[Tensor] = []
         for layer in range(model.layers):
@@ -175,26 +174,24 @@ def trace_sinks(
     fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
     if stretches:
         fingerprint["stretches"] = True
-    return read_into_run(
-        functools.partial(TracePass, model, corpus, stretches),
-        trace_result,
+    return run_into(
+        [Stage("trace", "tracing sinks", lambda states: TracePass(model, corpus, batch, stretches))],
+        lambda states: trace_tables(model, corpus, states, fingerprint),
         out,
-        batch=batch,
-        fingerprint=fingerprint,
+        fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=show_progress,
+        show_progress=lambda what, done, total: show_progress(done, total),
     )
 
 
-def trace_result(done: TracePass, fingerprint: dict[str, Any], seconds: float) -> Run:
+def trace_tables(model: OpenModel, corpus: Corpus, states: States, fingerprint: dict[str, Any]) -> Run:
     """The tables and arrays of a finished trace."""
-    model, corpus = done.model, done.corpus
     contexts, length = corpus.contexts.shape
-    state, output_weights = done.tags.state(), model.output_weights
+    state, output_weights = states.of("trace.tags"), model.output_weights
     table, arrays = traces(state, output_weights, contexts, length, token_text(model))
     heads, head_arrays = traced_heads(state, output_weights, contexts)
     empty = pd.DataFrame()
-    described = describe_pass(model, corpus, done.seed, fingerprint, seconds)
+    described = describe_pass(model, corpus, 0, fingerprint) | {"wall_seconds": states.seconds}
     return Run(
         layers=empty,
         heads=heads,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -47,3 +48,22 @@ def decompose(h: Tensor) -> Decomposition:
     pos = h.mean(0) - mean
     ctx = h.mean(1) - mean
     return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=h - mean - pos - ctx[:, None])
+
+
+def decompose_around(h: Tensor, mean: Tensor, pos: Tensor) -> Decomposition:
+    """Hidden states (C, T, d) with μ (d) and pos (T or more, d) from elsewhere.
+
+    ctx is the mean over positions 1 … T−1 of h − μ − pos, zero where there are none; resid is what is left.
+    """
+    h = h.double()
+    mean, pos = mean.to(h), pos[: h.shape[1]].to(h)
+    left = h - mean - pos
+    ctx = left[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(left[:, 0])
+    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left - ctx[:, None])
+
+
+def decompose_apart(h: Tensor) -> Decomposition:
+    """Hidden states (C, T, d) as a survey decomposes them: position 0 apart, μ and ctx over the others."""
+    position_mean = h.double().mean(dim=0)
+    mean = position_mean[1:].mean(dim=0) if len(position_mean) > 1 else position_mean[0]
+    return decompose_around(h, mean, position_mean - mean)

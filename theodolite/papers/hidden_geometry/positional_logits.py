@@ -14,13 +14,7 @@ from torch import Tensor
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
-from theodolite.logits.constituents import (
-    SPLIT_CONTEXTS,
-    TOKENS_A_PASS,
-    decompose_around,
-    sample_of,
-    working_dtype,
-)
+from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
@@ -36,7 +30,7 @@ from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Comparison, Outcome
 from theodolite.system.wording import counted, number
-from theodolite.theory.decomposition import PARTS
+from theodolite.theory.decomposition import PARTS, decompose_around
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study

@@ -1,0 +1,166 @@
+"""How much of each head's logit variance each pair of parts carries, over a sample of a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.sums import State
+from theodolite.errors import WorkError
+from theodolite.measure.constituents import ShareSums, head_shares, share_sums
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.positional import qk_low_frequency
+from theodolite.models import OpenModel
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.system.progress import Progress
+from theodolite.theory.decomposition import PARTS, decompose_around
+
+SPLIT_CONTEXTS = 8
+"""Contexts of a corpus whose logits are split in a survey: a fixed cost, whatever the corpus."""
+
+TOKENS_A_PASS = 2048
+"""Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
+a second pass."""
+
+COLUMNS = ["layer", "head", "query", "key", "share", "standard_error"]
+
+
+class SharesPass:
+    """Logits of a seeded sample of contexts, split around the means of the whole text.
+
+    State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
+    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; normed (L, T, d), μ + pos behind
+    the norm in front of the layer's heads, as it is without one. Notes: `refused`, layer → why it could not be split.
+
+    Args:
+        model, contexts: of which `SPLIT_CONTEXTS` are sampled.
+        seed: of the sample.
+        mean, pos: μ and the positional basis of the residual layers, from all contexts.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        contexts: Int[Tensor, "contexts positions"],
+        seed: int,
+        mean: Float[Tensor, "layers width"],
+        pos: Float[Tensor, "layers positions width"],
+    ) -> None:
+        self.model = model
+        self.mean = mean
+        self.pos = pos
+        sample = sample_of(contexts, seed)
+        self.batches = sample.split(max(1, TOKENS_A_PASS // sample.shape[1]))
+        self.total = len(self.batches) * model.layers
+        self.notes: dict[str, Any] = {"refused": {}}
+        rows = (model.layers, len(sample), model.heads)
+        sizes = {
+            "products": (*rows, len(PARTS), len(PARTS)),
+            "additive": rows,
+            "total": rows,
+            "low_frequency": (*rows, len(CUTOFFS)),
+        }
+        self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+        self._normed: list[Tensor] = []
+
+    def state(self) -> State:
+        """All tensors."""
+        return self._state | {"normed": torch.stack(self._normed) if self._normed else torch.empty(0)}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        for name, values in self._state.items():
+            values.copy_(state[name])
+        self._normed = list(state["normed"])
+
+    def run(self, progress: Progress) -> None:
+        """Split the logits of every layer, batch by batch."""
+        layers = self.model.layers
+        for number in range(progress.done // layers, len(self.batches)):
+            progress.whole(number * layers)
+            first = sum(len(batch) for batch in self.batches[:number])
+
+            def tell(seen: LayerPass, number: int = number, first: int = first) -> None:
+                self._take(seen, slice(first, first + len(seen.stream)))
+                progress.moved(number * layers + seen.layer + 1)
+
+            watch_layers(self.model, self.batches[number], range(layers), tell)
+        progress.whole(self.total)
+
+    def _take(self, seen: LayerPass, rows: slice) -> None:
+        layer, state = seen.layer, self._state
+        query, key = (t[:, :, 1:] for t in (seen.inputs.query, seen.inputs.key))
+        state["low_frequency"][layer, rows] = qk_low_frequency(query, key).cpu()
+        if rows.start == 0:
+            self._normed.append(_behind_norm(seen, self.mean[layer] + self.pos[layer]))
+        parts = decompose_around(seen.stream, self.mean[layer], self.pos[layer])
+        try:
+            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+        except WorkError as error:
+            self.notes["refused"][str(layer)] = str(error)
+            return
+        sums = share_sums(split.query, split.key, split.inputs)
+        for name in ("products", "additive", "total"):
+            state[name][layer, rows] = getattr(sums, name)
+
+
+def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, list[float]]]:
+    """From the state of a `SharesPass` to the table of constituents and columns of the heads table.
+
+    Returns:
+        One row for each layer, head and pair of parts, and for the additive bias; and L · H values each of `share_…`,
+        NaN where a layer could not be split, and `qk_low_frequency_…`, the mean over the sample.
+    """
+    rows: list[dict[str, Any]] = []
+    columns: dict[str, list[float]] = {}
+    for layer in range(len(state["total"])):
+        sums = ShareSums(*(state[name][layer] for name in ("products", "additive", "total")))
+        if str(layer) in notes["refused"]:
+            empty = torch.full_like(sums.products[0], torch.nan)
+            values = head_shares(empty, empty[:, 0, 0])
+        else:
+            rows += _share_rows(layer, sums)
+            values = head_shares(*sums.shares())
+        lowest = state["low_frequency"][layer].mean(dim=0).T
+        values |= {f"qk_low_frequency_{k}": r for k, r in zip(CUTOFFS, lowest, strict=True)}
+        for name, value in values.items():
+            columns.setdefault(name, []).extend(value.tolist())
+    return pd.DataFrame(rows, columns=COLUMNS), columns
+
+
+def _behind_norm(seen: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
+    rows = rows.to(seen.stream)
+    return (rows if seen.norm is None else seen.norm(rows.unsqueeze(0))[0]).cpu()
+
+
+def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:
+    shares, additive = sums.shares()
+    errors, additive_errors = sums.standard_errors()
+    rows: list[dict[str, Any]] = []
+    for head in range(len(shares)):
+        place = {"layer": layer, "head": head}
+        for a, query in enumerate(PARTS):
+            for b, key in enumerate(PARTS):
+                numbers = {
+                    "share": float(shares[head, a, b]),
+                    "standard_error": float(errors[head, a, b]),
+                }
+                rows.append(place | {"query": query, "key": key} | numbers)
+        numbers = {"share": float(additive[head]), "standard_error": float(additive_errors[head])}
+        rows.append(place | {"query": "additive", "key": ""} | numbers)
+    return rows
+
+
+def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, "sampled positions"]:
+    """A seeded sample of at most `SPLIT_CONTEXTS` contexts, in their order."""
+    order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
+    return contexts[order[:SPLIT_CONTEXTS].sort().values]
+
+
+def working_dtype(stream: Tensor) -> torch.dtype:
+    """The dtype in which shares are computed: the model's own, float32 at least."""
+    return torch.promote_types(stream.dtype, torch.float32)

@@ -1,0 +1,198 @@
+"""Passes one after the other: each is resumed, shown and stopped in the same way, and leaves its state.
+
+What a pass reads and sums is its own business. A stage makes its pass from the states of those before it; when all
+are done, a table maker turns the states into a run without a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.errors import UsageError
+from theodolite.passes.run import Run, Workspace
+from theodolite.system.progress import Progress
+
+Made = TypeVar("Made")
+
+ShowStage = Callable[[str, int, int], None]
+"""Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
+
+
+class Pass(Protocol):
+    """Work that needs the model. Its state is tensors; `notes` are what JSON holds, such as why a layer was refused."""
+
+    total: int
+    notes: dict[str, Any]
+
+    def run(self, progress: Progress) -> None:
+        """Do the steps from `progress.done` on."""
+
+    def state(self) -> State:
+        """What the steps so far have left."""
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+
+
+@dataclass
+class States:
+    """What passes have left: tensors under `stage.tensor`, and the notes of each stage.
+
+    Attributes:
+        seconds: that the passes took, in this process and before.
+    """
+
+    tensors: State = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def of(self, name: str) -> State:
+        """The tensors of a stage, or of one of its accumulators (`corpus.means`); empty where there is none."""
+        return part_of(self.tensors, name)
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What follows from the states, made by the first who asks for it under this name; it is not saved."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
+    def add(self, name: str, one_pass: Pass) -> None:
+        """Take in what a pass has left."""
+        self.tensors |= joined({name: one_pass.state()})
+        self.notes[name] = one_pass.notes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pass by name. `title` is what is said while it runs; `make` may look at the states of earlier stages."""
+
+    name: str
+    title: str
+    make: Callable[[States], Pass]
+
+
+def run_into(
+    stages: Sequence[Stage],
+    tabulate: Callable[[States], Run],
+    out: str | Path | None,
+    fingerprint: dict[str, Any],
+    *,
+    checkpoint_seconds: float,
+    show_progress: ShowStage,
+) -> Run:
+    """Run all stages and make the tables; with a run folder `out`, resume what an interrupted call left there.
+
+    Args:
+        stages: in order.
+        tabulate: the run from the states of all stages.
+        out: the run folder to write; None keeps the run in memory.
+        fingerprint: what decides every byte of the result.
+        checkpoint_seconds: how often progress is saved.
+        show_progress: it may raise to stop; all that is whole is saved then.
+
+    Raises:
+        UsageError: `out` holds something else.
+        WorkError: hidden states became NaN or infinite, or the disk refused.
+    """
+    if out is None:
+        return tabulate(_run(stages, None, checkpoint_seconds, show_progress))
+    workspace = Workspace(Path(out), fingerprint)
+    with workspace.locked():
+        finished = workspace.finished()
+        if finished is not None:
+            return finished
+        return workspace.finish(tabulate(_run(stages, workspace, checkpoint_seconds, show_progress)))
+
+
+def _run(
+    stages: Sequence[Stage], workspace: Workspace | None, checkpoint_seconds: float, show_progress: ShowStage
+) -> States:
+    """All stages, each from where it was left."""
+    states, unfinished = _resumed(workspace)
+    started = time.monotonic() - states.seconds
+    saved = time.monotonic()
+
+    def save_while(name: str, running: Pass) -> Callable[[int, bool], None]:
+        def save(done: int, must: bool) -> None:
+            nonlocal saved
+            if workspace is None or not (must or time.monotonic() - saved >= checkpoint_seconds):
+                return
+            notes = {
+                "seconds": time.monotonic() - started,
+                "finished": states.notes,
+                "stage": name,
+                "done": done,
+                "notes": running.notes,
+            }
+            workspace.save_progress(notes, states.tensors | joined({name: running.state()}))
+            saved = time.monotonic()
+
+        return save
+
+    for stage in stages:
+        if stage.name in states.notes:
+            continue
+        running = stage.make(states)
+        done = 0
+        if unfinished is not None and unfinished.stage == stage.name:
+            done = unfinished.restore(running)
+        show = _titled(show_progress, stage.title)
+        running.run(Progress(running.total, done, show, save_while(stage.name, running)))
+        states.add(stage.name, running)
+    states.seconds = time.monotonic() - started
+    return states
+
+
+def _titled(show_progress: ShowStage, title: str) -> Callable[[int, int], None]:
+    return lambda done, total: show_progress(title, done, total)
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """The stage that an interrupted call was at: how many steps are done, and what they have left."""
+
+    stage: str
+    done: int
+    notes: dict[str, Any]
+    state: State
+    workspace: Workspace
+
+    def restore(self, running: Pass) -> int:
+        if not self.done:
+            return 0
+        try:
+            running.restore(self.state)
+        except (KeyError, RuntimeError) as error:  # a sum that was not kept then, or of another shape
+            raise _another_version(self.workspace) from error
+        running.notes.update(self.notes)
+        return self.done
+
+
+def _resumed(workspace: Workspace | None) -> tuple[States, _Unfinished | None]:
+    """The finished stages, and the unfinished one."""
+    progress = None if workspace is None else workspace.load_progress()
+    if workspace is None or progress is None:
+        return States(), None
+    notes, tensors = progress
+    try:
+        stage = notes["stage"]
+        finished = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{stage}.")}
+        states = States(finished, notes["finished"], notes["seconds"])
+        unfinished = _Unfinished(stage, notes["done"], notes["notes"], part_of(tensors, stage), workspace)
+    except KeyError as error:
+        raise _another_version(workspace) from error
+    return states, unfinished
+
+
+def _another_version(workspace: Workspace) -> UsageError:
+    return UsageError(
+        f"{workspace.folder} holds what another version of theodolite left unfinished, with other sums: remove it to "
+        "start afresh"
+    )

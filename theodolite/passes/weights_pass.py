@@ -1,0 +1,92 @@
+"""The pass over a model's query and key weights, a layer at a time; no forward pass is made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from theodolite.accumulate.second_moments import covariance
+from theodolite.accumulate.sums import State
+from theodolite.measure.localization import LayerWeights, layer_spectra
+from theodolite.measure.positional import COLUMNS as POSITIONAL
+from theodolite.measure.positional import positional_heads
+from theodolite.models import OpenModel
+from theodolite.models.head_weights import HeadWeights, NotAffine
+from theodolite.system.progress import Progress
+
+NO_MATRIX = "none"
+"""What the spectra of a layer are of whose queries and keys are no affine function of its input."""
+
+
+class WeightsPass:
+    """Spectra, moments and norms of every head, and what heads make of the positional basis.
+
+    State: `measure.localization.layer_spectra` of all layers, stacked; with `pos`, the columns of
+    `measure.positional.positional_heads`, (L, H) each. Notes: `spectrum_of` and `scaling`, a value a layer.
+
+    Args:
+        inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
+        mean, pos, normed: μ, the positional basis, and μ + pos behind each layer's norm, for the positional columns.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        *,
+        inputs: State | None = None,
+        mean: Float[Tensor, "layers_and_1 width"] | None = None,
+        pos: Float[Tensor, "layers_and_1 positions width"] | None = None,
+        normed: Float[Tensor, "layers positions width"] | None = None,
+    ) -> None:
+        self.model = model
+        self.inputs, self.mean, self.pos, self.normed = inputs, mean, pos, normed
+        self.total = model.layers
+        self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": []}
+        self._layers: list[State] = []
+
+    def state(self) -> State:
+        """The layers that were read, stacked."""
+        names = self._layers[0] if self._layers else ()
+        return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        count = len(state["trace"])
+        self._layers = [{name: values[layer] for name, values in state.items()} for layer in range(count)]
+
+    def run(self, progress: Progress) -> None:
+        """Read the layers that are left; a layer's weights go before the next one's come."""
+        for layer in range(progress.done, self.total):
+            progress.whole(layer)
+            self._read(layer)
+        progress.whole(self.total)
+
+    def _read(self, layer: int) -> None:
+        model = self.model
+        head, weights = None, None
+        try:
+            head = model.head_weights(layer)
+            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
+        except NotAffine:
+            pass
+        sigma = None if self.inputs is None else covariance(self.inputs, layer)
+        found = layer_spectra(weights, sigma, model.heads, model.head_width)
+        if self.pos is not None:
+            found |= self._positional(layer, head)
+        self._layers.append(found)
+        self.notes["spectrum_of"].append(head.projection if head else NO_MATRIX)
+        self.notes["scaling"].append(head.scaling if head else 1.0)
+
+    def _positional(self, layer: int, head: HeadWeights | None) -> State:
+        if head is None:
+            empty = torch.full((self.model.heads,), math.nan, dtype=torch.float64)
+            return dict.fromkeys(POSITIONAL, empty)
+        assert self.mean is not None
+        assert self.pos is not None
+        normed = None if self.normed is None else self.normed[layer]
+        columns = positional_heads(self.pos[layer], self.mean[layer], head.w_q, head.w_k, normed)
+        return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
