@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from typer.testing import CliRunner
 
 from tests.processes import Started, command
 from theodolite import __version__, models
-from theodolite.cli.app import app
+from theodolite.cli.app import app, main
 from theodolite.cli.options import opened_model
 from theodolite.errors import UsageError
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
+from theodolite.system import allocator
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -91,6 +93,18 @@ def test_spectra_need_no_text(checkpoint, tmp_path):
     assert status == 0
     assert "Query-key spectra, by head" in stdout
     assert (tmp_path / "run" / "report" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("survey", True), ("trace", True), ("spectra", False)])
+def test_only_a_pass_over_a_text_keeps_freed_memory(name, keeps, tmp_path, monkeypatch):
+    """Oracle: what is asked of the C library by the whole command; it ends where there is no model."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *of: calls.append(of))
+    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda _: library))
+    monkeypatch.setattr("sys.argv", ["theodolite", name, str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        main()
+    assert bool(calls) == keeps
 
 
 def test_report_renders_a_run_again(checkpoint, text, tmp_path):

@@ -26,6 +26,7 @@ from theodolite.cli.options import (
     refuse_unread,
 )
 from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
 
@@ -55,6 +56,7 @@ def survey_command(
         from theodolite.passes.survey import survey
         from theodolite.report.page import write_report
 
+        keep_pages()
         if ray is None:
             refuse_unread("without --ray there are no workers", {"--actors": actors})
         else:
