@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from typer import Exit
 from typer.testing import CliRunner
 
 from tests.processes import Started, command
 from theodolite import __version__, models
 from theodolite.cli.app import app, main
 from theodolite.cli.options import opened_model
+from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
@@ -357,6 +360,29 @@ def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
         assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
         assert not stdout, name
         assert sorted(tmp_path.rglob("*")) == before, name
+
+
+def _allocate_a_pebibyte() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def _out_of_gpu_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+
+def _out_of_pythons_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fail", [_allocate_a_pebibyte, _out_of_gpu_memory, _out_of_pythons_memory])
+def test_too_little_memory_gets_one_line_of_advice(fail, capsys):
+    with pytest.raises(Exit) as ended, one_line_errors():
+        fail()
+    said, more = capsys.readouterr().err.splitlines()
+    assert ended.value.exit_code == 1
+    assert said.startswith("error: out of memory: use a smaller --batch or --length, or --dtype bfloat16")
+    assert ("--device-map auto" in said) == (fail is _out_of_gpu_memory)
+    assert more == "more:  theodolite explain memory-and-scaling"
 
 
 def test_an_option_that_does_not_exist_is_status_2():
