@@ -16,9 +16,8 @@ import torch
 from tests.accumulate.test_attention import measured
 from tests.attention.kinds import KINDS, make
 from tests.attention.test_summary import dense_summary
-from theodolite.attention import summary as attention_summary
 from theodolite.attention import triton as attention_triton
-from theodolite.attention.summary import summarise, summarise_in_blocks
+from theodolite.attention.summary import attention_summary, summarise, summarise_in_blocks
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
-from theodolite.attention import summary as attention_summary
 from theodolite.attention.summary import (
     AttentionSummary,
+    attention_summary,
     summarise,
     weights_at,
 )
@@ -235,7 +235,7 @@ def test_threads_change_nothing(monkeypatch):
 
 LONG = """
 import resource, sys, torch
-from theodolite.attention import summary as attention_summary
+from theodolite.attention.summary import attention_summary
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 length = int(sys.argv[1])
