@@ -99,11 +99,9 @@ def attention_inputs(
         # mean the same in every family.
         query, scaling = query / own_scaling, own_scaling
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        # An additive mask: hugely negative where a key is hidden. What else it adds is a bias.
-        additive, attention_mask = attention_mask, attention_mask > torch.finfo(attention_mask.dtype).min / 2
-        added = additive.masked_fill(~attention_mask, 0)
-        if added.any():
-            position_bias = added if position_bias is None else position_bias + added
+        # An additive mask: `AttentionInputs` tells what it hides from what else it adds.
+        position_bias = attention_mask if position_bias is None else position_bias + attention_mask
+        attention_mask, is_causal = None, False
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     return AttentionInputs(
