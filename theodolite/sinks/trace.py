@@ -22,7 +22,7 @@ from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured,
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.tags import traced_heads, traces
+from theodolite.measure.tags import traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import (
     Accumulator,
@@ -57,6 +57,8 @@ class TracePass(Reading):
         super().__init__(model, corpus, seed)
         self._stretches = stretches
         self._metrics: list[Tensor] = []
+        # Of W_O itself nothing is kept: all layers' would be as large as a part of the model, and which of them have
+        # sinks is known only at the end. `trace_result` reads those once more.
         for layer in range(model.layers):
             weights = model.output_weights(layer)
             self._metrics.append(weights @ weights.mT)
@@ -190,9 +192,10 @@ def trace_result(done: TracePass, fingerprint: dict[str, Any], seconds: float) -
     """The tables and arrays of a finished trace."""
     model, corpus = done.model, done.corpus
     contexts, length = corpus.contexts.shape
-    state, output_weights = done.tags.state(), model.output_weights
-    table, arrays = traces(state, output_weights, contexts, length, token_text(model))
-    heads, head_arrays = traced_heads(state, output_weights, contexts)
+    state = done.tags.state()
+    in_stream = written(state, model.output_weights)
+    table, arrays = traces(state, in_stream, contexts, length, token_text(model))
+    heads, head_arrays = traced_heads(state, in_stream, contexts)
     empty = pd.DataFrame()
     described = describe_pass(model, corpus, done.seed, fingerprint, seconds)
     return Run(
