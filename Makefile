@@ -52,5 +52,6 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.oats
 	$(BIN)/python -m benchmarks.pruned_latency
 
+# Not runs/: results are their owner's.
 clean:
-	rm -rf $(VENV) runs build dist site theodolite.egg-info
+	rm -rf $(VENV) build dist site theodolite.egg-info

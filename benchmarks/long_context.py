@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from theodolite.attention import summary as attention_summary
+from theodolite.attention.summary import attention_summary
 
 HEADS, WIDTH = 12, 64
 SHORTEST = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -75,3 +76,11 @@ def dense(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         return full[..., :-1], (full[..., :-1] @ value).transpose(1, 2), full[..., -1]
     weights = logits.softmax(-1).nan_to_num(0.0)  # a fully hidden row has no softmax, and pays nothing
     return weights, (weights @ value).transpose(1, 2), torch.zeros_like(weights[..., 0])
+
+
+def masked_by_bias(inputs: AttentionInputs, lowest: float) -> AttentionInputs:
+    """The same attention, with its mask or causality written into its bias."""
+    seen = dense_logits(inputs).isfinite()
+    bias = torch.zeros(seen.shape) if inputs.bias is None else inputs.bias.expand(seen.shape)
+    bias = bias.masked_fill(~seen, lowest)
+    return replace(inputs, mask=None, causal=False, bias=bias)

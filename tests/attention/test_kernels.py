@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from tests.accumulate.test_attention import measured
-from tests.attention.kinds import KINDS, make
+from tests.attention.kinds import KINDS, make, masked_by_bias
 from tests.attention.test_summary import dense_summary
-from theodolite.attention import summary as attention_summary
 from theodolite.attention import triton as attention_triton
-from theodolite.attention.summary import summarise, summarise_in_blocks
+from theodolite.attention.summary import attention_summary, summarise, summarise_in_blocks
 
 
 @pytest.fixture
@@ -48,6 +47,19 @@ def test_kernels_are_what_the_matrices_say(kind, dtype, kernels):
     close = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.output.double(), expected["output"], rtol=close, atol=close)
     assert torch.equal(got.sinks, expected["sinks"])
+
+
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_kernels_read_a_mask_that_is_written_as_a_bias(kind, kernels):
+    inputs = in_half_or_single(kind, torch.float32)
+    expected = dense_summary(inputs)
+    inputs = masked_by_bias(inputs, -torch.inf)
+    assert attention_triton.can_do(inputs)
+    got = summarise(inputs)
+    for name in ("output", "entropy", "log_sum_exp", "largest", "mass", "received"):
+        torch.testing.assert_close(getattr(got, name).double(), expected[name], rtol=2e-5, atol=2e-5)
+    assert torch.equal(got.sinks, expected["sinks"])
+    assert torch.equal(got.propagates, expected["propagates"])
 
 
 @pytest.mark.parametrize("width", [5, 16, 40])

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make
-from theodolite.attention import summary as attention_summary
+from tests.attention.kinds import BATCH, HEADS, KINDS, LENGTH, dense, dense_logits, make, masked_by_bias
 from theodolite.attention.summary import (
     AttentionSummary,
+    attention_summary,
     summarise,
     weights_at,
 )
@@ -162,6 +162,32 @@ def test_bad_options(options, words):
         attention_summary(torch.zeros(3, 2, 10, 4), torch.zeros(3, 2, 10, 4), **options)
 
 
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e30])
+@pytest.mark.parametrize("kind", ["window", "padded", "causal", "alibi"])
+def test_a_mask_may_be_written_as_a_bias(kind, lowest):
+    """Oracle: the matrices of the inputs with the mask itself; every number, those that count who sees a key, too."""
+    inputs = make(kind)
+    compare(summarise(masked_by_bias(inputs, lowest)), inputs, 1e-10)
+
+
+def test_a_bias_of_half_precision_may_hold_its_lowest_value():
+    inputs = make("window")
+    seen = inputs.mask.expand(-1, HEADS, -1, -1)
+    bias = torch.zeros(seen.shape, dtype=torch.float16).masked_fill(~seen, torch.finfo(torch.float16).min)
+    got = attention_summary(inputs.query, inputs.key, inputs.value, causal=False, bias=bias)
+    compare(got, inputs, 1e-10)
+
+
+def test_a_causal_layer_whose_bias_hides_padding():
+    """Oracle: the matrices with causality and padding in one mask; the second context is padded."""
+    inputs = make("causal")
+    padded = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.float64)
+    padded[1, ..., :7] = -torch.inf
+    whole = padded.isfinite() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    got = attention_summary(inputs.query, inputs.key, inputs.value, bias=padded.expand(-1, HEADS, -1, -1))
+    compare(got, replace(inputs, causal=False, mask=whole), 1e-10)
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_kinds_together(data):
@@ -235,7 +261,7 @@ def test_threads_change_nothing(monkeypatch):
 
 LONG = """
 import resource, sys, torch
-from theodolite.attention import summary as attention_summary
+from theodolite.attention.summary import attention_summary
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 length = int(sys.argv[1])

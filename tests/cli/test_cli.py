@@ -8,18 +8,23 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from typer import Exit
 from typer.testing import CliRunner
 
 from tests.processes import Started, command
 from theodolite import __version__, models
-from theodolite.cli.app import app
+from theodolite.cli.app import app, main
 from theodolite.cli.options import opened_model
+from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
+from theodolite.system import allocator
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -91,6 +96,18 @@ def test_spectra_need_no_text(checkpoint, tmp_path):
     assert status == 0
     assert "Query-key spectra, by head" in stdout
     assert (tmp_path / "run" / "report" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("survey", True), ("trace", True), ("spectra", False)])
+def test_only_a_pass_over_a_text_keeps_freed_memory(name, keeps, tmp_path, monkeypatch):
+    """Oracle: what is asked of the C library by the whole command; it ends where there is no model."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *of: calls.append(of))
+    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda _: library))
+    monkeypatch.setattr("sys.argv", ["theodolite", name, str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        main()
+    assert bool(calls) == keeps
 
 
 def test_report_renders_a_run_again(checkpoint, text, tmp_path):
@@ -343,6 +360,29 @@ def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
         assert "(run theodolite --debug" not in stderr, (name, "was not foreseen")
         assert not stdout, name
         assert sorted(tmp_path.rglob("*")) == before, name
+
+
+def _allocate_a_pebibyte() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def _out_of_gpu_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+
+def _out_of_pythons_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fail", [_allocate_a_pebibyte, _out_of_gpu_memory, _out_of_pythons_memory])
+def test_too_little_memory_gets_one_line_of_advice(fail, capsys):
+    with pytest.raises(Exit) as ended, one_line_errors():
+        fail()
+    said, more = capsys.readouterr().err.splitlines()
+    assert ended.value.exit_code == 1
+    assert said.startswith("error: out of memory: use a smaller --batch or --length, or --dtype bfloat16")
+    assert ("--device-map auto" in said) == (fail is _out_of_gpu_memory)
+    assert more == "more:  theodolite explain memory-and-scaling"
 
 
 def test_an_option_that_does_not_exist_is_status_2():

@@ -133,6 +133,23 @@ def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
     )
 
 
+SHAPES = """[...document.querySelectorAll('.plot.compact')].map((one) => {
+    const box = one.getBoundingClientRect();
+    return [box.width / box.height, one.closest('.grid.two') !== null];
+})"""
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_small_multiples_are_square(show, size) -> None:
+    """But for up to four of a result, which have room to be wide."""
+    tabs = [show(kind, size) for kind in ("survey", "experiment")]
+    shapes = [tab.evaluate(SHAPES) for tab in tabs]
+    assert {wide for _, wide in shapes[0]} == {False}
+    assert {wide for _, wide in shapes[1]} == {True}
+    for ratio, wide in [*shapes[0], *shapes[1]]:
+        assert ratio == pytest.approx(1.7 if wide else 1, abs=0.02)
+
+
 def test_the_contents_tell_where_one_is(show) -> None:
     tab = show("comparison")
     marked = "[...document.querySelectorAll('nav [aria-current]')].map((one) => one.textContent)"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests import checkpoints, planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model
+from theodolite.models import open_model, output_weights
 from theodolite.passes.run import Run
 from theodolite.sinks.trace import trace_sinks
 
@@ -622,6 +622,20 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
             planted_run("gpt2", planted.contexts(9), out=out, batch=1, show_progress=stop)
         sizes.append((tmp_path / f"{count}.partial" / "progress.safetensors").stat().st_size)
     assert abs(sizes[1] - sizes[0]) < 16  # the notes' digits
+
+
+def test_output_weights_are_read_before_the_pass_and_once_more_where_there_are_sinks(strong, monkeypatch):
+    reads: list[int] = []
+    read = output_weights.read_output_weights
+
+    def counted(hf, structure, layer, *others):
+        reads.append(layer)
+        return read(hf, structure, layer, *others)
+
+    monkeypatch.setattr("theodolite.models.open.read_output_weights", counted)
+    model = open_model(strong("gpt2"))
+    run = trace_sinks(model, some_ids())
+    assert reads == [*range(model.layers), *run.heads["layer"].unique()]
 
 
 def test_no_sink_gives_empty_tables_like_others(checkpoint, strong, tmp_path):

@@ -35,6 +35,9 @@ class AttentionInputs:
     `g·G … (g+1)·G − 1`, `G = heads / key_heads`. A mask or
     bias with one batch entry is that of all contexts, a mask with one head that of all heads, a bias with one query
     that of all queries.
+
+    A bias of −∞ or near its dtype's lowest value (`hidden_below`) is how others write a mask: it is taken out of
+    `bias`, and `mask` hides the key, in place of `causal`.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -46,6 +49,23 @@ class AttentionInputs:
     softcap: float | None = None
     bias: Float[Tensor, "bias_batch heads bias_queries keys"] | None = None
     sink: Float[Tensor, " heads"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.bias is None or not self.bias.numel() or self.bias.amin() > hidden_below(self.bias.dtype):
+            return
+        hidden = self.bias <= hidden_below(self.bias.dtype)
+        bias = self.bias.masked_fill(hidden, 0)
+        if bool((hidden == hidden[:, :1]).all()):
+            hidden = hidden[:, :1]
+        mask, queries = ~hidden, self.query.shape[2]
+        if self.mask is not None:
+            mask = mask & self.mask
+        elif self.causal:
+            mask = mask & mask.new_ones(queries, self.key.shape[2]).tril_()
+        # The class is frozen for all that comes after.
+        object.__setattr__(self, "mask", mask.expand(-1, -1, queries, -1))
+        object.__setattr__(self, "causal", False)
+        object.__setattr__(self, "bias", bias if bias.any() else None)
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
@@ -177,6 +197,11 @@ class LogitBlock:
     first: int
     last: int
     logits: Float[Tensor, "batch heads rows columns"]
+
+
+def hidden_below(dtype: torch.dtype) -> float:
+    """A bias of this dtype hides a key from here on: half of the lowest value, or of `MASKED`."""
+    return max(MASKED, torch.finfo(dtype).min) / 2
 
 
 def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:

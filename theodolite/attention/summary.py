@@ -101,7 +101,8 @@ def attention_summary(
         causal: whether a query sees no later key; not looked at where there is a mask.
         mask: (batch or 1, heads or 1, queries, keys), True where the query sees the key: windows and padding.
         softcap: c of c·tanh(logit / c).
-        bias: (batch or 1, heads, queries or 1, keys), added to the logits after capping, such as ALiBi's.
+        bias: (batch or 1, heads, queries or 1, keys), added to the logits after capping, such as ALiBi's;
+            −∞, or the lowest value of its dtype, hides a key as a mask does.
         sink: (heads,), a learned logit of each head that every query sees beside its keys.
 
     Raises:
@@ -112,8 +113,6 @@ def attention_summary(
     if softcap is not None and not softcap > 0:
         raise UsageError(f"softcap {softcap} is not positive: give None for none")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if bias is not None:  # −∞ is how others write a mask
-        bias = bias.to(torch.promote_types(bias.dtype, torch.float32)).clamp_min(MASKED)
     return summarise(
         AttentionInputs(query, key, value, scaling, causal and mask is None, mask, softcap, bias, sink)
     )
@@ -174,8 +173,7 @@ def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
     blind = _see_nothing(rows.entropy, rows.log_sum_exp, rows.largest)
     rows.output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     entropy, log_sum_exp, learned, others = _with_sink(rows.entropy, rows.log_sum_exp, inputs.sink)
-    # e^{logit − ∞} is 0, where the mass's kernel sees a key that a bias hides from the whole row.
-    mass = attention_triton.mass(inputs, log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf))
+    mass = attention_triton.mass(inputs, log_sum_exp)
     if others is not None:
         rows.output.mul_(others.transpose(1, 2).unsqueeze(-1))
     return AttentionSummary(rows.output, entropy, log_sum_exp, rows.largest, mass, learned, inputs)

@@ -27,7 +27,6 @@ from theodolite.cli.spectra import spectra_command
 from theodolite.cli.survey import survey_command
 from theodolite.cli.trace import trace_command
 from theodolite.cli.train import training
-from theodolite.system.allocator import keep_pages
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -76,5 +75,4 @@ app.command("explain")(explain_command)
 
 def main() -> None:
     """The entry point of the `theodolite` command."""
-    keep_pages()
     app(prog_name="theodolite")

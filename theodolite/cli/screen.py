@@ -26,6 +26,7 @@ from theodolite.errors import TheodoliteError
 
 screen = Console(stderr=True)
 _tracebacks = False
+_SMALLER = "use a smaller --batch or --length, or --dtype bfloat16"
 
 
 def show_tracebacks(wanted: bool) -> None:
@@ -47,15 +48,21 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _say_error("interrupted; run the same command again to go on")
         raise typer.Exit(130) from None
-    except MemoryError:
-        _say_error("out of memory: use a smaller --batch or --length")
-        raise typer.Exit(1) from None
     except Exception as error:
         if _tracebacks:
             raise
-        first = (str(error).strip().splitlines() or [""])[0]
-        _say_error(f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)")
+        _say_error(_line_of(error))
         raise typer.Exit(1) from None
+
+
+def _line_of(error: Exception) -> str:
+    torch = sys.modules.get("torch")  # where it is not imported, it raised nothing
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {_SMALLER}, or spread the model over devices with --device-map auto"
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's own word of a CPU's
+        return f"out of memory: {_SMALLER}"
+    return f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)"
 
 
 def _say_error(message: str) -> None:

@@ -19,7 +19,6 @@ from theodolite.cli.options import (
     opened_weights,
 )
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
-from theodolite.system.allocator import give_back_pages
 from theodolite.system.interrupt import interruptible
 
 
@@ -44,7 +43,6 @@ def spectra_command(
         from theodolite.passes.survey import spectra
         from theodolite.report.page import write_report
 
-        give_back_pages()
         if device is None and device_map is None:
             opened = opened_weights(model, dtype, revision, stopped)
         else:

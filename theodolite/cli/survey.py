@@ -26,6 +26,7 @@ from theodolite.cli.options import (
     refuse_unread,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
 
@@ -53,6 +54,7 @@ def survey_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.report.page import write_report
 
+        keep_pages()
         if ray is None:
             refuse_unread("without --ray there are no workers", {"--actors": actors})
         else:

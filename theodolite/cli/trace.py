@@ -27,6 +27,7 @@ from theodolite.cli.options import (
     read_corpus,
 )
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
 
@@ -58,6 +59,7 @@ def trace_command(
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.sinks.trace import trace_sinks
 
+        keep_pages()
         opened = opened_model(model, dtype, device, device_map, revision)
         read = read_corpus(opened, corpus, length, contexts, seed, text_column)
         folder = out or default_folder(opened, read, "-stretches" if stretches else "-sinks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -28,8 +29,44 @@ OutputWeights = Callable[[int], Tensor]
 """Layer → W_O of its heads, (H, value_width, d)."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What sinks and heads write into the residual stream, in float64.
+
+    Attributes:
+        direction, value: each sink's tag and value vector through W_O.
+        principal, principal_share: the leading direction of each head's output, and its share of the variance.
+    """
+
+    direction: Float[Tensor, "sinks width"]
+    value: Float[Tensor, "sinks width"]
+    principal: Float[Tensor, "heads width"]
+    principal_share: Float[Tensor, " heads"]
+
+
+def written(state: State, output_weights: OutputWeights) -> Written:
+    """Through W_O, which is asked for once for each layer that has a sink, and of which one layer is kept at a time."""
+    sinks, heads = _part(state, "by_sink"), _part(state, "by_head")
+    weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
+    means = torch.stack([sinks["difference"], sinks["value"]]) / torch.where(weights > 0, weights, torch.nan)
+    through, principal, shares = [], [], []
+    # Both kinds of rows are in the order of their keys: layers, and heads in them.
+    layers = heads["keys"][:, 0].long()
+    for layer in layers.unique().tolist() or [0]:
+        w_o = output_weights(layer).double().cpu()
+        for head in range(len(w_o)):  # one at a time: a head may have many sinks
+            own = (sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1)
+            through.append(means[:, own] @ w_o[head])
+        own = layers == layer
+        direction, share = _principal(heads["moment"][own], w_o[heads["keys"][own, 1].long()])
+        principal.append(direction)
+        shares.append(share)
+    direction, value = torch.cat(through, dim=1)
+    return Written(direction, value, torch.cat(principal), torch.cat(shares))
+
+
 def traces(
-    state: State, output_weights: OutputWeights, contexts: int, length: int, text: Callable[[int], str]
+    state: State, written: Written, contexts: int, length: int, text: Callable[[int], str]
 ) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows.
 
@@ -42,7 +79,7 @@ def traces(
     layer, head, kind, token = keys.T
     columns_of_tags, arrays = _tagged(sums)
     sinks = sums["sinks"]
-    direction, value = _in_stream(sums, keys, output_weights)
+    direction = written.direction
     caught = sums["caught"] / (contexts * (length - 1))
     columns = {
         "layer": layer,
@@ -59,7 +96,7 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "alignment": _cosine(direction, value),
+        "alignment": _cosine(direction, written.value),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
         "tagged": caught * columns_of_tags["tag"],
@@ -72,9 +109,7 @@ def traces(
     return table.reset_index(drop=True), {"tag_direction": direction[order].float()} | sorted_arrays
 
 
-def traced_heads(
-    state: State, output_weights: OutputWeights, contexts: int
-) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """One row a head that has a sink anywhere, and the arrays of these rows.
 
     η² is of the whole grouping: the tokens of each sink, and those that none caught. Arrays: head_release,
@@ -84,17 +119,16 @@ def traced_heads(
     sums = _part(state, "by_head")
     keys = sums["keys"].long()
     columns_of_tags, arrays = _tagged(sums)
-    principal, share = _principal(sums["moment"], keys, output_weights)
     columns = {
         "layer": keys[:, 0],
         "head": keys[:, 1],
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
         **columns_of_tags,
-        "principal_share": share,
+        "principal_share": written.principal_share,
     }
     of_heads = {f"head_{name}": values for name, values in arrays.items()}
-    return _table(columns), of_heads | {"principal_direction": principal.float()}
+    return _table(columns), of_heads | {"principal_direction": written.principal.float()}
 
 
 def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
@@ -177,31 +211,13 @@ def _release_columns(release: Tensor, error: Tensor, gain: list[Tensor], layers:
     }
 
 
-def _in_stream(sums: State, keys: Tensor, output_weights: OutputWeights) -> tuple[Tensor, Tensor]:
-    """Each sink's tag and value vector through W_O."""
-    weights = torch.stack([sums["weight"], sums["caught"]]).unsqueeze(2)
-    means = torch.stack([sums["difference"], sums["value"]]) / torch.where(weights > 0, weights, torch.nan)
-    through = means.new_full((2, len(keys), output_weights(0).shape[-1]), torch.nan)
-    for layer, head in keys[:, :2].unique(dim=0).tolist():
-        rows = (keys[:, :2] == torch.tensor([layer, head])).all(dim=1)
-        through[:, rows] = means[:, rows] @ output_weights(layer)[head].double().cpu()
-    return through[0], through[1]
-
-
-def _principal(moment: Tensor, keys: Tensor, output_weights: OutputWeights) -> tuple[Tensor, Tensor]:
-    """The leading direction of each head's output in the residual stream, and its share of the variance."""
-    directions, shares = [], []
-    for (layer, head), own in zip(keys.tolist(), moment, strict=True):
-        weights = output_weights(layer)[head].double().cpu()
-        # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
-        values, vectors = torch.linalg.eigh(own)
-        root = values.clamp_min(0).sqrt().unsqueeze(1) * vectors.T
-        _, singular, right = torch.linalg.svd(root @ weights, full_matrices=False)
-        directions.append(right[0])
-        shares.append(singular[0].square() / singular.square().sum())
-    if not directions:
-        return moment.new_zeros(0, output_weights(0).shape[-1]), moment.new_zeros(0)
-    return torch.stack(directions), torch.stack(shares)
+def _principal(moment: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The leading direction (heads, d) of some heads' outputs, and its share (heads) of the variance."""
+    # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
+    values, vectors = torch.linalg.eigh(moment)
+    root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
+    _, singular, right = torch.linalg.svd(root @ weights, full_matrices=False)
+    return right[:, 0], singular[:, 0].square() / singular.square().sum(dim=1)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured,
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.tags import traced_heads, traces
+from theodolite.measure.tags import traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import (
     Accumulator,
@@ -56,6 +56,8 @@ class TracePass(CorpusPass):
         super().__init__(model, corpus, 0, batch)
         self._stretches = stretches
         self._metrics: list[Tensor] = []
+        # Of W_O itself nothing is kept: all layers' would be as large as a part of the model, and which of them have
+        # sinks is known only at the end. `trace_tables` reads those once more.
         for layer in range(model.layers):
             weights = model.output_weights(layer)
             self._metrics.append(weights @ weights.mT)
@@ -187,9 +189,10 @@ def trace_sinks(
 def trace_tables(model: OpenModel, corpus: Corpus, states: States, fingerprint: dict[str, Any]) -> Run:
     """The tables and arrays of a finished trace."""
     contexts, length = corpus.contexts.shape
-    state, output_weights = states.of("trace.tags"), model.output_weights
-    table, arrays = traces(state, output_weights, contexts, length, token_text(model))
-    heads, head_arrays = traced_heads(state, output_weights, contexts)
+    state = states.of("trace.tags")
+    in_stream = written(state, model.output_weights)
+    table, arrays = traces(state, in_stream, contexts, length, token_text(model))
+    heads, head_arrays = traced_heads(state, in_stream, contexts)
     empty = pd.DataFrame()
     described = describe_pass(model, corpus, 0, fingerprint) | {"wall_seconds": states.seconds}
     return Run(

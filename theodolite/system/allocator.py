@@ -7,9 +7,6 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Of glibc's `mallopt`."""
 
-DEFAULT_TRIM, DEFAULT_MMAPS = 128 * 1024, 65536
-"""What they are when nobody has set them."""
-
 
 def keep_pages() -> None:
     """Keep freed memory for the next tensor, rather than give it back to the system and ask for it again.
@@ -18,18 +15,9 @@ def keep_pages() -> None:
     once or keeps them, as the heap happens to lie; new pages cost a survey's pass up to a quarter of its time. It
     is a setting of the whole process, so a library should not make it, and without glibc nothing is done.
     """
-    _set(0, 2**31 - 1)
-
-
-def give_back_pages() -> None:
-    """Give freed memory back again: for tensors that are few, large and of many sizes, which leave holes in a heap."""
-    _set(DEFAULT_MMAPS, DEFAULT_TRIM)
-
-
-def _set(mmaps: int, trim: int) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    mallopt(M_MMAP_MAX, mmaps)
-    mallopt(M_TRIM_THRESHOLD, trim)
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from theodolite.attention.inputs import AttentionInputs, attend
@@ -99,11 +99,9 @@ def attention_inputs(
         # mean the same in every family.
         query, scaling = query / own_scaling, own_scaling
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        # An additive mask: hugely negative where a key is hidden. What else it adds is a bias.
-        additive, attention_mask = attention_mask, attention_mask > torch.finfo(attention_mask.dtype).min / 2
-        added = additive.masked_fill(~attention_mask, 0)
-        if added.any():
-            position_bias = added if position_bias is None else position_bias + added
+        # An additive mask: `AttentionInputs` tells what it hides from what else it adds.
+        position_bias = attention_mask if position_bias is None else position_bias + attention_mask
+        attention_mask, is_causal = None, False
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     return AttentionInputs(
@@ -244,8 +242,9 @@ def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
 
 def _turned(model: PreTrainedModel) -> ExitStack:
     """Turn a model's attention layers to the tap; what turns them back."""
-    before = model.config._attn_implementation
+    before = [(config, config._attn_implementation) for config in _configs(model)]
     with ExitStack() as undo:
+        undo.callback(_restore_implementations, before)
         outside = [m for m in model.modules() if type(m).__name__ in OUTSIDE_INTERFACE]
         for module in outside:
             own_forward = module.forward
@@ -253,7 +252,6 @@ def _turned(model: PreTrainedModel) -> ExitStack:
             undo.callback(_restore_forward, module, own_forward)
         if outside:
             # Lets the model make the mask that the tap reads.
-            undo.callback(setattr, model.config, "_attn_implementation", before)
             model.config._attn_implementation = IMPLEMENTATION
         else:
             if not model._can_set_attn_implementation():
@@ -261,9 +259,25 @@ def _turned(model: PreTrainedModel) -> ExitStack:
                     f"{type(model).__name__} does not use the attention interface of transformers, so its "
                     "queries and keys cannot be read; theodolite does not support this family yet"
                 )
-            undo.callback(model.set_attn_implementation, before)
             model.set_attn_implementation(IMPLEMENTATION)
         return undo.pop_all()
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of the models in it, text and vision say; none before one that it is a part of."""
+    configs: dict[int, PreTrainedConfig] = {}
+    waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        configs[id(config)] = config
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        waiting += [part for part in parts if part is not None and id(part) not in configs]
+    return list(configs.values())
+
+
+def _restore_implementations(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    for config, implementation in before:
+        config._attn_implementation = implementation  # and that of all of its parts, whose turn comes later
 
 
 _passed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
