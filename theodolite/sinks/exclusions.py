@@ -1,4 +1,4 @@
-"""What to leave out: sinks and outlier dimensions of a run as a small JSON file.
+"""Kind to leave out: sinks and outlier dimensions of a run as a small JSON file.
 
 For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
 rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
 """A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
 
-What = Literal["sink", "outlier dimension", "massive activation"]
+Kind = Literal["sink", "outlier dimension", "massive activation"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rule:
     """One thing to leave out.
 
     Attributes:
-        what: an attention sink, an outlier dimension, or a massive activation.
+        kind: an attention sink, an outlier dimension, or a massive activation.
         layer: the block of a head, counted from 0; or the residual layer of a dimension, 0 entering the first block.
         head: of a sink.
         dimension: of an outlier or a massive activation.
@@ -45,7 +45,7 @@ class Rule:
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
     """
 
-    what: What
+    kind: Kind
     layer: int
     head: int | None = None
     dimension: int | None = None
@@ -56,7 +56,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Mask:
+class Exclusions:
     """Rules, and the model and text that they are from.
 
     Attributes:
@@ -70,7 +70,7 @@ class Mask:
     corpus: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Mask:
+    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Exclusions:
         """The rules of a survey, of a trace, or of outliers.
 
         Args:
@@ -85,7 +85,7 @@ class Mask:
         if not 0 <= least_share <= 1:
             raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
         if not isinstance(run, Run | Outliers):
-            raise UsageError(f"a mask is made of a run or of outliers, not of {type(run).__name__}")
+            raise UsageError(f"exclusions are made of a run or of outliers, not of {type(run).__name__}")
         provenance = run.numbers if isinstance(run, Outliers) else run.provenance
         if not provenance.get("corpus"):
             raise UsageError(
@@ -95,7 +95,7 @@ class Mask:
             rules = [*_found(run, least_share)]
         else:
             rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
-        rules.sort(key=lambda rule: (rule.layer, rule.what, rule.head or 0, rule.dimension or 0))
+        rules.sort(key=lambda rule: (rule.layer, rule.kind, rule.head or 0, rule.dimension or 0))
         model, corpus = provenance["model"], provenance["corpus"]
         return cls(
             tuple(rules),
@@ -145,7 +145,7 @@ class Mask:
             write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Mask:
+    def load(cls, path: str | Path) -> Exclusions:
         """Read what `save` wrote.
 
         Raises:
@@ -162,7 +162,7 @@ class Mask:
         except FileNotFoundError:
             raise UsageError(f"no file at {path}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is no mask that theodolite wrote ({error})") from error
+            raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
 def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
