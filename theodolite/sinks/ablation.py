@@ -25,7 +25,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import watched
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
-from theodolite.sinks.interventions import masked_keys, removed_tag, without_low_rank
+from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 
 CONTEXTS = 64
 """Contexts at most: every disturbance reads them again."""
@@ -205,18 +205,18 @@ def _disturbances(
     return [
         Disturbance(
             "tag removed",
-            lambda part: removed_tag(model, layer, head, direction),
-            lambda seed, part: removed_tag(model, layer, head, direction, instead=seed),
+            lambda part: ablate_direction(model, layer, head, direction),
+            lambda seed, part: ablate_direction(model, layer, head, direction, control=seed),
         ),
         Disturbance(
             "sinks hidden",
-            lambda part: masked_keys(model, layer, head, sinks[part], sink_column=bool(column.any())),
-            lambda seed, part: masked_keys(model, layer, head, others(seed)[part]),
+            lambda part: attention_knockout(model, layer, head, sinks[part], sink_column=bool(column.any())),
+            lambda seed, part: attention_knockout(model, layer, head, others(seed)[part]),
         ),
         Disturbance(
             f"rank {rank} of Q, K, V removed",
             lambda part: without_low_rank(model, layer, rank),
-            lambda seed, part: without_low_rank(model, layer, rank, instead=seed),
+            lambda seed, part: without_low_rank(model, layer, rank, control=seed),
         ),
     ]
 
