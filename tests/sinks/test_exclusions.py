@@ -9,8 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
+from theodolite.measure.geometry import outlier_rows
 from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.exclusions import Exclusions, Rule
@@ -41,6 +43,7 @@ OUTLIERS = pd.DataFrame(
         "maximum_first": [1.0, 300.0],
         "massive": [0, 0],
         "massive_first": [0, 2],
+        "massive_contexts": [0, 0],
     }
 )
 EMPTY = pd.DataFrame()
@@ -75,12 +78,38 @@ def test_rules_of_a_survey():
 
 
 def test_massive_activations_are_rules_from_the_least_share_on():
-    """Oracle: by hand, 4 contexts: 2 of them at position 0, and 3 or 9 values after it."""
-    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0)
+    """Oracle: by hand, 4 contexts: 2 of them at position 0, and after it 3 values in 3 contexts or 9 in one."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], massive_contexts=[3, 1], share=0.0)
     run = replace(SURVEYED, sinks=SINKS[:0], outliers=table)
     shares = [(rule.layer, rule.first, rule.share) for rule in Exclusions.of(run).rules]
-    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 1.0)]
-    assert [rule.share for rule in Exclusions.of(run, 0.8).rules] == [1.0]
+    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 0.25)]
+    assert [rule.share for rule in Exclusions.of(run, 0.6).rules] == [0.75]
+    assert not any(rule.upper_bound for rule in Exclusions.of(run).rules)
+
+
+def test_a_survey_that_counted_tokens_only_bounds_the_share_of_contexts():
+    """Oracle: by hand, 4 contexts, without the column of contexts: 3 values are in 3 contexts at most, 9 in 4."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0).drop(columns="massive_contexts")
+    rules = Exclusions.of(replace(SURVEYED, sinks=SINKS[:0], outliers=table)).rules
+    assert [(rule.first, rule.share, rule.upper_bound) for rule in rules] == [
+        (False, 0.75, True),
+        (True, 0.5, None),
+        (False, 1.0, True),
+    ]
+
+
+def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
+    """Oracle: planted, 100 contexts of which one has 100 massive values in a dimension after position 0."""
+    hidden = torch.full((100, 101, 8), 0.05)
+    hidden[7, 1:, 3] = 500.0
+    counts = OutlierCounts(1, 8, contexts=100)
+    counts.update(0, hidden, 0)
+    table = pd.DataFrame(outlier_rows(counts.state(), 100, 101))
+    corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
+    run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
+    assert table["massive"].tolist() == [100]
+    rules = [rule for rule in Exclusions.of(run).rules if rule.kind == "massive activation"]
+    assert rules == [Rule("massive activation", 0, dimension=3, first=False, share=0.01)]
 
 
 def test_rules_of_outliers(tmp_path):

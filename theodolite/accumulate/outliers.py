@@ -11,17 +11,22 @@ from theodolite.theory.outliers import Thresholds, median
 PUBLISHED = Thresholds()
 """A survey counts by the published thresholds; `theodolite.sinks.outliers` lets the caller set them."""
 
+MASSIVE_COUNTS = ("massive", "massive_first", "massive_contexts")
+"""Tokens after position 0, tokens at it, and contexts with at least one after it, that have a massive activation."""
+
 
 class OutlierCounts(LayerSums):
     """Per residual layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
 
-    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; maximum, maximum_first
-    (N, d) of |x|. The median of the massive activations' definition is that of all magnitudes of the same context
-    and layer. `contexts` is how many the whole corpus has.
+    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
+    contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|. The median of the massive
+    activations' definition is that of all magnitudes of the same context and layer. `contexts` is how many the
+    whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int) -> None:
-        counts, maxima = ("outlier", "massive", "massive_first"), ("maximum", "maximum_first")
+        counts = ("outlier", *MASSIVE_COUNTS)
+        maxima = ("maximum", "maximum_first")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
         super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
         self.groups = Groups(contexts)
@@ -45,3 +50,4 @@ class OutlierCounts(LayerSums):
         massive = magnitude > threshold
         self.add("massive_first", layer, massive[0], group)
         self.add("massive", layer, massive[1:].sum(dim=0), group)
+        self.add("massive_contexts", layer, massive[1:].any(dim=0), group)

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import SINK_THRESHOLD
+from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
@@ -30,7 +31,7 @@ from theodolite.passes.provenance import describe_model, describe_pass, token_te
 from theodolite.passes.run import Run
 from theodolite.passes.survey_pass import OnePass
 
-OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
+OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
 
 
 def survey_result(done: OnePass, fingerprint: dict[str, Any], seconds: float) -> Run:

@@ -43,6 +43,7 @@ class Rule:
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
+        upper_bound: True where `share` is only an upper bound: of a survey that did not count contexts.
     """
 
     kind: Kind
@@ -53,6 +54,7 @@ class Rule:
     token_id: int | None = None
     token: str | None = None
     share: float | None = None
+    upper_bound: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -202,15 +204,25 @@ def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
 
 
 def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
-    contexts = run.provenance["corpus"]["contexts"]
+    contexts, counted = run.provenance["corpus"]["contexts"], "massive_contexts" in run.outliers
     for row in run.outliers.itertuples():
         layer, dimension = int(row.layer), int(row.dimension)
         if row.share >= least_share:
             yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
-        for first, places in ((True, row.massive_first), (False, row.massive)):
-            share = min(1.0, places / contexts)  # after position 0, several may be in one context
-            if places and share >= least_share:
-                yield Rule("massive activation", layer, dimension=dimension, first=first, share=share)
+        # A survey of before this column was there counted tokens only, of which a context may have several.
+        later = row.massive_contexts if counted else min(row.massive, contexts)
+        for first, carriers in ((True, row.massive_first), (False, later)):
+            share = carriers / contexts
+            if carriers and share >= least_share:
+                bound = True if not (first or counted) else None
+                yield Rule(
+                    "massive activation",
+                    layer,
+                    dimension=dimension,
+                    first=first,
+                    share=share,
+                    upper_bound=bound,
+                )
 
 
 def _found(found: Outliers, least_share: float) -> Iterable[Rule]:
