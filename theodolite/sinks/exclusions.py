@@ -79,7 +79,7 @@ class Exclusions:
             run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
                 sinks, but of the tokens that carry massive activations and of outliers by rules from data.
             least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
-                none: they are large in most tokens, by whatever size is usual in their layer.
+                none: they are large in most tokens, by whatever size is typical of their layer.
 
         Raises:
             UsageError: a run of weights alone, or a share that is none.
@@ -94,9 +94,9 @@ class Exclusions:
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
         if isinstance(run, Outliers):
-            rules = [*_found(run, least_share)]
+            rules = [*_found_rules(run, least_share)]
         else:
-            rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
+            rules = [*_sink_rules(run, least_share), *_outlier_rules(run, least_share)]
         rules.sort(key=lambda rule: (rule.layer, rule.kind, rule.head or 0, rule.dimension or 0))
         model, corpus = provenance["model"], provenance["corpus"]
         return cls(
@@ -119,16 +119,18 @@ class Exclusions:
             of_some_tokens = rule.first is True or rule.token_id is not None
             if not of_some_tokens or layer not in (None, rule.layer):
                 continue
-            here = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+            named = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
             if rule.first is not None:
-                here = here & ((position == 0) == rule.first)
-            chosen |= here
+                named = named & ((position == 0) == rule.first)
+            chosen |= named
         return chosen
 
     def dimensions(self, layer: int) -> list[int]:
         """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
-        found = {rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None}
-        return sorted(found)
+        dimensions = {
+            rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None
+        }
+        return sorted(dimensions)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, at once or not at all.
@@ -167,7 +169,7 @@ class Exclusions:
             raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
-def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
+def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
     if run.is_trace:
         # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
         rows = run.traces.sort_values("share", ascending=False, kind="stable")
@@ -203,7 +205,7 @@ def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
             )
 
 
-def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
+def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
     contexts, counted = run.provenance["corpus"]["contexts"], "massive_contexts" in run.outliers
     for row in run.outliers.itertuples():
         layer, dimension = int(row.layer), int(row.dimension)
@@ -225,14 +227,14 @@ def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
                 )
 
 
-def _found(found: Outliers, least_share: float) -> Iterable[Rule]:
-    for row in found.dimensions.itertuples():
+def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:
+    for row in outliers.dimensions.itertuples():
         if row.adaptive or (row.published and row.share >= least_share):
             yield Rule(
                 "outlier dimension", int(row.layer), dimension=int(row.dimension), share=float(row.share)
             )
-    for row in position_0_as_one(found.massive).itertuples():
-        share = row.contexts / found.numbers["contexts"]
+    for row in position_0_as_one(outliers.massive).itertuples():
+        share = row.contexts / outliers.numbers["contexts"]
         if share >= least_share:
             yield Rule(
                 "massive activation",
