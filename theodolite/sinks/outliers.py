@@ -46,7 +46,7 @@ class Outliers:
     """What was found. Layer 0 is the input of the first block, ℓ the stream after block ℓ; heads count from 0.
 
     Attributes:
-        layers: one row a residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
+        layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
             massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
             tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one.
         dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,

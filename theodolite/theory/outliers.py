@@ -153,7 +153,7 @@ def outlier_dimensions(
     """The dimensions of each layer that stand out of its others, by the logarithm of their size.
 
     Args:
-        magnitude: one size a dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
+        magnitude: one size per dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
         level: the share of layers with normal log sizes in which a dimension may be found.
 
     Returns:
