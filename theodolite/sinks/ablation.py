@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -66,15 +66,15 @@ class _Effects:
 class _HeadTap(Watcher):
     """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
 
-    def __init__(self, layer: int, head: int, groups: list[Catches] | None) -> None:
+    def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
         self.layer, self.head = layer, head
         self.groups = groups
         self.catches: list[Catches] = []
-        self.later_sinks: Tensor | float = 0.0
+        self.later_sinks = torch.zeros(len(groups), dtype=torch.float64)
         self.eta: list[Tensor] = []
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        if self.groups is not None and layer > self.layer:
+        if self.groups and layer > self.layer:
             self.eta.append(
                 torch.stack([_eta(groups, h) for groups, h in zip(self.groups, hidden, strict=True)])
             )
@@ -87,8 +87,8 @@ class _HeadTap(Watcher):
             later.append(float((catches.position > 0).sum()))
             if layer == self.layer:
                 self.catches.append(_of_head(catches, self.head).to(torch.device("cpu")))
-        if layer > self.layer:
-            self.later_sinks = self.later_sinks + torch.tensor(later, dtype=torch.float64)
+        if self.groups and layer > self.layer:
+            self.later_sinks += torch.tensor(later, dtype=torch.float64)
         return torch.cat(outputs)
 
 
@@ -169,7 +169,7 @@ def _contexts_with_sinks(
 ) -> tuple[Int[Tensor, "contexts positions"], list[Catches]]:
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
-        tap = _HeadTap(layer, head, None)
+        tap = _HeadTap(layer, head)
         with watched(model, tap), torch.inference_mode():
             model.hf(input_ids=part.to(model.device), use_cache=False)
         for ids, catches in zip(part, tap.catches, strict=True):
@@ -237,18 +237,15 @@ def _effects(
         with ablate(part), watched(model, tap), torch.inference_mode():
             logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
         loss = next_token_losses(logits, ids[part])
-        caught = torch.stack([catches.caught.any(dim=0) for catches in part_groups])[:, :-1]
-        free = torch.stack([catches.kept.all(dim=0) & ~catches.caught.any(dim=0) for catches in part_groups])[
-            :, :-1
-        ]
+        # The last token has no next one.
+        caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in part_groups])
+        free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in part_groups]) & ~caught
         values = {
             LOSS_CAUGHT: _mean_where(loss, caught),
             LOSS_OTHERS: _mean_where(loss, free),
             LOSS_DIFFERENCE: _mean_where(loss, caught) - _mean_where(loss, free),
             HEAD_SINKS: torch.tensor([float(len(catches.head)) for catches in tap.catches]).double(),
-            LATER_SINKS: torch.as_tensor(tap.later_sinks, dtype=torch.float64)
-            .expand(len(part_groups))
-            .clone(),
+            LATER_SINKS: tap.later_sinks,
         }
         for later, eta in enumerate(tap.eta, start=layer + 1):
             values[f"η² in layer {later}"] = eta
@@ -270,10 +267,9 @@ def _eta(groups: Catches, hidden: Tensor) -> Tensor:
 
 def _of_head(catches: Catches, head: int) -> Catches:
     rows = catches.head == head
-    fields = {name: values[rows] for name, values in vars(catches).items() if name != "kept"}
-    return Catches(
-        **fields | {"of": torch.zeros_like(fields["of"]), "kept": catches.kept[fields["of"].unique()]}
-    )
+    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "kept"}
+    kept = catches.kept[of_sinks["of"].unique()]
+    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "kept": kept})
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
