@@ -1,4 +1,4 @@
-"""Kind to leave out: sinks and outlier dimensions of a run as a small JSON file.
+"""What to leave out: sinks and outlier dimensions of a run as a small JSON file.
 
 For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
 rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
