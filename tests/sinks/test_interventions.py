@@ -1,4 +1,4 @@
-"""Causal tests on a live model, against edits by parameter name and hooks on transformers' own eager attention."""
+"""Causal interventions, against edits by parameter name and hooks on transformers' own eager attention."""
 
 from __future__ import annotations
 
@@ -453,18 +453,18 @@ def _all_three(model):
         yield
 
 
-class _Watcher:
+class _RecordingTap:
     def __init__(self) -> None:
-        self.told = 0
+        self.calls = 0
 
     def stream(self, layer, hidden):
-        self.told += 1
+        self.calls += 1
 
     def attention_input(self, layer, hidden):
-        self.told += 1
+        self.calls += 1
 
     def attention(self, layer, inputs):
-        self.told += 1
+        self.calls += 1
         return attend(inputs)
 
 
@@ -505,15 +505,15 @@ def test_every_bit_of_the_model_is_restored(family, opened):
         with pytest.raises(ZeroDivisionError) if leaves_by else ExitStack(), _all_three(model):
             plain = _logits(model, family)
             assert not torch.allclose(plain, own, rtol=0, atol=1e-3 * float(own.abs().max()))
-            with watched(model, watcher := _Watcher()):
+            with watched(model, watcher := _RecordingTap()):
                 seen = _logits(model, family)
             assert torch.equal(seen, plain)
-            assert watcher.told == 10
+            assert watcher.calls == 10
             if leaves_by:
                 raise leaves_by
         _assert_same(before, _state(model))
         assert torch.equal(_logits(model, family), own)
-    with watched(model, _Watcher()), _all_three(model):
+    with watched(model, _RecordingTap()), _all_three(model):
         assert torch.equal(_logits(model, family), plain)
     _assert_same(before, _state(model))
 
@@ -529,7 +529,7 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
         lambda: without_low_rank(model, LAYER, factors={"q": factors["k"]}),
         lambda: ablate_direction(model, LAYER, 1, _direction()),
         lambda: without_low_rank(model, LAYER, factors=factors),  # the same parameter, where it is fused
-        lambda: watched(model, _Watcher()),
+        lambda: watched(model, _RecordingTap()),
     ]
     expected = {}
     for left in range(4):
