@@ -113,6 +113,23 @@ def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
 
 
+def outlier_table(dense: Dense) -> dict[str, np.ndarray]:
+    """The outliers table, dimension by dimension: LLM.int8() and Sun et al. 2024, as above."""
+    rows = []
+    for layer, h in enumerate(dense.hidden):
+        massive = np.array([np.abs(c) > max(100, 1000 * np.median(np.abs(c))) for c in h])
+        for dimension in range(h.shape[2]):
+            own, of_dimension = massive[:, :, dimension], np.abs(h[:, :, dimension])
+            share = (of_dimension[:, 1:] >= 6).mean()
+            if share >= 0.06 or own.any():
+                sizes = (share, of_dimension[:, 1:].max(), of_dimension[:, 0].max())
+                contexts = sum(bool(context[1:].any()) for context in own)
+                rows.append((layer, dimension, *sizes, own[:, 1:].sum(), own[:, 0].sum(), contexts))
+    names = ("layer", "dimension", "share", "maximum", "maximum_first")
+    names += ("massive", "massive_first", "massive_contexts")
+    return dict(zip(names, np.array(rows, dtype=float).reshape(-1, len(names)).T, strict=True))
+
+
 def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.ndarray]:
     """The measured part of the heads table, (L · H) values a column, MATH.md sections 3 and 4."""
     layers, contexts, heads, length, _ = dense.attention.shape

@@ -102,7 +102,7 @@ def test_commands_are_parsed_by_the_command_line(page, line):
     command = typer.main.get_command(app)
     args = shlex.split(line.replace("$seed", "0"), comments=True)[1:]
     while True:
-        args = ["such"] * (not args and command.name in ("report", "mask")) + args
+        args = ["such"] * (not args and command.name in ("report", "exclude")) + args
         context = command.make_context(command.name, list(args))
         if not hasattr(command, "resolve_command"):
             return

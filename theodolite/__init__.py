@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from theodolite.passes.survey import spectra as spectra
     from theodolite.passes.survey import survey as survey
     from theodolite.report.page import write_report as write_report
-    from theodolite.sinks.exclusions import Mask as Mask
+    from theodolite.sinks.exclusions import Exclusions as Exclusions
     from theodolite.sinks.outliers import find_outliers as find_outliers
     from theodolite.sinks.trace import trace_sinks as trace_sinks
     from theodolite.theory.decomposition import decompose as decompose
 
 _HOMES = {
     "Corpus": "theodolite.corpus.corpus",
-    "Mask": "theodolite.sinks.exclusions",
+    "Exclusions": "theodolite.sinks.exclusions",
     "OpenModel": "theodolite.models",
     "Run": "theodolite.passes.run",
     "TheodoliteError": "theodolite.errors",

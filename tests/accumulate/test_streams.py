@@ -149,18 +149,19 @@ def test_empty_parts_merge_to_nothing():
 
 def test_outliers_and_massive_activations_where_they_were_planted():
     h = torch.full((2, 6, 8), 0.05)
-    h[0, 3, 2] = 150.0  # massive: above 100 and above 1000 × 0.05
+    h[0, 3, 2] = h[0, 4, 2] = 150.0  # massive: above 100 and above 1000 × 0.05, twice in one context
     h[1, 0, 4] = -400.0  # massive, at the first position
     h[1, 2, 5] = 99.0  # an outlier, not massive
     h[0, 1, 5] = -6.0  # an outlier, just
     outliers = OutlierCounts(1, 8, contexts=2)
     outliers.update(0, h, 0)
     by_group = {name: value[0] for name, value in outliers.state().items()}
-    assert by_group["massive"][0, 2] == by_group["massive_first"][4, 4] == 1  # contexts 0 and 1 of 2
+    assert by_group["massive_contexts"][0, 2] == by_group["massive_first"][4, 4] == 1  # contexts 0 and 1 of 2
     state = {name: value.sum(0) if value.ndim == 2 else value for name, value in by_group.items()}
-    assert state["massive"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert state["massive"].tolist() == [0, 0, 2, 0, 0, 0, 0, 0]
+    assert state["massive_contexts"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
     assert state["massive_first"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert state["outlier"].tolist() == [0, 0, 1, 0, 0, 2, 0, 0]
+    assert state["outlier"].tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
     assert state["maximum"][[2, 5]].tolist() == [150.0, 99.0]
     assert state["maximum_first"][4] == 400.0
 

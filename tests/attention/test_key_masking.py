@@ -9,7 +9,7 @@ import torch
 
 from tests import checkpoints
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.attention.key_masking import hiding_keys, kept_where_blind
+from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models.doors.transformers import edited, tapped, unedited
 from theodolite.models.head_weights import capture_calls, probe_layer
@@ -240,7 +240,7 @@ def test_hidden_keys_get_no_weight_and_queries_without_a_key_keep_what_they_had(
     hidden = torch.zeros(2, 20, dtype=torch.bool)
     hidden[0, [0, 1, 2, 3, 4, 9]] = True
     hidden[1, [0, 7]] = True
-    got = kept_where_blind(inputs, hidden, heads, attend(hiding_keys(inputs, hidden, heads, False)))
+    got = restore_blind_queries(inputs, hidden, heads, attend(hide_keys(inputs, hidden, heads, False)))
     extra = torch.zeros(2, 4, 20, 20, dtype=torch.float64)
     extra[:, heads] = extra[:, heads].masked_fill(hidden[:, None, None], -torch.inf)
     visible = torch.ones(20, 20, dtype=torch.bool)
@@ -258,7 +258,7 @@ def test_a_listener_sees_weights_of_exactly_zero():
     inputs = _inputs()
     hidden = torch.zeros(1, 20, dtype=torch.bool)
     hidden[0, 5] = True
-    for block in hiding_keys(inputs, hidden, [1], False).blocks():
+    for block in hide_keys(inputs, hidden, [1], False).blocks():
         weights = block.logits.softmax(-1)
         assert not weights[:, 1, 6 - block.start :, 5].any()
         assert weights[:, 0, 6 - block.start :, 5].any()

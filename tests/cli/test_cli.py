@@ -121,9 +121,9 @@ def test_report_renders_a_run_again(checkpoint, text, tmp_path):
     status, stdout, _ = call("report", out, "--json")
     assert status == 0
     assert len(json.loads(stdout)["heads"]) == len(Run.load(out).heads)
-    status, stdout, _ = call("mask", out, "--json", "--out", tmp_path / "mask.json")
+    status, stdout, _ = call("exclude", out, "--json", "--out", tmp_path / "exclusions.json")
     assert status == 0
-    assert json.loads(stdout) == json.loads((tmp_path / "mask.json").read_text())
+    assert json.loads(stdout) == json.loads((tmp_path / "exclusions.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -430,13 +430,13 @@ def test_what_an_audit_says_and_gives(pair):
 
 
 def test_an_intervention_is_named(damaged, pair):
-    from theodolite.sinks.interventions import masked_keys
+    from theodolite.sinks.interventions import attention_knockout
 
     model = open_model(damaged())
-    with masked_keys(model, 0, 2, [1, 2, 3, 4, 5]):
+    with attention_knockout(model, 0, 2, [1, 2, 3, 4, 5]):
         run = survey(model, CORPUS)
     audit = compare(pair().run, run)
-    assert "under masked_keys(layer=0, head=2" in audit.other
+    assert "under attention_knockout(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
     assert audit.part("spectra").exact
     with pytest.raises(UsageError, match="the trace beside it is of another model than the survey"):

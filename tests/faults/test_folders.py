@@ -155,7 +155,7 @@ def test_a_run_that_is_not_whole(name: str, damage: str, surveyed: Path, tmp_pat
     if name in ("run.json", "layers.parquet"):
         commands += [
             ("compare", surveyed, folder, "--out", tmp_path / "c"),
-            ("mask", folder, "--out", tmp_path / "m"),
+            ("exclude", folder, "--out", tmp_path / "m"),
         ]
     for words in commands:
         status, stderr = call(*words)

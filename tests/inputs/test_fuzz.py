@@ -144,7 +144,7 @@ OPTIONS = {
     "spectra": ["--dtype", "--device", "--json", "--revision"],
     "evaluate": ["--task", "--length", "--contexts", "--seed", "--json"],
     "reproduce": ["--layer", "--head", "--prompt", "--length", "--contexts", "--seed"],
-    "mask": ["--least-share"],
+    "exclude": ["--least-share"],
     "compare": ["--length", "--json"],
 }
 FLAGS = {"--json", "--stretches"}

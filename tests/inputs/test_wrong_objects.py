@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.synthetic import make_survey
-from theodolite import Corpus, Mask, compare, find_outliers, survey, trace_sinks
+from theodolite import Corpus, Exclusions, compare, find_outliers, survey, trace_sinks
 from theodolite.errors import UsageError
 
 NO_CORPUS = rf"a Corpus, such as Corpus.{Corpus.from_path.__name__}\(…\), not str"
@@ -27,7 +27,7 @@ def corpus() -> Corpus:
         (lambda model, corpus, run: survey(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: compare(model, model), "runs are compared, .* this is OpenModel"),
         (lambda model, corpus, run: compare(run, run, names=("one",)), "names has 1: give two"),
-        (lambda model, corpus, run: Mask.of(model), "not of OpenModel"),
+        (lambda model, corpus, run: Exclusions.of(model), "not of OpenModel"),
         (lambda model, corpus, run: Corpus.python_docs(None, 16), "text needs a tokenizer"),
     ],
 )

@@ -15,7 +15,7 @@ from theodolite.models.block_matrices import (
     block_matrices,
     left_dense,
     one_expert_at_a_time,
-    watching_products,
+    tapped_products,
 )
 from theodolite.models.structure import backbone
 
@@ -122,7 +122,7 @@ def test_products_with_experts_are_seen(family, tmp_path):
     ids = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         grouped = backbone(model.hf)(input_ids=ids, use_cache=False).last_hidden_state
-        with one_expert_at_a_time(model.hf), watching_products(told):
+        with one_expert_at_a_time(model.hf), tapped_products(told):
             eager = backbone(model.hf)(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(eager, grouped, rtol=1e-4, atol=1e-4)
     for expert in range(2):
@@ -136,7 +136,7 @@ def test_products_are_seen_whatever_the_function():
     """Oracle: the operands themselves; a matrix is told as (outputs, inputs)."""
     x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     seen = []
-    with watching_products(lambda inputs, matrix: seen.append((inputs, matrix))):
+    with tapped_products(lambda inputs, matrix: seen.append((inputs, matrix))):
         results = [functional.linear(x, w), x @ w.T, torch.mm(x, w.T), torch.addmm(b, x, w.T) - b]
         torch.matmul(x, b[:4])  # with a vector: no matrix
     assert len(seen) == 4

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.passes.run import Run
 
 HOSTILE = [
@@ -302,8 +303,8 @@ def _sinks() -> pd.DataFrame:
 
 
 def _outliers(layers: int) -> pd.DataFrame:
-    rows = [(layer, 3, 0.5 + 0.1 * layer, 8.0 + layer, 400.0, 0, 4) for layer in range(1, layers)]
-    names = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
+    rows = [(layer, 3, 0.5 + 0.1 * layer, 8.0 + layer, 400.0, 0, 4, 0) for layer in range(1, layers)]
+    names = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
     return pd.DataFrame(rows, columns=names)
 
 

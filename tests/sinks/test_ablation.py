@@ -1,4 +1,4 @@
-"""One head disturbed; oracles: transformers' own logits in numpy, weights edited by name, and a planted tag.
+"""One head ablated; oracles: transformers' own logits in numpy, weights edited by name, and a planted tag.
 
 The planted model (`tests/planted.py`) says what must be found: its sinks are S1 and S2, head (0, 1) tags dimension
 `OUTLIER` alone, and nothing behind layer 0 attends by that dimension.
@@ -15,7 +15,7 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.sinks.ablation import LATER_SINKS, LOSS_CAUGHT, LOSS_OTHERS, OWN_SINKS, causal_test
+from theodolite.sinks.ablation import HEAD_SINKS, LATER_SINKS, LOSS_CAUGHT, LOSS_OTHERS, ablation_test
 
 IDS = planted.contexts(6)
 TAG = planted.tag(0)
@@ -38,10 +38,10 @@ def model(folder):
 @pytest.fixture(scope="module")
 def table(model):
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
-    found = causal_test(model, corpus(IDS), 0, 1, TAG)
+    results = ablation_test(model, corpus(IDS), 0, 1, TAG)
     after = model.hf.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    return found.set_index(["disturbance", "measure"])
+    return results.set_index(["ablation", "measure"])
 
 
 def losses(reference: torch.nn.Module) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_losses_are_the_models_own(table, folder):
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     own = losses(reference)
     for measure, chosen in ((LOSS_CAUGHT, caught()[:, :-1]), (LOSS_OTHERS, free()[:, :-1])):
-        row = table.loc[("tag removed", measure)]
+        row = table.loc[("tag ablated", measure)]
         assert row["untouched"] == pytest.approx(by_contexts(own, chosen).mean(), rel=1e-6)
         assert row["contexts"] == len(IDS)
 
@@ -99,7 +99,7 @@ def test_the_change_is_that_of_a_model_without_the_tag(table, folder):
     change = losses(reference) - before
     for measure, chosen in ((LOSS_CAUGHT, caught()[:, :-1]), (LOSS_OTHERS, free()[:, :-1])):
         differences = by_contexts(change, chosen)
-        row = table.loc[("tag removed", measure)]
+        row = table.loc[("tag ablated", measure)]
         assert row["change"] == pytest.approx(differences.mean(), rel=1e-4, abs=1e-6)
         assert row["change_se"] == pytest.approx(
             differences.std(ddof=1) / np.sqrt(len(IDS)), rel=1e-3, abs=1e-6
@@ -108,7 +108,7 @@ def test_the_change_is_that_of_a_model_without_the_tag(table, folder):
 
 def test_a_planted_tag_is_the_clusters(table):
     """Layer 1 is told apart by the tag: without it next to nothing is left, with the control nearly all."""
-    row = table.loc[("tag removed", "η² in layer 1")]
+    row = table.loc[("tag ablated", "η² in layer 1")]
     assert row["untouched"] > 0.4
     assert row["untouched"] + row["change"] < 0.15
     assert row["control"] > row["change"] / 2
@@ -117,18 +117,18 @@ def test_a_planted_tag_is_the_clusters(table):
 
 
 def test_hidden_sinks_are_none(table):
-    row = table.loc[("sinks hidden", OWN_SINKS)]
+    row = table.loc[("sinks knocked out", HEAD_SINKS)]
     assert row["untouched"] == 1
     assert row["change"] == -1
     assert row["control"] == 0
-    assert table.loc[("tag removed", OWN_SINKS)]["change"] == 0
-    assert table.loc[("tag removed", LATER_SINKS)]["untouched"] == 1  # S2 of head (1, 3)
+    assert table.loc[("tag ablated", HEAD_SINKS)]["change"] == 0
+    assert table.loc[("tag ablated", LATER_SINKS)]["untouched"] == 1  # S2 of head (1, 3)
 
 
 def test_refusals(model):
     with pytest.raises(UsageError, match="head 9 does not exist: this model has heads 0 to"):
-        causal_test(model, corpus(IDS), 0, 9, TAG)
+        ablation_test(model, corpus(IDS), 0, 9, TAG)
     with pytest.raises(UsageError, match="has no sink in this text"):
-        causal_test(model, corpus(IDS), 2, 0, TAG)
+        ablation_test(model, corpus(IDS), 2, 0, TAG)
     with pytest.raises(UsageError, match="zero"):
-        causal_test(model, corpus(IDS), 0, 1, torch.zeros(planted.WIDTH))
+        ablation_test(model, corpus(IDS), 0, 1, torch.zeros(planted.WIDTH))

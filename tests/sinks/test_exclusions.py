@@ -9,11 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
+from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
+from theodolite.measure.geometry import outlier_rows
 from theodolite.models import open_model
 from theodolite.passes.run import Run
-from theodolite.sinks.exclusions import Mask, Rule
+from theodolite.sinks.exclusions import Exclusions, Rule
 from theodolite.sinks.outliers import Outliers, find_outliers
 
 PROVENANCE = {
@@ -41,6 +43,7 @@ OUTLIERS = pd.DataFrame(
         "maximum_first": [1.0, 300.0],
         "massive": [0, 0],
         "massive_first": [0, 2],
+        "massive_contexts": [0, 0],
     }
 )
 EMPTY = pd.DataFrame()
@@ -64,23 +67,49 @@ TRACED = replace(
 
 
 def test_rules_of_a_survey():
-    assert Mask.of(SURVEYED).rules == (
+    assert Exclusions.of(SURVEYED).rules == (
         Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
         Rule("outlier dimension", 1, dimension=5, share=0.4),
         Rule("sink", 1, head=0, first=True, share=0.75),
         Rule("massive activation", 2, dimension=6, first=True, share=0.5),
     )
-    assert len(Mask.of(SURVEYED, 0.0).rules) == 6  # with the rare sink and the rare outlier
-    assert [rule.what for rule in Mask.of(SURVEYED, 0.6).rules] == ["sink"]
+    assert len(Exclusions.of(SURVEYED, 0.0).rules) == 6  # with the rare sink and the rare outlier
+    assert [rule.kind for rule in Exclusions.of(SURVEYED, 0.6).rules] == ["sink"]
 
 
 def test_massive_activations_are_rules_from_the_least_share_on():
-    """Oracle: by hand, 4 contexts: 2 of them at position 0, and 3 or 9 values after it."""
-    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0)
+    """Oracle: by hand, 4 contexts: 2 of them at position 0, and after it 3 values in 3 contexts or 9 in one."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], massive_contexts=[3, 1], share=0.0)
     run = replace(SURVEYED, sinks=SINKS[:0], outliers=table)
-    shares = [(rule.layer, rule.first, rule.share) for rule in Mask.of(run).rules]
-    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 1.0)]
-    assert [rule.share for rule in Mask.of(run, 0.8).rules] == [1.0]
+    shares = [(rule.layer, rule.first, rule.share) for rule in Exclusions.of(run).rules]
+    assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 0.25)]
+    assert [rule.share for rule in Exclusions.of(run, 0.6).rules] == [0.75]
+    assert not any(rule.upper_bound for rule in Exclusions.of(run).rules)
+
+
+def test_a_survey_that_counted_tokens_only_bounds_the_share_of_contexts():
+    """Oracle: by hand, 4 contexts, without the column of contexts: 3 values are in 3 contexts at most, 9 in 4."""
+    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0).drop(columns="massive_contexts")
+    rules = Exclusions.of(replace(SURVEYED, sinks=SINKS[:0], outliers=table)).rules
+    assert [(rule.first, rule.share, rule.upper_bound) for rule in rules] == [
+        (False, 0.75, True),
+        (True, 0.5, None),
+        (False, 1.0, True),
+    ]
+
+
+def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
+    """Oracle: planted, 100 contexts of which one has 100 massive values in a dimension after position 0."""
+    hidden = torch.full((100, 101, 8), 0.05)
+    hidden[7, 1:, 3] = 500.0
+    counts = OutlierCounts(1, 8, contexts=100)
+    counts.update(0, hidden, 0)
+    table = pd.DataFrame(outlier_rows(counts.state(), 100, 101))
+    corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
+    run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
+    assert table["massive"].tolist() == [100]
+    rules = [rule for rule in Exclusions.of(run).rules if rule.kind == "massive activation"]
+    assert rules == [Rule("massive activation", 0, dimension=3, first=False, share=0.01)]
 
 
 def test_rules_of_outliers(tmp_path):
@@ -112,16 +141,16 @@ def test_rules_of_outliers(tmp_path):
     )
     numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
     found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, numbers)
-    mask = Mask.of(found, 0.2)
-    assert mask.rules == (
+    exclusions = Exclusions.of(found, 0.2)
+    assert exclusions.rules == (
         Rule("outlier dimension", 0, dimension=4, share=0.5),
         Rule("massive activation", 1, dimension=7, first=True, share=0.75),
         Rule("massive activation", 1, dimension=7, first=False, token_id=5, token=".", share=0.25),
         Rule("outlier dimension", 1, dimension=5, share=0.0),
     )
-    assert mask.model["sha256"] == "1" * 64
-    mask.save(tmp_path / "mask.json")
-    assert Mask.load(tmp_path / "mask.json") == mask
+    assert exclusions.model["sha256"] == "1" * 64
+    exclusions.save(tmp_path / "exclusions.json")
+    assert Exclusions.load(tmp_path / "exclusions.json") == exclusions
 
 
 def test_rules_of_outliers_of_a_model():
@@ -129,15 +158,15 @@ def test_rules_of_outliers_of_a_model():
     model = open_model()
     ids = torch.arange(200).view(4, 50)
     found = find_outliers(model, Corpus("some", ids, torch.full((4,), -1), [], 0))
-    mask = Mask.of(found)
+    exclusions = Exclusions.of(found)
     named = found.dimensions[found.dimensions["published"] | found.dimensions["adaptive"]]
-    assert len(mask.rules) >= len(named) > 0
-    assert mask.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
-    assert mask.corpus["name"] == "some"
+    assert len(exclusions.rules) >= len(named) > 0
+    assert exclusions.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
+    assert exclusions.corpus["name"] == "some"
 
 
 def test_rules_of_a_trace():
-    assert Mask.of(TRACED).rules == (
+    assert Exclusions.of(TRACED).rules == (
         Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
         Rule("sink", 1, head=0, first=True, share=0.75),
         Rule("sink", 1, head=1, share=1.0),
@@ -145,35 +174,38 @@ def test_rules_of_a_trace():
 
 
 def test_tokens_and_dimensions():
-    mask = Mask.of(SURVEYED)
+    exclusions = Exclusions.of(SURVEYED)
     ids = torch.tensor([[7, 1, 7, 2], [3, 7, 7, 7]])
-    assert mask.tokens(ids, layer=0).tolist() == [[False, False, True, False], [False, True, True, True]]
-    assert mask.tokens(ids, layer=1).tolist() == [[True, False, False, False]] * 2
-    assert mask.tokens(ids[0]).tolist() == [True, False, True, False]
-    assert [mask.dimensions(layer) for layer in range(3)] == [[], [5], [6]]
+    assert exclusions.tokens(ids, layer=0).tolist() == [
+        [False, False, True, False],
+        [False, True, True, True],
+    ]
+    assert exclusions.tokens(ids, layer=1).tolist() == [[True, False, False, False]] * 2
+    assert exclusions.tokens(ids[0]).tolist() == [True, False, True, False]
+    assert [exclusions.dimensions(layer) for layer in range(3)] == [[], [5], [6]]
 
 
 def test_a_file_is_read_again(tmp_path):
-    mask = Mask.of(SURVEYED)
-    mask.save(tmp_path / "mask.json")
-    assert Mask.load(tmp_path / "mask.json") == mask
-    rules = json.loads((tmp_path / "mask.json").read_text())["rules"]
-    assert rules[1] == {"what": "outlier dimension", "layer": 1, "dimension": 5, "share": 0.4}
-    assert (tmp_path / "mask.json").stat().st_size < 1000
+    exclusions = Exclusions.of(SURVEYED)
+    exclusions.save(tmp_path / "exclusions.json")
+    assert Exclusions.load(tmp_path / "exclusions.json") == exclusions
+    rules = json.loads((tmp_path / "exclusions.json").read_text())["rules"]
+    assert rules[1] == {"kind": "outlier dimension", "layer": 1, "dimension": 5, "share": 0.4}
+    assert (tmp_path / "exclusions.json").stat().st_size < 1000
 
 
 def test_refusals(tmp_path):
     with pytest.raises(UsageError, match="give one from 0 to 1"):
-        Mask.of(SURVEYED, 2.0)
+        Exclusions.of(SURVEYED, 2.0)
     with pytest.raises(UsageError, match="give the folder of a survey"):
-        Mask.of(replace(SURVEYED, provenance={"model": PROVENANCE["model"]}))
+        Exclusions.of(replace(SURVEYED, provenance={"model": PROVENANCE["model"]}))
     with pytest.raises(UsageError, match="no file at"):
-        Mask.load(tmp_path / "none.json")
+        Exclusions.load(tmp_path / "none.json")
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(UsageError, match="no mask that theodolite wrote"):
-        Mask.load(tmp_path / "other.json")
+    with pytest.raises(UsageError, match="no file of exclusions that theodolite wrote"):
+        Exclusions.load(tmp_path / "other.json")
     (tmp_path / "newer.json").write_text('{"schema_version": 9}')
     with pytest.raises(UsageError, match="upgrade theodolite"):
-        Mask.load(tmp_path / "newer.json")
+        Exclusions.load(tmp_path / "newer.json")
     with pytest.raises(WorkError, match="cannot write"):
-        Mask.of(SURVEYED).save(tmp_path / "no" / "mask.json")
+        Exclusions.of(SURVEYED).save(tmp_path / "no" / "exclusions.json")

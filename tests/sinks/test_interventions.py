@@ -1,4 +1,4 @@
-"""Causal tests on a live model, against edits by parameter name and hooks on transformers' own eager attention."""
+"""Causal interventions, against edits by parameter name and hooks on transformers' own eager attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.hooks import watched
-from theodolite.sinks.interventions import masked_keys, removed_tag, without_low_rank
+from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.trace import trace_sinks
 
 HEADS, WIDTH, LENGTH, LAYER = 4, 32, 14, 1
@@ -76,7 +76,7 @@ def _written(model, family: str, head: int):
         hook.remove()
 
 
-# --- removed_tag
+# --- ablate_direction
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +84,7 @@ def test_removing_a_tag_is_removing_it_from_the_output_weights(family, opened):
     """Oracle: the same model with W_O (I − û ûᵀ) for the head's rows of W_O, written by parameter name."""
     model, head = opened(family), 2
     own = _logits(model, family)
-    with removed_tag(model, LAYER, head, _direction()) as tag:
+    with ablate_direction(model, LAYER, head, _direction()) as tag:
         got = _logits(model, family)
     edited = copy.deepcopy(model.hf)
     projection = edited.get_submodule(OUTPUTS.get(family, "model.layers.{}.self_attn.o_proj").format(LAYER))
@@ -112,10 +112,10 @@ def test_the_control_takes_as_much_from_each_token_along_another_direction(famil
     model, head = opened(family), 1
     with _written(model, family, head) as seen:
         _logits(model, family)
-        with removed_tag(model, LAYER, head, _direction()) as tag:
+        with ablate_direction(model, LAYER, head, _direction()) as tag:
             _logits(model, family)
         for seed in (7, 7, 8):
-            with removed_tag(model, LAYER, head, _direction(), instead=seed) as control:
+            with ablate_direction(model, LAYER, head, _direction(), control=seed) as control:
                 _logits(model, family)
     own, removed, *controls = seen
     component = own @ tag.direction
@@ -135,7 +135,7 @@ def test_random_directions_are_uniform_in_the_row_space(opened):
     weights = _projection(model, "gpt2").weight[:8].double()
     total, seeds = torch.zeros(WIDTH, WIDTH, dtype=torch.float64), 200
     for seed in range(seeds):
-        with removed_tag(model, LAYER, 0, _direction(), instead=seed) as tag:
+        with ablate_direction(model, LAYER, 0, _direction(), control=seed) as tag:
             total += torch.outer(tag.along, tag.along) / seeds
     basis = torch.linalg.qr(weights.T).Q
     assert (total - basis @ basis.T / 8).norm() < 3 * seeds**-0.5
@@ -147,7 +147,7 @@ def test_only_the_queries_asked_for_lose_the_tag(opened):
     per_context[0, 3] = per_context[1, 9:] = True
     with _written(model, "llama2", 0) as seen:
         for queries in ([4, 6], torch.tensor([4, 6]), per_context, 5):
-            with removed_tag(model, LAYER, 0, _direction(), queries=queries) as tag:
+            with ablate_direction(model, LAYER, 0, _direction(), queries=queries) as tag:
                 _logits(model, "llama2")
         _logits(model, "llama2")
     *edited, own = seen
@@ -162,14 +162,14 @@ def test_only_the_queries_asked_for_lose_the_tag(opened):
 
 def test_a_control_direction_may_be_given(opened):
     model = opened("gpt2")
-    with removed_tag(model, 0, 3, _direction(), instead=_direction(4)) as tag:
+    with ablate_direction(model, 0, 3, _direction(), control=_direction(4)) as tag:
         pass
-    with removed_tag(model, 0, 3, _direction(4)) as other:
+    with ablate_direction(model, 0, 3, _direction(4)) as other:
         pass
     assert torch.equal(tag.along, other.direction)
 
 
-# --- masked_keys
+# --- attention_knockout
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def test_hiding_keys_is_masking_them_in_eager_attention(family, opened):
         for positions, hidden in (([0, 3], everywhere), (_hidden(family), _hidden(family))):
             with _eager_with_hidden_keys(model, heads, hidden):
                 expected = _logits(model, family)
-            with masked_keys(model, LAYER, head, positions):
+            with attention_knockout(model, LAYER, head, positions):
                 got = _logits(model, family)
             _close(got, expected, 2e-5)
             assert (own - expected).abs().max() > 1e-3 * own.abs().max()
@@ -240,7 +240,7 @@ def test_hiding_keys_of_bloom(opened):
     hook = model.structure.attention[LAYER].register_forward_pre_hook(hide, with_kwargs=True)
     expected = _logits(model, "bloom")
     hook.remove()
-    with masked_keys(model, LAYER, 3, hidden):
+    with attention_knockout(model, LAYER, 3, hidden):
         _close(_logits(model, "bloom"), expected, 2e-5)
 
 
@@ -255,7 +255,7 @@ def test_hiding_keys_of_padded_contexts(opened):
     with torch.no_grad():
         with _eager_with_hidden_keys(model, [1], hidden):
             expected = model.hf(**sample).logits
-        with masked_keys(model, LAYER, 1, 3):
+        with attention_knockout(model, LAYER, 1, 3):
             got = model.hf(**sample).logits
     _close(got[padding.bool()], expected[padding.bool()], 2e-5)
 
@@ -265,9 +265,9 @@ def test_hiding_a_learned_sink_column(tmp_path):
     model = open_model(checkpoints.write("gpt_oss", tmp_path))
     sinks = model.hf.model.layers[LAYER].self_attn.sinks
     own = sinks.clone()
-    with masked_keys(model, LAYER, 2, [], sink_column=True):
+    with attention_knockout(model, LAYER, 2, [], sink_column=True):
         got = _logits(model, "gpt_oss")
-    with masked_keys(model, LAYER, 2, [0], sink_column=True), _written(model, "gpt_oss", 2) as seen:
+    with attention_knockout(model, LAYER, 2, [0], sink_column=True), _written(model, "gpt_oss", 2) as seen:
         _logits(model, "gpt_oss")
     with _written(model, "gpt_oss", 2) as seen_without:
         _logits(model, "gpt_oss")
@@ -284,7 +284,7 @@ def test_hiding_a_learned_sink_column(tmp_path):
 def test_a_layer_without_a_sink_column_has_none_to_hide(opened):
     with (
         pytest.raises(UsageError, match="layer 1 has no learned sink column"),
-        masked_keys(opened("llama2"), LAYER, 0, [], sink_column=True),
+        attention_knockout(opened("llama2"), LAYER, 0, [], sink_column=True),
     ):
         _logits(opened("llama2"), "llama2")
 
@@ -303,13 +303,13 @@ def test_generation_with_hidden_keys(family, opened):
                 1, torch.tensor([0, 9]), True
             )
             with (
-                masked_keys(model, LAYER, None, [0, 9])
+                attention_knockout(model, LAYER, None, [0, 9])
                 if family == "bloom"
                 else _eager_with_hidden_keys(model, [0, 1, 2, 3], hidden)
             ):
                 logits = model.hf(input_ids=expected, use_cache=False).logits
             expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
-        stack.enter_context(masked_keys(model, LAYER, None, [0, 9]))
+        stack.enter_context(attention_knockout(model, LAYER, None, [0, 9]))
         assert torch.equal(model.hf.generate(ids, use_cache=False, **options), expected)
         if cached:
             assert torch.equal(model.hf.generate(ids, **options), expected)
@@ -405,7 +405,7 @@ def test_given_factors_and_their_control(opened):
     with without_low_rank(model, LAYER, factors={"k": (left, right)}) as shares:
         torch.testing.assert_close(projection.weight, own - left @ right, rtol=0, atol=2e-5)
     assert shares == {"k": pytest.approx(float((left @ right).norm() ** 2 / own.norm() ** 2), rel=1e-4)}
-    with without_low_rank(model, LAYER, factors={"k": (left, right)}, instead=1) as control:
+    with without_low_rank(model, LAYER, factors={"k": (left, right)}, control=1) as control:
         taken = own - projection.weight
     assert control["k"] == pytest.approx(shares["k"], rel=1e-9)
     values = torch.linalg.svdvals(taken)[:5]
@@ -444,27 +444,27 @@ def test_nested_parts_come_out_one_after_the_other(opened):
 def _all_three(model):
     with (
         without_low_rank(model, LAYER, 2),
-        masked_keys(model, LAYER, 1, [0]),
-        removed_tag(model, LAYER, 1, _direction()),
-        removed_tag(model, LAYER, 1, _direction(2), instead=3),
-        masked_keys(model, 2, None, [3]),
-        without_low_rank(model, LAYER, 1, of="v", instead=5),
+        attention_knockout(model, LAYER, 1, [0]),
+        ablate_direction(model, LAYER, 1, _direction()),
+        ablate_direction(model, LAYER, 1, _direction(2), control=3),
+        attention_knockout(model, 2, None, [3]),
+        without_low_rank(model, LAYER, 1, of="v", control=5),
     ):
         yield
 
 
-class _Watcher:
+class _RecordingTap:
     def __init__(self) -> None:
-        self.told = 0
+        self.calls = 0
 
     def stream(self, layer, hidden):
-        self.told += 1
+        self.calls += 1
 
     def attention_input(self, layer, hidden):
-        self.told += 1
+        self.calls += 1
 
     def attention(self, layer, inputs):
-        self.told += 1
+        self.calls += 1
         return attend(inputs)
 
 
@@ -505,15 +505,15 @@ def test_every_bit_of_the_model_is_restored(family, opened):
         with pytest.raises(ZeroDivisionError) if leaves_by else ExitStack(), _all_three(model):
             plain = _logits(model, family)
             assert not torch.allclose(plain, own, rtol=0, atol=1e-3 * float(own.abs().max()))
-            with watched(model, watcher := _Watcher()):
+            with watched(model, watcher := _RecordingTap()):
                 seen = _logits(model, family)
             assert torch.equal(seen, plain)
-            assert watcher.told == 10
+            assert watcher.calls == 10
             if leaves_by:
                 raise leaves_by
         _assert_same(before, _state(model))
         assert torch.equal(_logits(model, family), own)
-    with watched(model, _Watcher()), _all_three(model):
+    with watched(model, _RecordingTap()), _all_three(model):
         assert torch.equal(_logits(model, family), plain)
     _assert_same(before, _state(model))
 
@@ -527,9 +527,9 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
     factors = {"k": (torch.ones(WIDTH, 1), 0.1 * torch.ones(1, WIDTH))}
     makers = [
         lambda: without_low_rank(model, LAYER, factors={"q": factors["k"]}),
-        lambda: removed_tag(model, LAYER, 1, _direction()),
+        lambda: ablate_direction(model, LAYER, 1, _direction()),
         lambda: without_low_rank(model, LAYER, factors=factors),  # the same parameter, where it is fused
-        lambda: watched(model, _Watcher()),
+        lambda: watched(model, _RecordingTap()),
     ]
     expected = {}
     for left in range(4):
@@ -562,7 +562,7 @@ def test_an_error_in_the_forward_pass_restores_the_model(opened):
 
     with pytest.raises(ZeroDivisionError), _all_three(model), tapped(model.hf, fail):
         _logits(model, "gpt2")
-    with pytest.raises(UsageError, match="key position 99"), masked_keys(model, 0, 0, 99):
+    with pytest.raises(UsageError, match="key position 99"), attention_knockout(model, 0, 0, 99):
         _logits(model, "gpt2")
     _assert_same(before, _state(model))
     assert torch.equal(_logits(model, "gpt2"), own)
@@ -584,21 +584,27 @@ NAN = torch.full((WIDTH,), torch.nan)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: removed_tag(m, 3, 0, _direction()), "layer 3 does not exist: .* layers 0 to 2"),
-        (lambda m: removed_tag(m, 0, 4, _direction()), "head 4 does not exist: .* heads 0 to 3"),
-        (lambda m: removed_tag(m, 0, -1, _direction()), "head -1 does not exist"),
-        (lambda m: removed_tag(m, 0, 0, torch.ones(31)), r"shape \(31,\); this model's width is 32"),
-        (lambda m: removed_tag(m, 0, 0, NAN), "finite and not zero"),
-        (lambda m: removed_tag(m, 0, 0, torch.zeros(WIDTH)), "finite and not zero"),
-        (lambda m: removed_tag(m, 0, 0, _unwritten(m)), "head 0 of layer 0 writes nothing along"),
-        (lambda m: removed_tag(m, 0, 0, _direction(), queries=[-2]), "query position -2 does not exist"),
-        (lambda m: removed_tag(m, 0, 0, _direction(), queries=99), "query position 99 .* has 14 tokens"),
-        (lambda m: masked_keys(m, 5, 0, 0), "layer 5 does not exist"),
-        (lambda m: masked_keys(m, 0, 7, 0), "head 7 does not exist"),
-        (lambda m: masked_keys(m, 0, 0, []), "no key positions were given"),
-        (lambda m: masked_keys(m, 0, 0, [0.5]), "whole numbers or a bool tensor .*, not torch.float32"),
-        (lambda m: masked_keys(m, 0, 0, [0, 14]), "key position 14 does not exist: the pass has 14 tokens"),
-        (lambda m: masked_keys(m, 0, 0, torch.ones(3, 4) > 0), "for 3 contexts, the pass has 2"),
+        (lambda m: ablate_direction(m, 3, 0, _direction()), "layer 3 does not exist: .* layers 0 to 2"),
+        (lambda m: ablate_direction(m, 0, 4, _direction()), "head 4 does not exist: .* heads 0 to 3"),
+        (lambda m: ablate_direction(m, 0, -1, _direction()), "head -1 does not exist"),
+        (lambda m: ablate_direction(m, 0, 0, torch.ones(31)), r"shape \(31,\); this model's width is 32"),
+        (lambda m: ablate_direction(m, 0, 0, NAN), "finite and not zero"),
+        (lambda m: ablate_direction(m, 0, 0, torch.zeros(WIDTH)), "finite and not zero"),
+        (lambda m: ablate_direction(m, 0, 0, _unwritten(m)), "head 0 of layer 0 writes nothing along"),
+        (lambda m: ablate_direction(m, 0, 0, _direction(), queries=[-2]), "query position -2 does not exist"),
+        (lambda m: ablate_direction(m, 0, 0, _direction(), queries=99), "query position 99 .* has 14 tokens"),
+        (lambda m: attention_knockout(m, 5, 0, 0), "layer 5 does not exist"),
+        (lambda m: attention_knockout(m, 0, 7, 0), "head 7 does not exist"),
+        (lambda m: attention_knockout(m, 0, 0, []), "no key positions were given"),
+        (
+            lambda m: attention_knockout(m, 0, 0, [0.5]),
+            "whole numbers or a bool tensor .*, not torch.float32",
+        ),
+        (
+            lambda m: attention_knockout(m, 0, 0, [0, 14]),
+            "key position 14 does not exist: the pass has 14 tokens",
+        ),
+        (lambda m: attention_knockout(m, 0, 0, torch.ones(3, 4) > 0), "for 3 contexts, the pass has 2"),
         (lambda m: without_low_rank(m, 9, 1), "layer 9 does not exist"),
         (lambda m: without_low_rank(m, 0), "either a rank or factors"),
         (lambda m: without_low_rank(m, 0, 1, factors={}), "either a rank or factors"),
@@ -634,7 +640,7 @@ def _unwritten(model) -> torch.Tensor:
 def test_queries_by_position_and_a_cache_do_not_go_together(opened):
     model = opened("gpt2")
     ids = _sample("gpt2")["input_ids"]
-    with removed_tag(model, 0, 0, _direction(), queries=3):
+    with ablate_direction(model, 0, 0, _direction(), queries=3):
         model.hf.generate(ids, max_new_tokens=2, use_cache=False, do_sample=False, pad_token_id=0)
         with pytest.raises(UsageError, match=r"whole contexts; call generate with use_cache=False"):
             model.hf.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
@@ -663,9 +669,9 @@ def test_what_is_measured_meanwhile_says_so_and_is_not_taken_for_the_models_own(
     ids = torch.arange(48).reshape(2, 24)
     plain = trace_sinks(model, ids, tmp_path / "run")
     assert "edits" not in plain.provenance["fingerprint"]
-    with masked_keys(model, 0, 1, [3]), without_low_rank(model, 0, 2, of="q"):
+    with attention_knockout(model, 0, 1, [3]), without_low_rank(model, 0, 2, of="q"):
         edits = trace_sinks(model, ids).provenance["fingerprint"]["edits"]
-        assert edits[0] == "masked_keys(layer=0, head=1, positions=[3], sink_column=False)"
+        assert edits[0] == "attention_knockout(layer=0, head=1, positions=[3], sink_column=False)"
         assert edits[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
         with pytest.raises(UsageError):
             trace_sinks(model, ids, tmp_path / "run")

@@ -15,8 +15,8 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.theory import outliers
 from theodolite.theory.outliers import (
+    LayerBaseline,
     Thresholds,
-    Usual,
     dimension_limit,
     gaussian_spread,
     log_magnitude,
@@ -45,7 +45,7 @@ def drawn(law: str, tokens: int, width: int, seed: int) -> Tensor:
 def found(layer: Tensor, learnt_from: int) -> tuple[Tensor, Tensor]:
     """Outlier dimensions, and massive places, of one layer (tokens, width)."""
     _, dimensions = outlier_dimensions(typical_magnitude(log_magnitude(layer).mean(0)), LEVEL)
-    bounds = Usual.of(layer[:learnt_from, None]).bounds(len(layer), LEVEL)
+    bounds = LayerBaseline.of(layer[:learnt_from, None]).bounds(len(layer), LEVEL)
     return dimensions, layer.abs() > bounds[0]
 
 
@@ -53,7 +53,7 @@ def test_the_published_massive_rule_takes_the_median_of_its_own_context_and_part
     """Oracle: numpy's, context by context and part by part."""
     hidden = torch.from_numpy(np.random.default_rng(0).standard_t(1, size=(3, 7, 2, 9))) * 4
     hidden[1] *= 0.01
-    massive = massive_activations(hidden, Thresholds(massive=20.0, massive_ratio=15.0))
+    massive = massive_activations(hidden.abs(), Thresholds(massive=20.0, massive_ratio=15.0))
     x = np.abs(hidden.numpy())
     for context in range(3):
         for part in range(2):
@@ -184,5 +184,5 @@ def test_the_rules_from_data_know_no_unit(seed, power, heads):
     scaled = layer * 2.0**power
     for one, other in zip(*(outlier_dimensions(x.abs().mean(0), 0.2) for x in (layer, scaled)), strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
-    own, theirs = (Usual.of(x).bounds(40, LEVEL) for x in (layer, scaled))
+    own, theirs = (LayerBaseline.of(x).bounds(40, LEVEL) for x in (layer, scaled))
     torch.testing.assert_close(own * 2.0**power, theirs, rtol=1e-9, atol=0)

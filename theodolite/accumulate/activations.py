@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import HasState, LayerSums, State, cache_sized
+from theodolite.accumulate.outliers import MAXIMA, LargeValues
+from theodolite.accumulate.sums import HasState, State, cache_sized
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
@@ -22,7 +23,7 @@ MOST_ROWS = 1_000_000
 
 KEY = ("layer", "part", "dimension", "token_id", "first")
 COUNTED = ("contexts", "places", "published", "adaptive", "value_sum", "extreme", "position_sum", "example")
-"""Columns of the carriers' rows: what they are of, and what was seen.
+"""Columns of the carriers' rows: what they are of, and what was counted.
 
 `places` are values that are massive by either rule, `published` and `adaptive` by each; `extreme` is the largest in
 size, with its sign; `example` is context · length + position of the first place.
@@ -32,8 +33,8 @@ Key = tuple[int, int, int, int, int]
 
 
 @dataclass
-class Seen:
-    """What was seen of one token that carries massive values in one dimension of one part of one layer."""
+class CarrierSums:
+    """Counts of one token that carries massive values in one dimension of one part of one layer."""
 
     contexts: int = 0
     places: int = 0
@@ -44,8 +45,8 @@ class Seen:
     position_sum: int = 0
     example: int = 1 << 52
 
-    def join(self, other: Seen) -> None:
-        """Take in what was seen of it elsewhere."""
+    def merge(self, other: CarrierSums) -> None:
+        """Take in what was counted of it elsewhere."""
         for name in ("contexts", "places", "published", "adaptive", "value_sum", "position_sum"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         # Of two as large, the positive one: the order in which they come must not matter.
@@ -53,8 +54,8 @@ class Seen:
         self.example = min(self.example, other.example)
 
 
-class Activations(LayerSums):
-    """Per layer, part and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
+class Activations(LargeValues):
+    """Of all parts of a token, by thresholds that the caller sets and by comparison with the layer itself.
 
     State, (N, parts, width) each: square and square_first, sums of x²; log, the sum of ln |x|; maximum and
     maximum_first of |x|; outlier, published, published_first, adaptive, adaptive_first, counts of values that are
@@ -62,7 +63,7 @@ class Activations(LayerSums):
     dimension by either rule. carriers (K, 13) float64: rows of `KEY` and `COUNTED`, sorted.
 
     Args:
-        bounds: |x| above which a value is massive by comparison with its layer (`Usual.bounds`).
+        bounds: |x| above which a value is massive by comparison with its layer (`LayerBaseline.bounds`).
         length: T, tokens a context.
     """
 
@@ -72,13 +73,12 @@ class Activations(LayerSums):
         layers, parts, width = bounds.shape
         rules = (f"{rule}{where}" for rule in ("published", "adaptive") for where in ("", "_first"))
         sums = ("square", "square_first", "log", "outlier", *rules)
-        maxima = ("maximum", "maximum_first")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + maxima, (parts, width))
-        super().__init__(layers, shapes | {"massive_tokens": (), "massive_tokens_first": ()}, maxima=maxima)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + MAXIMA, (parts, width))
+        super().__init__(layers, shapes | {"massive_tokens": (), "massive_tokens_first": ()}, maxima=MAXIMA)
         self.bounds = bounds
         self.length = length
         self.thresholds = thresholds
-        self._carriers: dict[Key, Seen] = {}
+        self._carriers: dict[Key, CarrierSums] = {}
 
     def update(
         self,
@@ -93,25 +93,23 @@ class Activations(LayerSums):
             UsageError: the thresholds make a million kinds of massive activations.
         """
         for part in cache_sized(len(hidden), hidden.device):
-            own = hidden[part]
-            own = own.to(torch.promote_types(own.dtype, torch.float32))
-            self._sums(layer, own)
-            published, adaptive = self.massive(layer, own)
+            values = hidden[part]
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            magnitude = values.abs()
+            self._add_sums(layer, magnitude)
+            published, adaptive = self.massive(layer, magnitude)
             either = published | adaptive
             if not either.any():
                 continue
-            for name, found in (("published", published), ("adaptive", adaptive)):
-                self.add(name, layer, found[:, 1:].sum(dim=(0, 1)))
-                self.add(f"{name}_first", layer, found[:, 0].sum(dim=0))
-            tokens = either.flatten(2).any(-1)
-            self.add("massive_tokens", layer, tokens[:, 1:].sum())
-            self.add("massive_tokens_first", layer, tokens[:, 0].sum())
+            self.add_massive(layer, published, "published")
+            self.add_massive(layer, adaptive, "adaptive")
+            self.add_massive(layer, either.flatten(2).any(-1), "massive_tokens")
             places = either.nonzero().tolist()
             if len(places) > MOST_ROWS:
                 self._refuse(layer)
             marks = zip(
                 places,
-                own[either].tolist(),
+                values[either].tolist(),
                 published[either].tolist(),
                 adaptive[either].tolist(),
                 strict=True,
@@ -119,15 +117,15 @@ class Activations(LayerSums):
             self._carry(layer, marks, ids[part].tolist(), first_context + part.start)
 
     def massive(
-        self, layer: int, hidden: Float[Tensor, "batch positions parts width"]
+        self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]
     ) -> tuple[Tensor, Tensor]:
-        """Where the values are massive by the published rule, and where by comparison with the layer."""
-        bounds = self.bounds[layer].to(hidden.device)
-        return massive_activations(hidden, self.thresholds), hidden.abs() > bounds
+        """Where |x| is massive by the published rule, and where by comparison with the layer."""
+        bounds = self.bounds[layer].to(magnitude.device)
+        return massive_activations(magnitude, self.thresholds), magnitude > bounds
 
     def state(self) -> State:
         """All tensors, stacked over layers, on the CPU; carriers as sorted rows."""
-        rows = [[*key, *vars(seen).values()] for key, seen in sorted(self._carriers.items())]
+        rows = [[*key, *vars(sums).values()] for key, sums in sorted(self._carriers.items())]
         columns = len(KEY) + len(COUNTED)
         return super().state() | {"carriers": torch.tensor(rows, dtype=torch.float64).reshape(-1, columns)}
 
@@ -140,19 +138,16 @@ class Activations(LayerSums):
         """Take in what another accumulator has seen."""
         state = other.state()
         super().merge(other)
-        for key, seen in _carriers(state):
-            self._carriers.setdefault(key, Seen()).join(seen)
+        for key, sums in _carriers(state):
+            self._carriers.setdefault(key, CarrierSums()).merge(sums)
 
-    def _sums(self, layer: int, hidden: Float[Tensor, "batch positions parts width"]) -> None:
-        magnitude = hidden.abs()
+    def _add_sums(self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]) -> None:
         later = magnitude[:, 1:].flatten(0, 1)
         # float32 sums of one context, float64 between contexts. Squares of float32 overflow from 1.8e19 on.
         self.add("square", layer, torch.linalg.vector_norm(later, dim=0).double().square())
         self.add("square_first", layer, torch.linalg.vector_norm(magnitude[:, 0], dim=0).double().square())
         self.add("log", layer, log_magnitude(later).sum(0))
-        self.add("maximum", layer, later.amax(0))
-        self.add("maximum_first", layer, magnitude[:, 0].amax(0))
-        self.add("outlier", layer, (later >= self.thresholds.outlier).sum(0))
+        self.add_magnitudes(layer, magnitude)
 
     def _carry(self, layer: int, marks: Iterator[tuple], ids: list[list[int]], first_context: int) -> None:
         counted: set[tuple[Key, int]] = set()
@@ -161,8 +156,8 @@ class Activations(LayerSums):
             example = (first_context + context) * self.length + position
             new = (key, context) not in counted
             counted.add((key, context))
-            seen = Seen(int(new), 1, int(published), int(adaptive), value, value, position, example)
-            self._carriers.setdefault(key, Seen()).join(seen)
+            sums = CarrierSums(int(new), 1, int(published), int(adaptive), value, value, position, example)
+            self._carriers.setdefault(key, CarrierSums()).merge(sums)
         if len(self._carriers) > MOST_ROWS:
             self._refuse(layer)
 
@@ -173,9 +168,9 @@ class Activations(LayerSums):
         )
 
 
-def _carriers(state: State) -> Iterator[tuple[Key, Seen]]:
+def _carriers(state: State) -> Iterator[tuple[Key, CarrierSums]]:
     for layer, part, dimension, token, first, *values in state["carriers"].tolist():
         contexts, places, published, adaptive, total, extreme, positions, example = values
         key = (int(layer), int(part), int(dimension), int(token), int(first))
         counts = (int(contexts), int(places), int(published), int(adaptive))
-        yield key, Seen(*counts, total, extreme, int(positions), int(example))
+        yield key, CarrierSums(*counts, total, extreme, int(positions), int(example))

@@ -1,47 +1,74 @@
-"""Large values in the residual stream: outlier dimensions and massive activations, counted by dimension."""
+"""Large values of a layer: outlier dimensions and massive activations, counted by dimension."""
 
 from __future__ import annotations
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS, Groups, LayerSums
-from theodolite.theory.outliers import Thresholds, median
+from theodolite.theory.outliers import Thresholds, massive_activations
 
 PUBLISHED = Thresholds()
 """A survey counts by the published thresholds; `theodolite.sinks.outliers` lets the caller set them."""
 
+MASSIVE_COUNTS = ("massive", "massive_first", "massive_contexts")
+"""Tokens after position 0, tokens at it, and contexts with at least one after it, that have a massive activation."""
 
-class OutlierCounts(LayerSums):
-    """Per residual layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
+MAXIMA = ("maximum", "maximum_first")
 
-    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; maximum, maximum_first
-    (N, d) of |x|. The median of the massive activations' definition is that of all magnitudes of the same context
-    and layer. `contexts` is how many the whole corpus has.
+
+class LargeValues(LayerSums):
+    """Counts and maxima per layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0."""
+
+    thresholds: Thresholds
+
+    def add_magnitudes(
+        self,
+        layer: int,
+        magnitude: Float[Tensor, "batch positions *parts width"],
+        group: int | None = None,
+    ) -> float:
+        """Take in maxima and outliers; returns the largest magnitude of all."""
+        first, later = magnitude[:, 0].amax(dim=0), magnitude[:, 1:].amax(dim=(0, 1))
+        self.add("maximum_first", layer, first)
+        self.add("maximum", layer, later)
+        largest = float(torch.maximum(first, later).max())
+        if largest >= self.thresholds.outlier:
+            self.add("outlier", layer, (magnitude[:, 1:] >= self.thresholds.outlier).sum(dim=(0, 1)), group)
+        return largest
+
+    def add_massive(
+        self,
+        layer: int,
+        massive: Bool[Tensor, "batch positions *values"],
+        name: str = "massive",
+        group: int | None = None,
+    ) -> None:
+        """Count the massive activations of one rule."""
+        self.add(name, layer, massive[:, 1:].sum(dim=(0, 1)), group)
+        self.add(f"{name}_first", layer, massive[:, 0].sum(dim=0), group)
+
+
+class OutlierCounts(LargeValues):
+    """Of the residual stream, by the published thresholds.
+
+    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
+    contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|. `contexts` is how many
+    the whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int) -> None:
-        counts, maxima = ("outlier", "massive", "massive_first"), ("maximum", "maximum_first")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
-        super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("outlier", *MASSIVE_COUNTS), (GROUPS, width))
+        super().__init__(layers, shapes | dict.fromkeys(MAXIMA, (width,)), maxima=MAXIMA)
         self.groups = Groups(contexts)
+        self.thresholds = PUBLISHED
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Take in one layer's hidden states of contexts `first_context …`."""
         for group, part in self.groups.cache_sized(first_context, len(hidden), hidden.device):
             magnitude = hidden[part].abs()
-            maximum = magnitude.amax(dim=(0, 1))
-            self.add("maximum_first", layer, magnitude[:, 0].amax(dim=0))
-            self.add("maximum", layer, magnitude[:, 1:].amax(dim=(0, 1)))
-            largest = float(maximum.max())
-            if largest >= PUBLISHED.outlier:
-                self.add("outlier", layer, (magnitude[:, 1:] >= PUBLISHED.outlier).sum(dim=(0, 1)), group)
-            if largest > PUBLISHED.massive:
-                for context in magnitude:
-                    self._count_massive(layer, group, context)
-
-    def _count_massive(self, layer: int, group: int, magnitude: Float[Tensor, "positions width"]) -> None:
-        threshold = max(PUBLISHED.massive, PUBLISHED.massive_ratio * median(magnitude))
-        massive = magnitude > threshold
-        self.add("massive_first", layer, massive[0], group)
-        self.add("massive", layer, massive[1:].sum(dim=0), group)
+            if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:
+                massive = massive_activations(magnitude.unsqueeze(2), self.thresholds).squeeze(2)
+                self.add_massive(layer, massive, group=group)
+                self.add("massive_contexts", layer, massive[:, 1:].any(dim=1).sum(dim=0), group)

@@ -1,6 +1,6 @@
-"""Keys hidden from heads: attention inputs edited so that no query looks at them.
+"""Attention knockout: attention inputs edited so that no query of a head attends to some keys.
 
-A bias a key does it, so that no T×T mask is made. What decides which keys and heads is not known here.
+A bias per key does it, so that no T×T mask is made. What decides which keys and heads is not known here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from theodolite.attention.inputs import MASKED, AttentionInputs, attend
 
 
-def hiding_keys(
+def hide_keys(
     inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int], sink_column: bool
 ) -> AttentionInputs:
     """The inputs with a bias on the hidden keys, as low as it takes for their weights to be exactly 0.
@@ -44,7 +44,7 @@ def hiding_keys(
     return replace(inputs, mask=mask, bias=agreed, sink=sink)
 
 
-def kept_where_blind(
+def restore_blind_queries(
     inputs: AttentionInputs,
     hidden: Bool[Tensor, "hidden_contexts keys"],
     heads: list[int],
@@ -52,23 +52,23 @@ def kept_where_blind(
 ) -> Float[Tensor, "batch queries heads value_width"]:
     """The output, with that of the unedited inputs for queries which see hidden keys only."""
     blind = _blind(inputs, hidden, heads)
-    which = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
-    if not len(which):
+    positions = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
+    if not len(positions):
         return output
     mask, bias = inputs.mask, inputs.bias
     if mask is not None:
-        mask = mask[:, :, which]
+        mask = mask[:, :, positions]
     elif inputs.causal:
-        mask = (torch.arange(hidden.shape[1], device=which.device) <= which[:, None])[None, None]
+        mask = (torch.arange(hidden.shape[1], device=positions.device) <= positions[:, None])[None, None]
     if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, which]
+        bias = bias[:, :, positions]
     mask, bias = _agreeing(mask, bias)
-    few = replace(inputs, query=inputs.query[:, :, which], causal=False, mask=mask, bias=bias)
-    own = attend(few)[:, :, heads]
+    blind_queries = replace(inputs, query=inputs.query[:, :, positions], causal=False, mask=mask, bias=bias)
+    unedited = attend(blind_queries)[:, :, heads]
     output = output.clone()
-    rows, columns = which[:, None], torch.tensor(heads, device=which.device)
-    keep = blind[:, :, which].transpose(1, 2).unsqueeze(-1)
-    output[:, rows, columns] = torch.where(keep, own, output[:, rows, columns])
+    rows, columns = positions[:, None], torch.tensor(heads, device=positions.device)
+    keep = blind[:, :, positions].transpose(1, 2).unsqueeze(-1)
+    output[:, rows, columns] = torch.where(keep, unedited, output[:, rows, columns])
     return output
 
 

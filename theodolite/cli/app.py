@@ -13,7 +13,7 @@ import typer
 from theodolite import __version__
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
-from theodolite.cli.exclude import mask_command
+from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.options import (
@@ -63,7 +63,7 @@ def _options(
 app.command("survey", cls=BareRay)(survey_command)
 app.command("spectra")(spectra_command)
 app.command("trace")(trace_command)
-app.command("mask")(mask_command)
+app.command("exclude")(exclude_command)
 app.command("report")(report_command)
 app.command("prune")(prune_command)
 app.command("compare")(compare_command)

@@ -1,4 +1,4 @@
-"""`theodolite mask`: the sinks and outliers of a run as rules."""
+"""`theodolite exclude`: the sinks and outliers of a run as rules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from theodolite.cli.screen import one_line_errors, screen
 
 
-def mask_command(
+def exclude_command(
     run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("mask.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("exclusions.json"),
     least_share: Annotated[
         float,
         typer.Option(
@@ -26,16 +26,16 @@ def mask_command(
 ) -> None:
     """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
 
-    Example: theodolite mask runs/gpt2 --out gpt2-mask.json
+    Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
     """
     with one_line_errors():
         from theodolite.passes.run import Run
-        from theodolite.sinks.exclusions import Mask
+        from theodolite.sinks.exclusions import Exclusions
 
-        mask = Mask.of(Run.load(run), least_share)
-        mask.save(out)
+        exclusions = Exclusions.of(Run.load(run), least_share)
+        exclusions.save(out)
         if as_json:
             print(out.read_text(encoding="utf-8"), end="")
         (screen if as_json else Console(soft_wrap=True)).print(
-            f"{len(mask.rules)} rules: {out}", highlight=False
+            f"{len(exclusions.rules)} rules: {out}", highlight=False
         )

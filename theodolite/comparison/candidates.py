@@ -122,7 +122,7 @@ def without_term(place: int, candidate: Candidate, layer: int, rank: int | None)
             f"{candidate.name}, {end}",
             f"{candidate.folder}-{folder}",
             candidate.source,
-            functools.partial(make, instead=seed),
+            functools.partial(make, control=seed),
             place,
             layer,
         )

@@ -7,7 +7,7 @@ takes longer (constituents, and the output through W_O) is asked for apart, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens, least_queries
+from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.catches import Catches, attend_and_catch
-from theodolite.attention.inputs import MASKED, softmax
 from theodolite.errors import WorkError
 from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads
@@ -28,7 +27,7 @@ from theodolite.models.query_key_parts import LayerPass, watch_layers
 from theodolite.passes.provenance import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
-from theodolite.sinks.prompt import LEFT_OUT, groups_of
+from theodolite.sinks.prompt import LEFT_OUT, attention_paid, groups_of
 from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 
@@ -154,12 +153,9 @@ def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
 
 def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
     """One head's attention and sinks."""
-    own = chosen_heads(read.layers[layer].inputs, [head])
-    own = replace(own, query=own.query.double(), key=own.key.double())
+    inputs = chosen_heads(read.layers[layer].inputs, [head])
     with torch.inference_mode():
-        logits = own.logits()
-        weights = softmax(logits, own.sink)[0, 0].cpu()
-        visible = (logits[0, 0] > MASKED / 2).cpu()
+        weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
     positions, group = groups_of(caught.catches, head, len(read.ids))
     chosen = (caught.catches.head == head).nonzero().flatten()
     sinks = [
@@ -171,16 +167,14 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
         )
         for position, row in zip(positions.tolist(), chosen.tolist(), strict=True)
     ]
-    seen_by = visible.sum(dim=0)
-    received = weights.sum(dim=0) / seen_by.clamp_min(1)
-    learned = 1 - weights.sum(dim=-1) if own.sink is not None else torch.zeros(len(read.ids))
+    learned = 1 - weights.sum(dim=-1) if inputs.sink is not None else torch.zeros(len(read.ids))
     return HeadView(
         layer=layer,
         head=head,
         tokens=read.tokens,
         attention=weights.masked_fill(~visible, torch.nan).numpy(),
         learned=learned.double().numpy(),
-        received=received.masked_fill(seen_by - 1 < least_queries(len(read.ids)), torch.nan).numpy(),
+        received=received.numpy(),
         sinks=tuple(sinks),
         group=group.numpy(),
     )

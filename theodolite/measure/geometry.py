@@ -14,7 +14,7 @@ from scipy.special import betaincc
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
-from theodolite.accumulate.outliers import PUBLISHED
+from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
 from theodolite.accumulate.sums import GROUPS, State
 from theodolite.measure.clusters import clusters
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
@@ -87,11 +87,9 @@ def geometry(
 
 def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, float | int]]:
     """One row for each layer's dimensions that are outliers, or carry a massive activation."""
-    outlier, massive, massive_first = (
-        outliers[name].sum(dim=1) for name in ("outlier", "massive", "massive_first")
-    )
+    outlier, *counts = (outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS))
     share = outlier / (contexts * (length - 1))
-    notable = (share >= OUTLIER_SHARE) | (massive > 0) | (massive_first > 0)
+    notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in counts)]).any(dim=0)
     return [
         {
             "layer": layer,
@@ -99,9 +97,8 @@ def outlier_rows(outliers: State, contexts: int, length: int) -> list[dict[str, 
             "share": float(share[layer, dimension]),
             "maximum": float(outliers["maximum"][layer, dimension]),
             "maximum_first": float(outliers["maximum_first"][layer, dimension]),
-            "massive": int(massive[layer, dimension]),
-            "massive_first": int(massive_first[layer, dimension]),
         }
+        | {name: int(count[layer, dimension]) for name, count in zip(MASSIVE_COUNTS, counts, strict=True)}
         for layer, dimension in notable.nonzero().tolist()
     ]
 

@@ -2,7 +2,7 @@
 
 They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
 slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
-left out. What enters a matrix is seen where PyTorch multiplies by it (`watching_products`), not by a module's name.
+left out. What enters a matrix is seen where PyTorch multiplies by it (`tapped_products`), not by a module's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from theodolite.errors import UsageError
 from theodolite.models.head_weights import Call, capture_calls
 from theodolite.models.open import OpenModel, small_input
-from theodolite.models.projections import Place, find_projections, refuse_replaced_weights
+from theodolite.models.projections import Projection, find_projections, refuse_replaced_weights
 from theodolite.models.structure import backbone
 
 ROUTER = re.compile(r".*(router|gate|gating)")
@@ -85,8 +85,8 @@ class Matrix:
         """Put another matrix in its place, in the parameter itself: what is tied stays tied."""
         with torch.no_grad():
             parameter = getattr(self.module, self.attribute)
-            held = parameter if self.expert is None else parameter[self.expert]
-            weight = held if self.dimension == 0 else held.T
+            holder = parameter if self.expert is None else parameter[self.expert]
+            weight = holder if self.dimension == 0 else holder.T
             if self.rows is None:
                 weight.copy_(matrix)
             else:
@@ -106,23 +106,28 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     names = {module: name for name, module in model.hf.named_modules()}
     calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
     experts = _expert_outputs(model)
-    found, owners = [], dict[int, str]()
+    by_block, owners = [], dict[int, str]()
     for layer, block in enumerate(model.structure.blocks):
-        places = _projections(model, calls, layer)
+        projections = _projections(model, calls, layer)
         matrices: list[Matrix] = []
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
                 dimension = 1 if isinstance(module, Conv1D) else 0
                 whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
-                matrices += _parts(whole, {n: p for n, p in places.items() if p.module is module})
+                matrices += _split_by_projection(
+                    whole, {n: p for n, p in projections.items() if p.module is module}
+                )
             for name, value in module.named_parameters(recurse=False):
-                at = experts.get(id(value))
-                if at is not None:
-                    full, own = f"{names[module]}.{name}", f"{path}.{name}"
-                    matrices += [Matrix(layer, own, e, full, module, name, at) for e in range(len(value))]
+                outputs = experts.get(id(value))
+                if outputs is not None:
+                    full, inside = f"{names[module]}.{name}", f"{path}.{name}"
+                    matrices += [
+                        Matrix(layer, inside, expert, full, module, name, outputs)
+                        for expert in range(len(value))
+                    ]
         _refuse_shared(matrices, owners)
-        found.append(matrices)
-    return found
+        by_block.append(matrices)
+    return by_block
 
 
 def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
@@ -139,14 +144,14 @@ def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
     }
 
 
-Told = Callable[[Tensor, Tensor], None]
-"""Told of a product: the inputs (…, inputs), and a view (outputs, inputs) of the matrix that takes them on."""
+OnProduct = Callable[[Tensor, Tensor], None]
+"""Called with the inputs (…, inputs) of a product, and a view (outputs, inputs) of its matrix."""
 
 
 @contextmanager
-def watching_products(told: Told) -> Iterator[None]:
-    """While open, `told` hears of every product of vectors with a matrix that this thread asks PyTorch for."""
-    with _Products(told):
+def tapped_products(on_product: OnProduct) -> Iterator[None]:
+    """While open, `on_product` is called at every product of vectors with a matrix in this thread."""
+    with _ProductTap(on_product):
         yield
 
 
@@ -176,10 +181,10 @@ _PRODUCTS: dict[Any, tuple[int, int, bool]] = {
 }
 
 
-class _Products(TorchFunctionMode):
-    def __init__(self, told: Told) -> None:
+class _ProductTap(TorchFunctionMode):
+    def __init__(self, on_product: OnProduct) -> None:
         super().__init__()
-        self._told = told
+        self._on_product = on_product
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,48 +192,48 @@ class _Products(TorchFunctionMode):
         if func in _PRODUCTS:
             inputs, matrix, outputs_first = _PRODUCTS[func]
             if args[matrix].ndim == 2:
-                self._told(args[inputs], args[matrix] if outputs_first else args[matrix].T)
+                self._on_product(args[inputs], args[matrix] if outputs_first else args[matrix].T)
         return func(*args, **(kwargs or {}))
 
 
 def _expert_outputs(model: OpenModel) -> dict[int, int]:
     """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs, by id."""
     stacked = [parameter for parameter in model.hf.parameters() if parameter.ndim == 3]
-    slices = {one.data_ptr(): (parameter, one) for parameter in stacked for one in parameter}
-    found: dict[int, int] = {}
+    slices = {part.data_ptr(): (parameter, part) for parameter in stacked for part in parameter}
+    outputs: dict[int, int] = {}
 
-    def told(inputs: Tensor, matrix: Tensor) -> None:
-        parameter, one = slices.get(matrix.data_ptr(), (None, None))
-        if parameter is not None and one is not None and matrix.numel() == one.numel():
-            found[id(parameter)] = 0 if matrix.stride() == one.stride() else 1
+    def on_product(inputs: Tensor, matrix: Tensor) -> None:
+        parameter, part = slices.get(matrix.data_ptr(), (None, None))
+        if parameter is not None and part is not None and matrix.numel() == part.numel():
+            outputs[id(parameter)] = 0 if matrix.stride() == part.stride() else 1
 
     if stacked:
-        with torch.inference_mode(), one_expert_at_a_time(model.hf), watching_products(told):
+        with torch.inference_mode(), one_expert_at_a_time(model.hf), tapped_products(on_product):
             backbone(model.hf)(**small_input(model.hf, EXPERT_TOKENS))
-    return found
+    return outputs
 
 
-def _projections(model: OpenModel, calls: list[Call], layer: int) -> dict[str, Place]:
+def _projections(model: OpenModel, calls: list[Call], layer: int) -> dict[str, Projection]:
     """Where W_q, W_k and W_v of a layer are, or nothing where they are not entries of one matrix each."""
     for name, parameter in model.structure.blocks[layer].named_parameters():
         if parameter.is_meta:
             raise UsageError(f"layer {layer}: {name} is offloaded; move the model to one device")
     try:
-        (found,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
+        (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
     except UsageError:
         return {}
-    places = {"q": found.query, "k": found.key, "v": found.value}
-    return {name: place for name, place in places.items() if place is not None}
+    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
+    return {name: projection for name, projection in projections.items() if projection is not None}
 
 
-def _parts(whole: Matrix, places: dict[str, Place]) -> list[Matrix]:
+def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> list[Matrix]:
     """A module's matrix, or the projections in it and what is left of it."""
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
-    for name, place in places.items():
-        if free[place.rows].all():  # else it shares its rows with another: keys that are values, too
-            free[place.rows] = False
-            parts.append(replace(whole, name=name, rows=place.rows))
+    for name, projection in projections.items():
+        if free[projection.rows].all():  # else it shares its rows with another: keys that are values, too
+            free[projection.rows] = False
+            parts.append(replace(whole, name=name, rows=projection.rows))
     if not parts:
         return [whole]
     if free.any():

@@ -23,6 +23,7 @@ class Watcher(Protocol):
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """What enters the attention module of a block (after its norm, where the norm comes first)."""
+        return  # most have no use for it
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """A block's attention inputs; returns the output, (batch, queries, heads, value_width)."""

@@ -1,10 +1,10 @@
 """Every head's W_O: what the model makes of a head's output, read through the tap and not through parameter names.
 
-As in `head_weights.py`, the rows 0 and e_1 … e_n tell all, only that here they are the tap's answers: handed back
-to the attention module in place of its heads' outputs, each comes out of it times W_O, plus what the module adds
-whatever the answer (a bias; in BLOOM the residual stream). Where the module returns its heads' outputs as they are
-(BERT), the module that takes them on and holds a matrix is asked in its stead. What comes after W_O in the block (a
-norm in Gemma 2, a scale a dimension) is no part of it.
+As in `head_weights.py`, rows 0 and e_1 … e_n tell all, only that here they are the tap's answers: handed back to the
+attention module in place of its heads' outputs, each comes out of it times W_O, plus what the module adds whatever
+the answer (a bias; in BLOOM the residual stream). Where the module returns its heads' outputs as they are (BERT),
+the module that takes them on and holds a matrix is asked in its stead. What comes after W_O in the block (a norm in
+Gemma 2, a scale a dimension) is no part of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 No parameter name is known here. As in `head_weights.py`, the tap tells: with a copy of the attention module whose
 matrices hold markers (ones, their own number, each entry's row, each entry's column) in place of weights, what
-arrives at the tap for the input e_1 says which entries of which matrix it has picked, whatever the layout (fused,
+arrives at the tap for the input e_1 says which entries of which matrix were picked, whatever the layout (fused,
 interleaved, grouped, transposed). A copy with random weights then verifies the finding. No weight is ever written
 to: what is replaced is the parameter, and the old one is put back.
 """
@@ -35,7 +35,7 @@ from theodolite.models.structure import Structure, first_tensor
 Purpose = Literal["penalty", "replacement"]
 """What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""
 
-_DONE = {"penalty": "penalised", "replacement": "replaced"}
+_PARTICIPLES = {"penalty": "penalised", "replacement": "replaced"}
 _THEREFORE = {
     "penalty": "LocAteR is not defined for it; leave it out by layers=[…]",
     "replacement": "no part of them can be taken out",
@@ -43,7 +43,7 @@ _THEREFORE = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Projection:
     """One projection, `W[h, i, j] = factor · weight[rows[h·d_h + j], i]`, or with the two indices swapped.
 
     Attributes:
@@ -83,16 +83,16 @@ class Place:
         """The rows as a slice where they follow one another."""
         return _compact(self.rows)
 
-    def factor_of(self, picked: Tensor) -> Float[Tensor, "heads width head_width"]:
+    def split_heads(self, entries: Tensor) -> Float[Tensor, "heads width head_width"]:
         """W of every head, from its entries of the matrix."""
         if self.dimension == 0:
-            by_head = picked.unflatten(0, (self.heads, -1)).mT
+            by_head = entries.unflatten(0, (self.heads, -1)).mT
         else:
-            by_head = picked.unflatten(1, (self.heads, -1)).transpose(0, 1)
+            by_head = entries.unflatten(1, (self.heads, -1)).transpose(0, 1)
         if self.factor is None:
             return by_head
-        dtype = torch.promote_types(picked.dtype, torch.float32)
-        return by_head * self.factor.view(self.heads, 1, -1).to(picked.device, dtype)
+        dtype = torch.promote_types(entries.dtype, torch.float32)
+        return by_head * self.factor.view(self.heads, 1, -1).to(entries.device, dtype)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Projections:
     """The projections of one layer; biases are left aside. `value` is None where W_v was not found."""
 
     layer: int
-    query: Place
-    key: Place
-    value: Place | None = None
+    query: Projection
+    key: Projection
+    value: Projection | None = None
 
     def factors(
         self,
@@ -113,11 +113,11 @@ class Projections:
         """
         query, key = self.query, self.key
         if query.weight is not key.weight:
-            return query.factor_of(_picked(query, query.span)), key.factor_of(_picked(key, key.span))
+            return query.split_heads(_entries(query, query.span)), key.split_heads(_entries(key, key.span))
         # One reading, so that the backward pass fills one gradient of the fused matrix and not two.
-        both = _picked(query, self._joint_span)
+        both = _entries(query, self._joint_span)
         w_q, w_k = both.split([len(query.rows), len(key.rows)], dim=query.dimension)
-        return query.factor_of(w_q), key.factor_of(w_k)
+        return query.split_heads(w_q), key.split_heads(w_k)
 
     @functools.cached_property
     def _joint_span(self) -> slice | Tensor:
@@ -146,105 +146,110 @@ def find_projections(
         UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
             normalised after the projection, carry an adapter, or are quantised.
     """
-    refuse_replaced_weights(model, _DONE[purpose])
+    refuse_replaced_weights(model, _PARTICIPLES[purpose])
     with tapped(model, raise_captured):
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
 
-Part = tuple[Place, list[int] | None, Tensor]
+Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
-Slot = tuple[nn.Module, str]
+ParameterName = tuple[nn.Module, str]
 """Where a module keeps a parameter."""
 
 # Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
-_replaced: list[list[Part]] = []
-_own: dict[Slot, nn.Parameter] = {}
+_open_replacements: list[list[Replacement]] = []
+_originals: dict[ParameterName, nn.Parameter] = {}
 
 
 @contextmanager
-def replaced(parts: Iterable[Part]) -> Iterator[None]:
-    """While open, `Place.matrix(heads)` is another matrix, for each of the (place, heads, matrix) given.
+def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """While open, `Projection.matrix(heads)` is another matrix, for each of the (projection, heads, matrix) given.
 
     The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
     and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
     holds; they may be left in any order.
     """
-    given = list(parts)
-    slots = list(dict.fromkeys((place.module, place.name) for place, _, _ in given))
-    _replaced.append(given)
+    given = list(replacements)
+    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in given))
+    _open_replacements.append(given)
     try:
-        for slot in slots:
-            _fill(slot)
+        for parameter_name in names:
+            _write_replacements(parameter_name)
         yield
     finally:
         # By identity: two equal ones may be open at once.
-        del _replaced[next(i for i, other in enumerate(_replaced) if other is given)]
-        for slot in slots:
-            _fill(slot)
+        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is given)]
+        for parameter_name in names:
+            _write_replacements(parameter_name)
 
 
-def _fill(slot: Slot) -> None:
+def _write_replacements(parameter_name: ParameterName) -> None:
     """Give a module its own parameter, with the entries of what is replaced now."""
-    module, name = slot
-    parts = [part for given in _replaced for part in given if (part[0].module, part[0].name) == slot]
-    if not parts:
-        if slot in _own:
-            module._parameters[name] = _own.pop(slot)
+    module, name = parameter_name
+    replacements = [
+        (projection, heads, matrix)
+        for given in _open_replacements
+        for projection, heads, matrix in given
+        if (projection.module, projection.name) == parameter_name
+    ]
+    if not replacements:
+        if parameter_name in _originals:
+            module._parameters[name] = _originals.pop(parameter_name)
         return
-    own = _own.setdefault(slot, getattr(module, name))
-    weight = own.detach().clone()
-    for place, heads, matrix in parts:
-        rows = place.rows_of(heads).to(weight.device)
+    original = _originals.setdefault(parameter_name, getattr(module, name))
+    weight = original.detach().clone()
+    for projection, heads, matrix in replacements:
+        rows = projection.rows_of(heads).to(weight.device)
         entries = matrix.to(weight.device, weight.dtype)
-        weight.index_copy_(place.dimension, rows, entries if place.dimension == 0 else entries.T)
-    module._parameters[name] = nn.Parameter(weight, requires_grad=own.requires_grad)
+        weight.index_copy_(projection.dimension, rows, entries if projection.dimension == 0 else entries.T)
+    module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
 
 
-def refuse_replaced_weights(model: PreTrainedModel, done: str) -> None:
-    """Raise `UsageError` where matrices are quantised or carry an adapter; `done` is what cannot be done to them."""
+def refuse_replaced_weights(model: PreTrainedModel, participle: str) -> None:
+    """Raise `UsageError` where matrices are quantised or carry an adapter; `participle` is what they cannot be."""
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(
-            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {done}: load it in bfloat16 "
+            f"{type(model).__name__} is quantised, so its W_q and W_k cannot be {participle}: load it in bfloat16 "
             "or float32"
         )
     adapters = [name for name, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
         raise UsageError(
-            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {done}: "
+            f"{adapters[0]} carries a PEFT adapter, so its weight is not one matrix that could be {participle}: "
             "merge the adapter (merge_and_unload) or train without one"
         )
 
 
 def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
-    live = structure.attention[layer]
-    if any(p.is_meta for p in live.parameters()):
+    attention = structure.attention[layer]
+    if any(p.is_meta for p in attention.parameters()):
         raise UsageError(
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
         )
-    module = copied(live, torch.float64).eval()
+    module = copied(attention, torch.float64).eval()
     if purpose == "replacement":
         for name in norms_of_queries_and_keys(module, call):
             module.set_submodule(name, nn.Identity())
-    places = _places(_Marked(module, call))
-    agree = [] if places is None else _verified(module, call, places)
-    if places is None or not all(agree[:2]):
-        norms = ", ".join(name for name, _ in norms_inside(live))
+    projections = _locate_all(_MarkedCopy(module, call))
+    agree = [] if projections is None else _verify(module, call, projections)
+    if projections is None or not all(agree[:2]):
+        norms = ", ".join(name for name, _ in norms_inside(attention))
         why = f" (it has norms inside: {norms})" if norms else ""
         raise UsageError(
             f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
             f"matrix each{why}, so {_THEREFORE[purpose]}"
         )
-    name_of = {id(part): name for name, part in module.named_modules()}
+    name_of = {id(submodule): name for name, submodule in module.named_modules()}
 
-    def in_live(place: Place) -> Place:
-        return replace(place, module=live.get_submodule(name_of[id(place.module)]))
+    def in_model(projection: Projection) -> Projection:
+        return replace(projection, module=attention.get_submodule(name_of[id(projection.module)]))
 
-    query, key, value = places
-    return Projections(layer, in_live(query), in_live(key), in_live(value) if value and agree[2] else None)
+    query, key, value = projections
+    return Projections(layer, in_model(query), in_model(key), in_model(value) if value and agree[2] else None)
 
 
-class _Marked:
+class _MarkedCopy:
     """A copy of an attention module, asked what its tap gets for e_1 and e_2 while its matrices hold markers."""
 
     def __init__(self, module: nn.Module, call: Call) -> None:
@@ -255,7 +260,7 @@ class _Marked:
         device = next(module.parameters()).device
         self._inputs = torch.eye(2, width, dtype=torch.float64, device=device).unsqueeze(1)
 
-    def ask(self, marker: Callable[[int, Tensor], Tensor | float]) -> list[Tensor]:
+    def responses_to(self, marker: Callable[[int, Tensor], Tensor | float]) -> list[Tensor]:
         """Queries, keys and values, each (2, heads, width of one), where matrix number n holds `marker(n, matrix)`."""
         for parameter in self.module.parameters():
             parameter.data.zero_()
@@ -266,12 +271,12 @@ class _Marked:
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
 
-Places = tuple[Place, Place, Place | None]
+QueryKeyValue = tuple[Projection, Projection, Projection | None]
 """Of queries, keys and, where they were found, values."""
 
 
-def _places(marked: _Marked) -> Places | None:
-    """The places, or None where the answers for queries or keys are not those of picked entries."""
+def _locate_all(marked: _MarkedCopy) -> QueryKeyValue | None:
+    """The projections, or None where the answers for queries or keys are not those of picked entries."""
 
     def counted(parameter: Tensor, dimension: int) -> Tensor:
         shape = [1, 1]
@@ -279,17 +284,19 @@ def _places(marked: _Marked) -> Places | None:
         return torch.arange(1, parameter.shape[dimension] + 1).to(parameter).view(shape)
 
     answers = zip(
-        marked.ask(lambda number, parameter: 1.0),
-        marked.ask(lambda number, parameter: number + 1.0),
-        marked.ask(lambda number, parameter: counted(parameter, 0)),
-        marked.ask(lambda number, parameter: counted(parameter, 1)),
+        marked.responses_to(lambda number, parameter: 1.0),
+        marked.responses_to(lambda number, parameter: number + 1.0),
+        marked.responses_to(lambda number, parameter: counted(parameter, 0)),
+        marked.responses_to(lambda number, parameter: counted(parameter, 1)),
         strict=True,
     )
-    query, key, value = (_place(marked, *answer) for answer in answers)
+    query, key, value = (_locate(marked, *answer) for answer in answers)
     return None if query is None or key is None else (query, key, value)
 
 
-def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, second: Tensor) -> Place | None:
+def _locate(
+    marked: _MarkedCopy, factor: Tensor, number: Tensor, first: Tensor, second: Tensor
+) -> Projection | None:
     if not torch.isfinite(factor).all() or (factor == 0).any() or not torch.equal(factor[0], factor[1]):
         return None
     number, first, second = ((answer / factor).round().long() - 1 for answer in (number, first, second))
@@ -301,7 +308,7 @@ def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, secon
     for dimension, (rows, columns) in enumerate(((first, second), (second, first))):
         if torch.equal(rows[0], rows[1]) and torch.equal(columns, inputs):
             owner, _, name = marked.matrices[matrices[0]].rpartition(".")
-            return Place(
+            return Projection(
                 module=marked.module.get_submodule(owner),
                 name=name,
                 dimension=dimension,
@@ -312,8 +319,8 @@ def _place(marked: _Marked, factor: Tensor, number: Tensor, first: Tensor, secon
     return None
 
 
-def _verified(module: nn.Module, call: Call, places: Places) -> list[bool]:
-    """Whether random weights of the copy, read by `places`, give the queries, keys and values of random inputs."""
+def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[bool]:
+    """Whether random weights of the copy, read by `projections`, give the queries, keys and values of random inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -324,19 +331,19 @@ def _verified(module: nn.Module, call: Call, places: Places) -> list[bool]:
     device = next(module.parameters()).device
     width = first_tensor(*call).shape[-1]
     rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), random(2, width)]).to(device)
-    got = run_until_tap(module, call, rows.unsqueeze(1))
-    right = []
-    for place, arrived in zip(places, (got.query, got.key, got.value), strict=True):
-        if place is None:
-            right.append(False)
+    inputs = run_until_tap(module, call, rows.unsqueeze(1))
+    agree = []
+    for projection, arrived in zip(projections, (inputs.query, inputs.key, inputs.value), strict=True):
+        if projection is None:
+            agree.append(False)
             continue
-        weights, answer = place.factor_of(_picked(place, place.span)), arrived[:, :, 0]
+        weights, answer = projection.split_heads(_entries(projection, projection.span)), arrived[:, :, 0]
         expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
         # Some families rotate in float32 whatever their dtype, which is all the precision there is then.
         tolerance = 32 * torch.finfo(torch.float32).eps * float(expected.abs().max())
-        off = answer[1:].double() - answer[0] - expected
-        right.append(bool(off.abs().max() <= tolerance))
-    return right
+        difference = answer[1:].double() - answer[0] - expected
+        agree.append(bool(difference.abs().max() <= tolerance))
+    return agree
 
 
 def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
@@ -345,9 +352,9 @@ def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
     return slice(first, first + count) if in_order else rows
 
 
-def _picked(place: Place, span: slice | Tensor) -> Tensor:
-    """The entries of the place's matrix whose output features `span` names."""
-    weight, dimension = place.weight, place.dimension
+def _entries(projection: Projection, span: slice | Tensor) -> Tensor:
+    """The entries of the projection's matrix whose output features `span` names."""
+    weight, dimension = projection.weight, projection.dimension
     if isinstance(span, slice):
         return weight.narrow(dimension, span.start, span.stop - span.start)
     return weight.index_select(dimension, span.to(weight.device))

@@ -17,7 +17,7 @@ from theodolite.papers.catch_tag_release.outliers import OUTLIERS
 from theodolite.papers.catch_tag_release.prompt_sinks import PROMPT_SINKS
 from theodolite.papers.catch_tag_release.pruned_sinks import COMPRESSION
 from theodolite.papers.catch_tag_release.pruning_sweep import SWEEPS
-from theodolite.papers.catch_tag_release.tag_ablation import CAUSAL
+from theodolite.papers.catch_tag_release.tag_ablation import ABLATION
 from theodolite.papers.catch_tag_release.traced_sinks import TRACING
 from theodolite.papers.claims import claims
 from theodolite.papers.experiment import Experiment, Study, model_run, theory_run
@@ -79,7 +79,17 @@ _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
 """These need no model and no text: theory, and trainings of their own."""
 
-_SINKS = [*AVERAGING, *PROMPT_SINKS, *TRACING, *CAUSAL, *OUTLIERS, *ESCAPE, *FIGURE_3, *COMPRESSION, *SWEEPS]
+_SINKS = [
+    *AVERAGING,
+    *PROMPT_SINKS,
+    *TRACING,
+    *ABLATION,
+    *OUTLIERS,
+    *ESCAPE,
+    *FIGURE_3,
+    *COMPRESSION,
+    *SWEEPS,
+]
 
 _LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
@@ -28,7 +29,7 @@ from theodolite.measure.uncertainty import standard_errors
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
-OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", "massive", "massive_first"]
+OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
 
 EXACT = "projection"
 """What `spectrum_of` says of a layer whose query and key matrices give its logits."""

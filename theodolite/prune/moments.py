@@ -16,7 +16,7 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.errors import WorkError
-from theodolite.models.block_matrices import Matrix, watching_products
+from theodolite.models.block_matrices import Matrix, tapped_products
 from theodolite.prune.methods import HessianFactor, factor_hessian
 
 ROWS = 1024
@@ -66,7 +66,7 @@ class InputMoments:
 
     def watching(self) -> AbstractContextManager[None]:
         """While open, products with the matrices are told."""
-        return watching_products(self._told)
+        return tapped_products(self._told)
 
     def of(self, matrix: Matrix) -> Moments:
         """What entered a matrix; with a count of 0, unit moments: nothing is known, so all inputs count alike.

@@ -1,14 +1,14 @@
-"""Does a model need a tag? One sink's head is disturbed in a live model, and what changes behind it is measured.
+"""Does a model need a tag? A sink's head is ablated in a live model, and what changes behind it is measured.
 
-Each disturbance has a control that is as large and not aimed. All are compared on the same contexts, so a change has
-the standard error of a mean of paired differences. The groups of tokens are those of the untouched model throughout.
+Each ablation has norm-matched random controls. All are compared on the same contexts, so a change has the standard
+error of a mean of paired differences. The groups of tokens are those of the untouched model throughout.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -23,33 +23,33 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
-from theodolite.sinks.interventions import masked_keys, removed_tag, without_low_rank
+from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 
 CONTEXTS = 64
-"""Contexts at most: every disturbance reads them again."""
+"""Contexts at most: every ablation reads them again."""
 
 CONTROLS = 3
-"""Seeded controls of each disturbance, of which the mean is taken."""
+"""Seeded controls of each ablation, of which the mean is taken."""
 
 LOSS_CAUGHT, LOSS_OTHERS = "loss on caught tokens", "loss on other tokens"
-LOSS_BETWEEN = "loss at caught tokens less that at others"
-OWN_SINKS, LATER_SINKS = "sinks of the head", "later sinks behind the head"
+LOSS_DIFFERENCE = "loss on caught tokens minus that on others"
+HEAD_SINKS, LATER_SINKS = "sinks of the head", "later sinks behind the head"
 
 
 @dataclass(frozen=True)
-class Disturbance:
-    """One way to disturb a head, and its control, each as (contexts of a batch) → context manager.
+class Ablation:
+    """One ablation of a head, and its control, each as (contexts of a batch) → context manager.
 
     Attributes:
-        name: what is done.
-        aimed: the disturbance itself.
-        control: as much, not aimed: seed → the same.
+        name: what is ablated.
+        ablate: the ablation itself.
+        control: seed → the same for a norm-matched random control.
     """
 
     name: str
-    aimed: Callable[[slice], AbstractContextManager[object]]
+    ablate: Callable[[slice], AbstractContextManager[object]]
     control: Callable[[int, slice], AbstractContextManager[object]]
 
 
@@ -63,24 +63,21 @@ class _Effects:
         return _Effects({name: value - other.values[name] for name, value in self.values.items()})
 
 
-class _Watcher:
+class _HeadTap(Watcher):
     """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
 
-    def __init__(self, layer: int, head: int, groups: list[Catches] | None) -> None:
+    def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
         self.layer, self.head = layer, head
         self.groups = groups
-        self.found: list[Catches] = []
-        self.later: Tensor | float = 0.0
+        self.catches: list[Catches] = []
+        self.later_sinks = torch.zeros(len(groups), dtype=torch.float64)
         self.eta: list[Tensor] = []
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        if self.groups is not None and layer > self.layer:
+        if self.groups and layer > self.layer:
             self.eta.append(
                 torch.stack([_eta(groups, h) for groups, h in zip(self.groups, hidden, strict=True)])
             )
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         outputs, later = [], []
@@ -89,13 +86,13 @@ class _Watcher:
             outputs.append(output)
             later.append(float((catches.position > 0).sum()))
             if layer == self.layer:
-                self.found.append(_of_head(catches, self.head).to(torch.device("cpu")))
-        if layer > self.layer:
-            self.later = self.later + torch.tensor(later, dtype=torch.float64)
+                self.catches.append(_of_head(catches, self.head).to(torch.device("cpu")))
+        if self.groups and layer > self.layer:
+            self.later_sinks += torch.tensor(later, dtype=torch.float64)
         return torch.cat(outputs)
 
 
-def causal_test(
+def ablation_test(
     model: OpenModel,
     corpus: Corpus,
     layer: int,
@@ -105,14 +102,14 @@ def causal_test(
     rank: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> pd.DataFrame:
-    """Disturb one head that has sinks, and measure what changes.
+    """Ablate one head that has sinks, and measure what changes.
 
-    Disturbances: its tag taken out of its output (control: as much from every token, along random directions of what
-    the head can write); its sinks hidden from it (control: as many other keys of each context); the leading part of
-    W_Q, W_K, W_V of its layer taken out (control: random matrices with the same singular values).
+    Ablations: its tag, by projecting it out of its output (control: as much from every token, along random directions
+    of what the head can write); its attention to its sinks (control: to as many other keys of each context); the
+    leading part of W_Q, W_K, W_V of its layer (control: random matrices with the same singular values).
 
-    Measures, a context each: next-token loss in nats at tokens that were caught, and at others; sinks of the head;
-    sinks at later positions in all heads of deeper layers; η² of the head's own grouping in each later residual layer.
+    Measures, one value per context: next-token loss in nats on caught tokens and on others; sinks of the head; sinks at
+    later positions in all heads of deeper layers; η² of the head's own grouping in each later residual layer.
 
     Args:
         model: a model with an output head.
@@ -123,7 +120,7 @@ def causal_test(
         say: told of progress.
 
     Returns:
-        A row for each disturbance and measure: `untouched`, `change` and `change_se`, `control` and `control_se` (the
+        A row for each `ablation` and `measure`: `untouched`, `change` and `change_se`, `control` and `control_se` (the
         change under the controls), `beyond` and `beyond_se` (the change less that under the controls, paired by
         context; the spread of the controls is in its error), `contexts` that have this measure.
 
@@ -132,30 +129,32 @@ def causal_test(
     """
     check_fit(model, corpus, least_contexts=1)
     if model.hf.get_output_embeddings() is None:
-        raise UsageError(f"{model.id} predicts no tokens: a causal test needs the loss")
+        raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
     model.check_place(layer, head)
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)
     rank = max(1, model.head_width // 8) if rank is None else rank
     batch = batch_of(corpus, None)
 
-    def effects(disturb: Callable[[slice], AbstractContextManager[object]]) -> _Effects:
-        return _effects(model, ids, groups, layer, head, batch, disturb)
+    def effects(ablate: Callable[[slice], AbstractContextManager[object]]) -> _Effects:
+        return _effects(model, ids, groups, layer, head, batch, ablate)
 
     untouched = effects(lambda part: nullcontext())
     rows = []
-    for disturbance in _disturbances(model, layer, head, direction, rank, groups, ids.shape[1]):
-        say(disturbance.name)
-        change = effects(disturbance.aimed).less(untouched)
+    for ablation in _ablations(model, layer, head, direction, rank, groups, ids.shape[1]):
+        say(ablation.name)
+        change = effects(ablation.ablate).less(untouched)
         controls = [
-            effects(functools.partial(disturbance.control, seed)).less(untouched) for seed in range(CONTROLS)
+            effects(functools.partial(ablation.control, seed)).less(untouched) for seed in range(CONTROLS)
         ]
         for name, value in untouched.values.items():
-            by_seed = torch.stack([one.values[name] for one in controls])
+            by_seed = torch.stack([effect.values[name] for effect in controls])
             control = by_seed.mean(dim=0)
             beyond, error = _mean(change.values[name] - control)
-            of_seeds = torch.stack([torch.tensor(_mean(one)[0]) for one in by_seed]).std() / CONTROLS**0.5
+            of_seeds = (
+                torch.stack([torch.tensor(_mean(values)[0]) for values in by_seed]).std() / CONTROLS**0.5
+            )
             rows.append(
-                {"disturbance": disturbance.name, "measure": name}
+                {"ablation": ablation.name, "measure": name}
                 | {"untouched": _mean(value)[0]}
                 | dict(zip(("change", "change_se"), _mean(change.values[name]), strict=True))
                 | dict(zip(("control", "control_se"), _mean(control), strict=True))
@@ -170,10 +169,10 @@ def _contexts_with_sinks(
 ) -> tuple[Int[Tensor, "contexts positions"], list[Catches]]:
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
-        watcher = _Watcher(layer, head, None)
-        with watched(model, watcher), torch.inference_mode():
+        tap = _HeadTap(layer, head)
+        with watched(model, tap), torch.inference_mode():
             model.hf(input_ids=part.to(model.device), use_cache=False)
-        for ids, catches in zip(part, watcher.found, strict=True):
+        for ids, catches in zip(part, tap.catches, strict=True):
             if len(catches.head) and bool(catches.caught.any()):
                 chosen.append(ids)
                 groups.append(catches)
@@ -186,9 +185,9 @@ def _contexts_with_sinks(
     return torch.stack(chosen[:CONTEXTS]), groups[:CONTEXTS]
 
 
-def _disturbances(
+def _ablations(
     model: OpenModel, layer: int, head: int, direction: Tensor, rank: int, groups: list[Catches], length: int
-) -> list[Disturbance]:
+) -> list[Ablation]:
     sinks = torch.zeros(len(groups), length, dtype=torch.bool)
     for context, catches in enumerate(groups):
         sinks[context, catches.position[catches.position >= 0]] = True
@@ -203,20 +202,20 @@ def _disturbances(
         return noise.argsort(dim=1).argsort(dim=1) < count
 
     return [
-        Disturbance(
-            "tag removed",
-            lambda part: removed_tag(model, layer, head, direction),
-            lambda seed, part: removed_tag(model, layer, head, direction, instead=seed),
+        Ablation(
+            "tag ablated",
+            lambda part: ablate_direction(model, layer, head, direction),
+            lambda seed, part: ablate_direction(model, layer, head, direction, control=seed),
         ),
-        Disturbance(
-            "sinks hidden",
-            lambda part: masked_keys(model, layer, head, sinks[part], sink_column=bool(column.any())),
-            lambda seed, part: masked_keys(model, layer, head, others(seed)[part]),
+        Ablation(
+            "sinks knocked out",
+            lambda part: attention_knockout(model, layer, head, sinks[part], sink_column=bool(column.any())),
+            lambda seed, part: attention_knockout(model, layer, head, others(seed)[part]),
         ),
-        Disturbance(
+        Ablation(
             f"rank {rank} of Q, K, V removed",
             lambda part: without_low_rank(model, layer, rank),
-            lambda seed, part: without_low_rank(model, layer, rank, instead=seed),
+            lambda seed, part: without_low_rank(model, layer, rank, control=seed),
         ),
     ]
 
@@ -228,29 +227,30 @@ def _effects(
     layer: int,
     head: int,
     batch: int,
-    disturb: Callable[[slice], AbstractContextManager[object]],
+    ablate: Callable[[slice], AbstractContextManager[object]],
 ) -> _Effects:
-    found: list[dict[str, Tensor]] = []
+    batches: list[dict[str, Tensor]] = []
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
-        own = groups[part]
-        watcher = _Watcher(layer, head, own)
-        with disturb(part), watched(model, watcher), torch.inference_mode():
+        part_groups = groups[part]
+        tap = _HeadTap(layer, head, part_groups)
+        with ablate(part), watched(model, tap), torch.inference_mode():
             logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
         loss = next_token_losses(logits, ids[part])
-        caught = torch.stack([catches.caught.any(dim=0) for catches in own])[:, :-1]
-        free = torch.stack([catches.kept.all(dim=0) & ~catches.caught.any(dim=0) for catches in own])[:, :-1]
+        # The last token has no next one.
+        caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in part_groups])
+        free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in part_groups]) & ~caught
         values = {
             LOSS_CAUGHT: _mean_where(loss, caught),
             LOSS_OTHERS: _mean_where(loss, free),
-            LOSS_BETWEEN: _mean_where(loss, caught) - _mean_where(loss, free),
-            OWN_SINKS: torch.tensor([float(len(catches.head)) for catches in watcher.found]).double(),
-            LATER_SINKS: torch.as_tensor(watcher.later, dtype=torch.float64).expand(len(own)).clone(),
+            LOSS_DIFFERENCE: _mean_where(loss, caught) - _mean_where(loss, free),
+            HEAD_SINKS: torch.tensor([float(len(catches.head)) for catches in tap.catches]).double(),
+            LATER_SINKS: tap.later_sinks,
         }
-        for deep, eta in enumerate(watcher.eta):
-            values[f"η² in layer {layer + 1 + deep}"] = eta
-        found.append(values)
-    return _Effects({name: torch.cat([values[name] for values in found]) for name in found[0]})
+        for later, eta in enumerate(tap.eta, start=layer + 1):
+            values[f"η² in layer {later}"] = eta
+        batches.append(values)
+    return _Effects({name: torch.cat([values[name] for values in batches]) for name in batches[0]})
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
@@ -266,18 +266,10 @@ def _eta(groups: Catches, hidden: Tensor) -> Tensor:
 
 
 def _of_head(catches: Catches, head: int) -> Catches:
-    own = catches.head == head
-    kept = catches.kept[catches.of[own].unique()]
-    return Catches(
-        head=catches.head[own],
-        position=catches.position[own],
-        received=catches.received[own],
-        stretch=catches.stretch[own],
-        caught=catches.caught[own],
-        seen=catches.seen[own],
-        of=torch.zeros_like(catches.of[own]),
-        kept=kept,
-    )
+    rows = catches.head == head
+    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "kept"}
+    kept = catches.kept[of_sinks["of"].unique()]
+    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "kept": kept})
 
 
 def _mean(values: Tensor) -> tuple[float, float]:

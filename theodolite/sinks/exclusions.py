@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
 """A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
 
-What = Literal["sink", "outlier dimension", "massive activation"]
+Kind = Literal["sink", "outlier dimension", "massive activation"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rule:
     """One thing to leave out.
 
     Attributes:
-        what: an attention sink, an outlier dimension, or a massive activation.
+        kind: an attention sink, an outlier dimension, or a massive activation.
         layer: the block of a head, counted from 0; or the residual layer of a dimension, 0 entering the first block.
         head: of a sink.
         dimension: of an outlier or a massive activation.
@@ -43,9 +43,10 @@ class Rule:
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
+        upper_bound: True where `share` is only an upper bound: of a survey that did not count contexts.
     """
 
-    what: What
+    kind: Kind
     layer: int
     head: int | None = None
     dimension: int | None = None
@@ -53,10 +54,11 @@ class Rule:
     token_id: int | None = None
     token: str | None = None
     share: float | None = None
+    upper_bound: bool | None = None
 
 
 @dataclass(frozen=True)
-class Mask:
+class Exclusions:
     """Rules, and the model and text that they are from.
 
     Attributes:
@@ -70,14 +72,14 @@ class Mask:
     corpus: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Mask:
+    def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Exclusions:
         """The rules of a survey, of a trace, or of outliers.
 
         Args:
             run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
                 sinks, but of the tokens that carry massive activations and of outliers by rules from data.
             least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
-                none: they are large in most tokens, by whatever size is usual in their layer.
+                none: they are large in most tokens, by whatever size is typical of their layer.
 
         Raises:
             UsageError: a run of weights alone, or a share that is none.
@@ -85,17 +87,17 @@ class Mask:
         if not 0 <= least_share <= 1:
             raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
         if not isinstance(run, Run | Outliers):
-            raise UsageError(f"a mask is made of a run or of outliers, not of {type(run).__name__}")
+            raise UsageError(f"exclusions are made of a run or of outliers, not of {type(run).__name__}")
         provenance = run.numbers if isinstance(run, Outliers) else run.provenance
         if not provenance.get("corpus"):
             raise UsageError(
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
         if isinstance(run, Outliers):
-            rules = [*_found(run, least_share)]
+            rules = [*_found_rules(run, least_share)]
         else:
-            rules = [*_sinks(run, least_share), *_outliers(run, least_share)]
-        rules.sort(key=lambda rule: (rule.layer, rule.what, rule.head or 0, rule.dimension or 0))
+            rules = [*_sink_rules(run, least_share), *_outlier_rules(run, least_share)]
+        rules.sort(key=lambda rule: (rule.layer, rule.kind, rule.head or 0, rule.dimension or 0))
         model, corpus = provenance["model"], provenance["corpus"]
         return cls(
             tuple(rules),
@@ -117,16 +119,18 @@ class Mask:
             of_some_tokens = rule.first is True or rule.token_id is not None
             if not of_some_tokens or layer not in (None, rule.layer):
                 continue
-            here = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+            named = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
             if rule.first is not None:
-                here = here & ((position == 0) == rule.first)
-            chosen |= here
+                named = named & ((position == 0) == rule.first)
+            chosen |= named
         return chosen
 
     def dimensions(self, layer: int) -> list[int]:
         """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
-        found = {rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None}
-        return sorted(found)
+        dimensions = {
+            rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None
+        }
+        return sorted(dimensions)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, at once or not at all.
@@ -145,7 +149,7 @@ class Mask:
             write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Mask:
+    def load(cls, path: str | Path) -> Exclusions:
         """Read what `save` wrote.
 
         Raises:
@@ -162,10 +166,10 @@ class Mask:
         except FileNotFoundError:
             raise UsageError(f"no file at {path}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is no mask that theodolite wrote ({error})") from error
+            raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
-def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
+def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
     if run.is_trace:
         # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
         rows = run.traces.sort_values("share", ascending=False, kind="stable")
@@ -201,26 +205,36 @@ def _sinks(run: Run, least_share: float) -> Iterable[Rule]:
             )
 
 
-def _outliers(run: Run, least_share: float) -> Iterable[Rule]:
-    contexts = run.provenance["corpus"]["contexts"]
+def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
+    contexts, counted = run.provenance["corpus"]["contexts"], "massive_contexts" in run.outliers
     for row in run.outliers.itertuples():
         layer, dimension = int(row.layer), int(row.dimension)
         if row.share >= least_share:
             yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
-        for first, places in ((True, row.massive_first), (False, row.massive)):
-            share = min(1.0, places / contexts)  # after position 0, several may be in one context
-            if places and share >= least_share:
-                yield Rule("massive activation", layer, dimension=dimension, first=first, share=share)
+        # A survey of before this column was there counted tokens only, of which a context may have several.
+        later = row.massive_contexts if counted else min(row.massive, contexts)
+        for first, carriers in ((True, row.massive_first), (False, later)):
+            share = carriers / contexts
+            if carriers and share >= least_share:
+                bound = True if not (first or counted) else None
+                yield Rule(
+                    "massive activation",
+                    layer,
+                    dimension=dimension,
+                    first=first,
+                    share=share,
+                    upper_bound=bound,
+                )
 
 
-def _found(found: Outliers, least_share: float) -> Iterable[Rule]:
-    for row in found.dimensions.itertuples():
+def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:
+    for row in outliers.dimensions.itertuples():
         if row.adaptive or (row.published and row.share >= least_share):
             yield Rule(
                 "outlier dimension", int(row.layer), dimension=int(row.dimension), share=float(row.share)
             )
-    for row in position_0_as_one(found.massive).itertuples():
-        share = row.contexts / found.numbers["contexts"]
+    for row in position_0_as_one(outliers.massive).itertuples():
+        share = row.contexts / outliers.numbers["contexts"]
         if share >= least_share:
             yield Rule(
                 "massive activation",

@@ -1,8 +1,8 @@
-"""Causal tests on a live model: take out a sink's tag, hide the sink, or drop the low-rank part of W_Q, W_K, W_V.
+"""Causal interventions on a live model: ablate a tag, knock out a sink, drop the low-rank part of W_Q, W_K, W_V.
 
 Each is a context manager. While it is open the model is edited, whoever calls it: the model itself, `generate`, a
 survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
-that reads the model, and may be left in any order. The edits themselves are in `models.tap` and
+that reads the model, and may be left in any order. The edits themselves are in `models.doors` and
 `models.projections`; what they do to the model is for the caller to measure.
 """
 
@@ -18,13 +18,13 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.key_masking import hiding_keys, kept_where_blind
+from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import Answer, edited
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
-from theodolite.models.projections import Place, find_projections, replaced
+from theodolite.models.projections import Projection, find_projections, replaced
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
@@ -37,8 +37,8 @@ LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
-class Tag:
-    """What a head writes along, both as unit vectors of the residual stream within the head's row space of W_O.
+class AblatedDirection:
+    """What a head no longer writes, as unit vectors of the residual stream within the head's row space of W_O.
 
     Attributes:
         direction: u / ‖u‖, u the part of the given direction in the row space: what each token has of it is taken.
@@ -52,23 +52,23 @@ class Tag:
 
 
 @contextmanager
-def removed_tag(
+def ablate_direction(
     model: OpenModel,
     layer: int,
     head: int,
     direction: Float[Tensor, " width"],
     *,
     queries: Positions | None = None,
-    instead: int | Float[Tensor, " width"] | None = None,
-) -> Iterator[Tag]:
+    control: int | Float[Tensor, " width"] | None = None,
+) -> Iterator[AblatedDirection]:
     """While open, what a head writes into the residual stream has no component along a direction.
 
     With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
     space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
-    (`instead`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
+    (`control`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
     t' W_O = v, ‖v‖ = 1, o ← o − ((o W_O)·û) t'. All this is before a norm of the attention's sum (Gemma 2).
 
-    A listener that is open inside gets what the head itself computes, all that comes after it the edited output.
+    A tap opened inside gets what the head itself computes, all that comes after it the edited output.
 
     Args:
         model: an opened model.
@@ -76,7 +76,8 @@ def removed_tag(
         head: query head.
         direction: a vector of the residual stream, of any norm but 0.
         queries: at these positions only; then whole contexts must be passed (`generate` with use_cache=False).
-        instead: the control: a direction, or the seed of a random one, uniform in the row space.
+        control: take as much along this direction instead, or along a random one, uniform in the row space, of this
+            seed.
 
     Raises:
         UsageError: no such layer or head; a direction that is not finite, zero, not of the width of the stream, or
@@ -85,20 +86,20 @@ def removed_tag(
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head]
     backwards = torch.linalg.pinv(weights)
-    unit, share = _written(direction, weights, backwards, f"head {head} of layer {layer}")
-    if instead is None:
+    unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
+    if control is None:
         along = unit
-    elif isinstance(instead, Tensor):
-        along, _ = _written(instead, weights, backwards, f"head {head} of layer {layer}")
+    elif isinstance(control, Tensor):
+        along, _ = _writable_part(control, weights, backwards, f"head {head} of layer {layer}")
     else:
-        along = _random_of_rows(weights, instead)
+        along = _random_writable(weights, control)
     component, step = weights @ unit, along @ backwards
-    chosen = None if queries is None else _Chosen(queries, "query")
+    chosen = None if queries is None else _PositionFlags(queries, "query")
 
     def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
-        own = output[:, :, head].to(torch.promote_types(output.dtype, torch.float32))
-        taken = own @ component.to(own)
+        head_output = output[:, :, head].to(torch.promote_types(output.dtype, torch.float32))
+        taken = head_output @ component.to(head_output)
         if chosen is not None:
             if inputs.query.shape[2] != inputs.key.shape[2]:
                 raise UsageError(
@@ -106,16 +107,18 @@ def removed_tag(
                 )
             taken = taken * chosen.of(inputs.query.shape[0], inputs.query.shape[2]).to(taken)
         output = output.clone()
-        output[:, :, head] = (own - taken.unsqueeze(-1) * step.to(own)).to(output.dtype)
+        output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
 
-    what = _said("removed_tag", layer=layer, head=head, direction=unit, along=along, queries=queries)
-    with model.under(what), edited(model.hf, model.structure.attention[layer], edit):
-        yield Tag(unit, along, share)
+    edit_name = _described(
+        "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
+    )
+    with model.under(edit_name), edited(model.hf, model.structure.attention[layer], edit):
+        yield AblatedDirection(unit, along, share)
 
 
 @contextmanager
-def masked_keys(
+def attention_knockout(
     model: OpenModel,
     layer: int,
     head: int | None,
@@ -126,7 +129,7 @@ def masked_keys(
     """While open, no query of a head attends to some keys. Memory grows with the number of keys, not its square.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
-    only) keeps the output that it had. A listener that is open inside gets the edited inputs, where the hidden keys'
+    only) keeps the output that it had. A tap opened inside gets the edited inputs, where the hidden keys'
     logits are finite, but so low that `exp` gives 0.
 
     In `generate`, positions count from the first token of the padded prompt. Keys to hide are given at once: of two
@@ -145,18 +148,20 @@ def masked_keys(
     """
     model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads)) if head is None else [head]
-    chosen = _Chosen(positions, "key", may_be_none=sink_column)
+    chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
     def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
             raise UsageError(f"layer {layer} has no learned sink column to hide")
         hidden = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
-        output = answer(hiding_keys(inputs, hidden, heads, sink_column))
-        return kept_where_blind(inputs, hidden, heads, output)
+        output = answer(hide_keys(inputs, hidden, heads, sink_column))
+        return restore_blind_queries(inputs, hidden, heads, output)
 
     attention = model.structure.attention[layer]
-    what = _said("masked_keys", layer=layer, head=head, positions=positions, sink_column=sink_column)
-    with model.under(what), edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
+    edit_name = _described(
+        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
+    )
+    with model.under(edit_name), edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
         yield
 
 
@@ -169,7 +174,7 @@ def without_low_rank(
     factors: Factors | None = None,
     of: str = "qkv",
     heads: Sequence[int] | None = None,
-    instead: int | None = None,
+    control: int | None = None,
 ) -> Iterator[dict[str, float]]:
     """While open, W_Q, W_K and W_V of a layer are without their low-rank part; yields the part's share of ‖W‖_F².
 
@@ -184,7 +189,7 @@ def without_low_rank(
         factors: the part itself, for each of "q", "k", "v" that is to lose it; `of` is not read then.
         of: which of the three.
         heads: of these query heads only, and of the key and value heads that serve them; the SVD is of these alone.
-        instead: the control: the seed of a random matrix with the same singular values that is taken out instead.
+        control: the seed of a random matrix with the same singular values that is taken out instead.
 
     Raises:
         UsageError: no such layer, head or matrix, a rank that the matrices do not have, factors of another shape, or
@@ -193,37 +198,40 @@ def without_low_rank(
     model.check_place(layer, 0)
     if (rank is None) == (factors is None):
         raise UsageError("give either a rank or factors")
-    places = _places(model, layer, tuple(of if factors is None else factors))
-    shares, parts = {}, []
-    for number, (name, place) in enumerate(places.items()):
-        chosen = _served(model, layer, place, heads)
-        matrix = place.matrix(chosen).double()
+    projections = _projections(model, layer, tuple(of if factors is None else factors))
+    shares, replacements = {}, []
+    for number, (name, projection) in enumerate(projections.items()):
+        serving = _serving_heads(model, layer, projection, heads)
+        matrix = projection.matrix(serving).double()
         if factors is None:
             assert rank is not None
-            left, right = _leading(matrix, rank, name)
+            left, right = _leading_factors(matrix, rank, name)
         else:
-            left, right = _checked(factors[name], matrix, name)
-        if instead is not None:
-            left, right = _random_like(left, right, len("qkv") * instead + number)
-        low = left @ right
-        shares[name] = float(low.square().sum() / matrix.square().sum().clamp_min(1e-300))
-        parts.append((place, chosen, matrix - low))
-    kept = {name: matrix for name, (_, _, matrix) in zip(places, parts, strict=True)}
-    with model.under(_said("without_low_rank", layer=layer, heads=heads, **kept)), replaced(parts):
+            left, right = _checked_factors(factors[name], matrix, name)
+        if control is not None:
+            left, right = _random_like(left, right, len("qkv") * control + number)
+        low_rank = left @ right
+        shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
+        replacements.append((projection, serving, matrix - low_rank))
+    remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
+    with (
+        model.under(_described("without_low_rank", layer=layer, heads=heads, **remaining)),
+        replaced(replacements),
+    ):
         yield shares
 
 
-def _said(name: str, **arguments: object) -> str:
+def _described(name: str, **arguments: object) -> str:
     """An intervention as it goes into the provenance of what is measured meanwhile; tensors by their hash."""
-    told = []
+    parts = []
     for key, value in arguments.items():
         if isinstance(value, Tensor):
             value = "sha256:" + hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
-        told.append(f"{key}={value}")
-    return f"{name}({', '.join(told)})"
+        parts.append(f"{key}={value}")
+    return f"{name}({', '.join(parts)})"
 
 
-def _written(
+def _writable_part(
     direction: Tensor, weights: Float64[Tensor, "value_width width"], backwards: Tensor, name: str
 ) -> tuple[Float64[Tensor, " width"], float]:
     """The unit vector along the part of `direction` that the head can write, and the share of that part."""
@@ -243,14 +251,14 @@ def _written(
     return part / norm, share
 
 
-def _random_of_rows(weights: Float64[Tensor, "value_width width"], seed: int) -> Float64[Tensor, " width"]:
+def _random_writable(weights: Float64[Tensor, "value_width width"], seed: int) -> Float64[Tensor, " width"]:
     rows = torch.linalg.svd(weights, full_matrices=False)
     rank = int(torch.linalg.matrix_rank(weights))
     normal = torch.randn(rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return normal / torch.linalg.vector_norm(normal) @ rows.Vh[:rank]
 
 
-class _Chosen:
+class _PositionFlags:
     """Positions as a bool tensor, checked against the contexts of each pass."""
 
     def __init__(self, positions: Positions, name: str, may_be_none: bool = False) -> None:
@@ -285,22 +293,24 @@ class _Chosen:
         return torch.nn.functional.pad(flags[:, :length], (0, max(0, length - flags.shape[1])))
 
 
-def _places(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[str, Place]:
+def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[str, Projection]:
     if not names or len(set(names)) < len(names) or not set(names) <= set("qkv"):
         raise UsageError(f"{''.join(names)!r} is not of W_Q, W_K and W_V: use letters of 'qkv'")
     with torch.no_grad():
         calls = capture_calls(model.hf, model.structure, small_input(model.hf, 1))
-        found = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")[0]
-    places = {"q": found.query, "k": found.key, "v": found.value}
-    chosen = {name: place for name, place in places.items() if name in names and place is not None}
-    if len(chosen) < len(names):
+        (of_layer,) = find_projections(model.hf, model.structure, calls, [layer], purpose="replacement")
+    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
+    wanted = {name: projection for name, projection in projections.items() if name in names and projection}
+    if len(wanted) < len(names):
         raise UsageError(
             f"layer {layer}: the values of {model.structure.names[layer]} are not its input times one weight matrix"
         )
-    return chosen
+    return wanted
 
 
-def _served(model: OpenModel, layer: int, place: Place, heads: Sequence[int] | None) -> list[int] | None:
+def _serving_heads(
+    model: OpenModel, layer: int, projection: Projection, heads: Sequence[int] | None
+) -> list[int] | None:
     """The heads of a projection that belong to some query heads."""
     if heads is None:
         return None
@@ -308,10 +318,12 @@ def _served(model: OpenModel, layer: int, place: Place, heads: Sequence[int] | N
         model.check_place(layer, head)
     if not heads:
         raise UsageError("no heads were given")
-    return sorted({head * place.heads // model.heads for head in heads})
+    return sorted({head * projection.heads // model.heads for head in heads})
 
 
-def _leading(matrix: Float64[Tensor, "features width"], rank: int, name: str) -> tuple[Tensor, Tensor]:
+def _leading_factors(
+    matrix: Float64[Tensor, "features width"], rank: int, name: str
+) -> tuple[Tensor, Tensor]:
     """Factors of the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
     if not 1 <= rank <= min(matrix.shape):
         raise UsageError(
@@ -324,7 +336,7 @@ def _leading(matrix: Float64[Tensor, "features width"], rank: int, name: str) ->
     return matrix @ vectors, vectors.T
 
 
-def _checked(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     left, right = (factor.detach().double().to(matrix.device) for factor in factors)
     if left.ndim != 2 or right.ndim != 2 or (left.shape[0], right.shape[1]) != matrix.shape:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 By the published thresholds, which the caller may set, and by rules that compare each layer with itself. Of the
 residual stream, and of the outputs of the heads as they are before the output projection: that is where every family
-has them apart. Composes a `Watcher`, the accumulator and the rules; knows neither modules nor formulas.
+has them apart. Composes passes, the accumulator and the rules; knows neither modules nor formulas.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refus
 from theodolite.passes.provenance import token_text
 from theodolite.system.progress import Progress, ShowProgress
 from theodolite.theory.outliers import (
+    LayerBaseline,
     Thresholds,
-    Usual,
     outlier_dimensions,
     outlier_features,
     typical_magnitude,
@@ -35,7 +35,7 @@ from theodolite.theory.outliers import (
 FOLLOWED_CONTEXTS = 64
 """Contexts in which massive activations are followed through the layers, at most: a fixed cost."""
 
-MASSIVE_HERE = 0.5
+MASSIVE_SHARE = 0.5
 """A followed activation is massive in a layer where at least this share of its places are."""
 
 ANY_TOKEN = -1
@@ -47,7 +47,7 @@ class Outliers:
     """What was found. Layer 0 is the input of the first block, ℓ the stream after block ℓ; heads count from 0.
 
     Attributes:
-        layers: one row a residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
+        layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
             massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
             tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one.
         dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,
@@ -86,13 +86,13 @@ def find_outliers(
     seed: int = 0,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Outliers:
-    """Read a corpus once, and two small samples of it: one to learn what is usual, one to follow what was found.
+    """Read a corpus once, and two small samples of it: one for each layer's baseline, one to follow what was found.
 
     Args:
         model: from `open_model`.
         corpus: tokens as the model reads them.
         thresholds: of both kinds of rules; None: the published ones, and 1 % of healthy layers.
-        seed: of the sample from which the rules from data learn what is usual in each layer.
+        seed: of the sample from which the rules from data take each layer's baseline.
         show_progress: told (contexts done, contexts in all) after every batch.
 
     Raises:
@@ -104,14 +104,14 @@ def find_outliers(
     contexts, length = corpus.contexts.shape
     batch = batch_of(corpus, None)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    usual = _Usual(model, _some(corpus, order[:batch].sort().values), seed)
-    _read(usual, batch)
+    baselines = _BaselinePass(model, _subset(corpus, order[:batch].sort().values), seed)
+    _run(baselines, batch)
     tokens = contexts * length
     stream, heads = (
-        Activations(torch.stack([u.bounds(tokens, thresholds.level) for u in of]), length, thresholds)
-        for of in (usual.of_stream, usual.of_heads)
+        Activations(torch.stack([layer.bounds(tokens, thresholds.level) for layer in of]), length, thresholds)
+        for of in (baselines.of_stream, baselines.of_heads)
     )
-    _read(_Counting(model, corpus, seed, stream, heads), batch, show_progress)
+    _run(_CountingPass(model, corpus, seed, stream, heads), batch, show_progress)
     text = token_text(model)
     state, head_state = stream.state(), heads.state()
     later = contexts * (length - 1)
@@ -130,7 +130,7 @@ def find_outliers(
             "thresholds": dict(vars(thresholds)),
             "contexts": contexts,
             "length": length,
-            "usual_contexts": min(batch, contexts),
+            "baseline_contexts": min(batch, contexts),
             "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
             "corpus": {"name": corpus.name, "sha256": corpus.sha256},
             "model": {"id": model.id, "revision": model.revision, "sha256": model.sha256},
@@ -139,18 +139,20 @@ def find_outliers(
     )
 
 
-def _some(corpus: Corpus, chosen: Tensor) -> Corpus:
+def _subset(corpus: Corpus, chosen: Tensor) -> Corpus:
     """Some contexts of a corpus."""
     return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
 
 
-def _read(reader: _Reader, batch: int, show_progress: ShowProgress = lambda done, total: None) -> None:
-    reader.batch = batch
-    reader.run(Progress(reader.total, show=show_progress))
+def _run(
+    outlier_pass: _OutlierPass, batch: int, show_progress: ShowProgress = lambda done, total: None
+) -> None:
+    outlier_pass.batch = batch
+    outlier_pass.run(Progress(outlier_pass.total, show=show_progress))
 
 
-class _Reader(CorpusPass):
-    """What all three readings share: the stream is one part a token, the heads' outputs are H."""
+class _OutlierPass(CorpusPass):
+    """What all three passes share: the stream is one part per token, the heads' outputs are H."""
 
     ids: Tensor
     first: int
@@ -167,45 +169,47 @@ class _Reader(CorpusPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
         refuse_bad_numbers(layer, hidden)
-        self.take(layer, hidden[:, :, None])
+        self.add_stream(layer, hidden[:, :, None])
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Nothing is asked of what attention reads."""
+        """Not measured here."""
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """The model's own output."""
         output = attend(inputs)
-        self.take_heads(layer, output)
+        self.add_heads(layer, output)
         return output
 
-    def take(self, layer: int, hidden: Tensor) -> None:
+    def add_stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the stream, (batch, positions, 1, width)."""
         raise NotImplementedError
 
-    def take_heads(self, layer: int, output: Tensor) -> None:
+    def add_heads(self, layer: int, output: Tensor) -> None:
         """Take in the heads' outputs, (batch, positions, heads, value_width)."""
 
 
-class _Usual(_Reader):
-    """What is usual in each layer, learnt from one batch, position 0 left out."""
+class _BaselinePass(_OutlierPass):
+    """Each layer's baseline, from one batch, position 0 left out."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
         super().__init__(model, corpus, seed, batch_of(corpus, None))
-        self.of_stream: list[Usual] = []
-        self.of_heads: list[Usual] = []
+        self.of_stream: list[LayerBaseline] = []
+        self.of_heads: list[LayerBaseline] = []
 
-    def take(self, layer: int, hidden: Tensor) -> None:
+    def add_stream(self, layer: int, hidden: Tensor) -> None:
         self.of_stream.append(self._of(hidden))
 
-    def take_heads(self, layer: int, output: Tensor) -> None:
+    def add_heads(self, layer: int, output: Tensor) -> None:
         self.of_heads.append(self._of(output))
 
-    def _of(self, hidden: Tensor) -> Usual:
-        usual = Usual.of(hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32)))
-        return Usual(*(value.cpu() for value in vars(usual).values()))
+    def _of(self, hidden: Tensor) -> LayerBaseline:
+        baseline = LayerBaseline.of(
+            hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
+        )
+        return LayerBaseline(*(value.cpu() for value in vars(baseline).values()))
 
 
-class _Counting(_Reader):
+class _CountingPass(_OutlierPass):
     """Feeds both accumulators."""
 
     def __init__(
@@ -214,14 +218,14 @@ class _Counting(_Reader):
         super().__init__(model, corpus, seed, batch_of(corpus, None))
         self.of_stream, self.of_heads = of_stream, of_heads
 
-    def take(self, layer: int, hidden: Tensor) -> None:
+    def add_stream(self, layer: int, hidden: Tensor) -> None:
         self.of_stream.update(layer, hidden, self.ids, self.first)
 
-    def take_heads(self, layer: int, output: Tensor) -> None:
+    def add_heads(self, layer: int, output: Tensor) -> None:
         self.of_heads.update(layer, output, self.ids, self.first)
 
 
-class _Following(_Reader):
+class _FollowingPass(_OutlierPass):
     """Follows every (dimension, token) that is massive in some layer through all of them, batch by batch."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, rules: Activations, dimensions: list[int]) -> None:
@@ -229,28 +233,28 @@ class _Following(_Reader):
         self.rules, self.dimensions = rules, dimensions
         self.values: list[Tensor] = []
         self.massive: list[Tensor] = []
-        self.found: dict[tuple[int, int, bool], list[Tensor]] = {}
+        self.followed: dict[tuple[int, int, bool], list[Tensor]] = {}
 
     def begin(self, first: int, ids: Tensor) -> None:
         super().begin(first, ids)
         self.values, self.massive = [], []
 
-    def take(self, layer: int, hidden: Tensor) -> None:
+    def add_stream(self, layer: int, hidden: Tensor) -> None:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        published, adaptive = self.rules.massive(layer, hidden)
+        published, adaptive = self.rules.massive(layer, hidden.abs())
         self.values.append(hidden[:, :, 0, self.dimensions].double().cpu())
         self.massive.append((published | adaptive)[:, :, 0, self.dimensions].cpu())
         if layer == self.model.layers:
-            self._places()
+            self._follow_batch()
 
-    def _places(self) -> None:
+    def _follow_batch(self) -> None:
         values, massive = torch.stack(self.values), torch.stack(self.massive)
-        for context, position, place in massive.any(0).nonzero().tolist():
+        for context, position, column in massive.any(0).nonzero().tolist():
             first = position == 0
             token = ANY_TOKEN if first else int(self.ids[context, position])
-            here = (slice(None), context, position, place)
-            one = torch.stack([values[here], massive[here].double()])
-            self.found.setdefault((self.dimensions[place], token, first), []).append(one)
+            path = (slice(None), context, position, column)
+            through_layers = torch.stack([values[path], massive[path].double()])
+            self.followed.setdefault((self.dimensions[column], token, first), []).append(through_layers)
 
 
 def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_layers: bool) -> pd.DataFrame:
@@ -299,8 +303,8 @@ def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int) -
 def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
     """One row for each layer, part (`head`), dimension and token with a massive value; the most frequent first."""
     table = pd.DataFrame(state["carriers"].numpy(), columns=[*KEY, *COUNTED])
-    whole = [name for name in table if name not in ("value_sum", "extreme")]
-    table = table.astype(dict.fromkeys(whole, np.int64)).rename(columns={"part": "head"})
+    integers = [name for name in table if name not in ("value_sum", "extreme")]
+    table = table.astype(dict.fromkeys(integers, np.int64)).rename(columns={"part": "head"})
     table["mean"] = table["value_sum"] / table["places"]
     table["position"] = table["position_sum"] / table["places"]
     table["first"] = table["first"].astype(bool)
@@ -317,9 +321,11 @@ def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     place = [name for name in ("layer", "head", "dimension") if name in massive]
     summed = first.assign(mean=first["mean"] * first["places"]).groupby(place, as_index=False)
     counts = dict.fromkeys(("contexts", "places", "published", "adaptive", "mean", "position"), "sum")
-    one = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
-    one = one.assign(mean=one["mean"] / one["places"], token_id=ANY_TOKEN, token="any", first=True)
-    together = [table for table in (massive[~massive["first"]], one[list(massive)]) if len(table)]
+    any_token = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
+    any_token = any_token.assign(
+        mean=any_token["mean"] / any_token["places"], token_id=ANY_TOKEN, token="any", first=True
+    )
+    together = [table for table in (massive[~massive["first"]], any_token[list(massive)]) if len(table)]
     if not together:
         return massive
     order = [True] * len(place) + [False, True]
@@ -350,10 +356,10 @@ def _growth(
     if carriers.empty:
         return pd.DataFrame(columns=GROWTH)
     chosen = torch.tensor(_followed(carriers, *corpus.contexts.shape))
-    reader = _Following(model, _some(corpus, chosen), rules, sorted(set(carriers["dimension"])))
-    _read(reader, batch_of(corpus, None))
+    following = _FollowingPass(model, _subset(corpus, chosen), rules, sorted(set(carriers["dimension"])))
+    _run(following, batch_of(corpus, None))
     tables = []
-    for (dimension, token, first), places in sorted(reader.found.items()):
+    for (dimension, token, first), places in sorted(following.followed.items()):
         value, share = torch.stack(places).mean(0).numpy()
         names = {
             "dimension": dimension,
@@ -372,14 +378,14 @@ def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
     Args:
         value: mean at every layer. share: of its places that are massive there.
     """
-    here = np.flatnonzero(share >= MASSIVE_HERE)
+    massive_in = np.flatnonzero(share >= MASSIVE_SHARE)
     size = np.abs(value)
     rise = float(np.diff(size, prepend=0.0).max() / max(size.max(), np.finfo(np.float64).tiny))
-    if not len(here):
+    if not len(massive_in):
         return {"appears": np.nan, "vanishes": np.nan, "rise": rise}
-    last = int(here[-1])
+    last = int(massive_in[-1])
     return {
-        "appears": float(here[0]),
+        "appears": float(massive_in[0]),
         "vanishes": np.nan if last == len(value) - 1 else float(last + 1),
         "rise": rise,
     }

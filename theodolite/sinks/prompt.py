@@ -5,18 +5,18 @@ The whole attention matrix of the one head is kept here, and the streams of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.attention import least_queries
 from theodolite.accumulate.catches import Catches, attend_and_catch
-from theodolite.attention.inputs import AttentionInputs, softmax
+from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.models.structure import backbone
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.sinks.trace import corpus_of_ids, trace_sinks
@@ -54,7 +54,7 @@ class PromptTrace:
     group: Int[Tensor, " positions"]
 
 
-class _Watcher:
+class _PromptTap(Watcher):
     """Keeps of one forward pass what a `PromptTrace` needs."""
 
     def __init__(self, layer: int, head: int) -> None:
@@ -65,18 +65,10 @@ class _Watcher:
     def stream(self, layer: int, hidden: Tensor) -> None:
         self.streams.append(hidden[0].double().cpu())
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, catches = attend_and_catch(inputs, stretches=True)
-        weights = _weights(inputs)
-        seen_by = inputs.visible_queries()[0].cpu()
-        mean = weights.sum(dim=1) / seen_by.clamp_min(1)
-        enough = seen_by - 1 >= least_queries(
-            mean.shape[1]
-        )  # fewer make no sink: the last keys see but themselves
-        self.received.append(torch.where(enough, mean, 0.0).amax(dim=0))
+        weights, _, received = attention_paid(inputs)
+        self.received.append(received.nan_to_num(0.0).amax(dim=0))
         if layer == self.layer:
             groups = inputs.query.shape[1] // inputs.value.shape[1]
             self.weights = weights[self.head]
@@ -89,7 +81,7 @@ class _Watcher:
 def trace_prompt(
     model: OpenModel, ids: Int[Tensor, " positions"], layer: int | None = None, head: int | None = None
 ) -> PromptTrace:
-    """Look at one head's catch, tag and release on a prompt.
+    """One head's catch, tag and release on a prompt.
 
     Args:
         model: from `open_model`.
@@ -104,19 +96,19 @@ def trace_prompt(
         layer, head = _strongest(model, ids)
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
-    watcher = _Watcher(layer, head)
-    with watched(model, watcher), torch.inference_mode():
+    tap = _PromptTap(layer, head)
+    with watched(model, tap), torch.inference_mode():
         backbone(model.hf)(input_ids=ids[None].to(model.device), use_cache=False)
-    sinks, group = groups_of(watcher.catches, head, len(ids))
+    sinks, group = groups_of(tap.catches, head, len(ids))
     return PromptTrace(
         ids=ids,
         layer=layer,
         head=head,
-        attention=watcher.weights,
-        output=watcher.output @ weights,
-        value=watcher.value @ weights,
-        streams=torch.stack(watcher.streams),
-        received=torch.stack(watcher.received),
+        attention=tap.weights,
+        output=tap.output @ weights,
+        value=tap.value @ weights,
+        streams=torch.stack(tap.streams),
+        received=torch.stack(tap.received),
         sinks=sinks,
         group=group,
     )
@@ -134,20 +126,34 @@ def _strongest(model: OpenModel, ids: Tensor) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def _weights(inputs: AttentionInputs) -> Float[Tensor, "heads queries keys"]:
-    """All attention weights of one context, in float64 on the CPU."""
-    length = inputs.query.shape[2]
-    logits = inputs.to_keys(torch.arange(length, device=inputs.key.device)).double()
-    return softmax(logits, inputs.sink)[0].cpu()
+def attention_paid(
+    inputs: AttentionInputs,
+) -> tuple[
+    Float[Tensor, "heads queries keys"],
+    Bool[Tensor, "heads_or_1 queries keys"],
+    Float[Tensor, "heads keys"],
+]:
+    """All attention weights of one context, in float64 on the CPU.
+
+    Returns:
+        the weights; which keys a query sees; and what each key receives on average from the queries that see it, NaN
+        where too few do for a sink.
+    """
+    exact = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    logits = exact.logits()
+    weights, visible = softmax(logits, exact.sink)[0].cpu(), (logits[0] > MASKED / 2).cpu()
+    queries = visible.sum(dim=1)
+    received = weights.sum(dim=1) / queries.clamp_min(1)
+    return weights, visible, received.masked_fill(queries - 1 < least_queries(queries.shape[1]), torch.nan)
 
 
 def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
     """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch."""
-    own = (catches.head == head).nonzero().flatten()
+    rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT
-    for number, sink in enumerate(own.tolist()):
+    for number, sink in enumerate(rows.tolist()):
         group[catches.caught[sink]] = number
-    positions = catches.position[own]
+    positions = catches.position[rows]
     group[positions[positions >= 0]] = LEFT_OUT
     return positions, group

@@ -41,7 +41,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Open:
+class _LayerCatch:
     """What one layer's sinks caught in a context, their rows, and the sums of squares before their heads."""
 
     catches: Catches
@@ -64,7 +64,7 @@ class TracePass(CorpusPass):
         self.tags = Tags(model.layers, self._metrics[0].shape[-1])
         self._ids = torch.empty(0)
         self._entering = torch.empty(0)
-        self._caught: list[list[_Open]] = []
+        self._caught: list[list[_LayerCatch]] = []
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -80,23 +80,26 @@ class TracePass(CorpusPass):
         """See what is left of the tags of all earlier layers."""
         refuse_bad_numbers(layer, hidden)
         self._entering = hidden
-        open_ones = [
-            Catches.joined([one.catches for one in caught]) if caught else None for caught in self._caught
+        catches_so_far = [
+            Catches.joined([of_layer.catches for of_layer in caught]) if caught else None
+            for caught in self._caught
         ]
 
         def work(part: slice) -> dict[str, Tensor] | None:
-            catches = open_ones[part.start]
+            catches = catches_so_far[part.start]
             return catches and released(catches.to(hidden.device), hidden[part.start])
 
-        for context, found in enumerate(self._each(work)):
-            if found is not None:
+        for context, sums in enumerate(self._each(work)):
+            if sums is not None:
                 caught = self._caught[context]
-                sinks, heads = zip(*(one.rows for one in caught), strict=True)
-                before = {name: torch.cat([one.before[name].cpu() for one in caught]) for name in found}
-                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, found, before)
+                sinks, heads = zip(*(of_layer.rows for of_layer in caught), strict=True)
+                before = {
+                    name: torch.cat([of_layer.before[name].cpu() for of_layer in caught]) for name in sums
+                }
+                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, sums, before)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """What attention reads says nothing here."""
+        """Not measured here."""
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and take in what its sinks catch and write."""
@@ -107,23 +110,23 @@ class TracePass(CorpusPass):
             output, catches = attend_and_catch(inputs.of_contexts(part), stretches=self._stretches)
             if not len(catches.head):
                 return output, catches, None
-            own = catches.head.unique()
+            heads = catches.head.unique()
             outputs = HeadOutputs(
-                output=output[0, :, own].transpose(0, 1),
-                value=inputs.value[part.start, own // groups],
-                metric=metric[own],
+                output=output[0, :, heads].transpose(0, 1),
+                value=inputs.value[part.start, heads // groups],
+                metric=metric[heads],
             )
             before = released(catches, self._entering[part.start].to(output.device))
             return output, catches, (*measured(catches, outputs), before)
 
         results = self._each(work)
-        for context, (_, catches, found) in enumerate(results):
-            if found is not None:
-                sums, tag, before = found
+        for context, (_, catches, measures) in enumerate(results):
+            if measures is not None:
+                sums, tag, before = measures
                 rows = self.tags.update(layer, catches, self._ids[context], sums)
                 self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
                 self.tags.add_place(rows, 1 + layer, before, before)
-                self._caught[context].append(_Open(catches, rows, before))
+                self._caught[context].append(_LayerCatch(catches, rows, before))
         return torch.cat([output for output, _, _ in results])
 
     def _each(self, work: Any) -> list[Any]:
@@ -153,15 +156,15 @@ def trace_sinks(
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        stretches: count a key as a sink, of kind `stretch` (at position 0 `first`, as any), that catches at least
-            min(16, T/4) queries without being paid 0.3 on average: a line break, say, that catches its line. The
-            other sinks of its head then catch fewer queries.
+        stretches: count local sinks as well, of kind `stretch` (at position 0 `first`, as any): a key that dominates a
+            contiguous span, at least min(16, T/4) queries, without being paid 0.3 on average, as a line break may its
+            line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
         show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
 
     Returns:
-        A run with `traces` (one row a layer, head and sink, the strongest first), `heads`, and the arrays
+        A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
         `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `head_release`,
         `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
 

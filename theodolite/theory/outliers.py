@@ -79,14 +79,13 @@ class Thresholds:
 
 
 def massive_activations(
-    hidden: Float[Tensor, "contexts positions parts width"], thresholds: Thresholds
+    magnitude: Float[Tensor, "contexts positions parts width"], thresholds: Thresholds
 ) -> Bool[Tensor, "contexts positions parts width"]:
     """|x| > 100 and > 1000 × the median magnitude of the same context and part (Sun et al. 2024)."""
-    magnitude = hidden.abs()
     massive = magnitude > thresholds.massive
     for context, part in massive.any(3).any(1).nonzero().tolist():
-        own = magnitude[context, :, part]
-        massive[context, :, part] &= own > thresholds.massive_ratio * median(own)
+        values = magnitude[context, :, part]
+        massive[context, :, part] &= values > thresholds.massive_ratio * median(values)
     return massive
 
 
@@ -154,7 +153,7 @@ def outlier_dimensions(
     """The dimensions of each layer that stand out of its others, by the logarithm of their size.
 
     Args:
-        magnitude: one size a dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
+        magnitude: one size per dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
         level: the share of layers with normal log sizes in which a dimension may be found.
 
     Returns:
@@ -186,8 +185,8 @@ def gaussian_spread(width: int) -> float:
 
 
 @dataclass(frozen=True)
-class Usual:
-    """What is usual in a layer: the size of each dimension, and the law of a token's largest value over it.
+class LayerBaseline:
+    """A layer's typical values: the size of each dimension, and the law of a token's largest value over it.
 
     Attributes:
         typical: the typical magnitude of each dimension, or that of the median dimension where it is larger.
@@ -199,12 +198,12 @@ class Usual:
     spread: Float[Tensor, " parts"]
 
     @classmethod
-    def of(cls, hidden: Float[Tensor, "tokens parts width"]) -> Usual:
+    def of(cls, hidden: Float[Tensor, "tokens parts width"]) -> LayerBaseline:
         """From some tokens of the layer, thousands where one can. Massive ones among them do no harm if few."""
         magnitude = hidden.abs().double()
-        own = typical_magnitude(log_magnitude(magnitude).mean(0))
+        by_dimension = typical_magnitude(log_magnitude(magnitude).mean(0))
         # A dimension that is nearly dead is compared with the others, not with itself.
-        typical = torch.maximum(own, own.median(-1, keepdim=True).values)
+        typical = torch.maximum(by_dimension, by_dimension.median(-1, keepdim=True).values)
         tiny = torch.finfo(torch.float64).tiny
         largest = (magnitude / typical.clamp_min(tiny)).amax(-1).clamp_min(tiny).log()
         middle = largest.median(0).values

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from theodolite.errors import UsageError
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
-from theodolite.models.projections import Place, find_projections
+from theodolite.models.projections import Projection, find_projections
 from theodolite.models.structure import find_structure
 from theodolite.models.training_model import undisturbed, unwrap
 from theodolite.train.locater_penalty import (
@@ -237,11 +237,14 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _is_held(model: nn.Module, name: str, place: Place) -> bool:
+def _is_held(model: nn.Module, name: str, projection: Projection) -> bool:
     module = name.rpartition(".")[0]
     try:
         # A parametrisation moves the parameter away and leaves a property of its name.
-        return model.get_submodule(module) is place.module and place.name in place.module._parameters
+        return (
+            model.get_submodule(module) is projection.module
+            and projection.name in projection.module._parameters
+        )
     except AttributeError:  # there is nothing of that name any more
         return False
 

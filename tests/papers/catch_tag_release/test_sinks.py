@@ -1,4 +1,4 @@
-"""Pages of traced sinks and of a disturbed head; oracle: the planted model, of which everything is known."""
+"""Pages of traced sinks and of an ablated head; oracle: the planted model, of which everything is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.papers.catch_tag_release.tag_ablation import CAUSAL
+from theodolite.papers.catch_tag_release.tag_ablation import ABLATION
 from theodolite.papers.catch_tag_release.traced_sinks import (
     TRACE,
     _clustered,
@@ -62,11 +62,11 @@ def test_a_planted_mechanism_is_judged(model, run, tmp_path):
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
 
 
-def test_a_disturbed_head_is_judged(model, run):
-    outcome = Study(run, model, CORPUS, focus=Focus(layer=0, head=1)).outcome(CAUSAL[0])
-    changes = outcome.tables["changes"].set_index(["disturbance", "measure"])["change"]
-    assert changes["tag removed", "η² in layer 1"] < -0.3
-    assert changes["tag removed", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
+def test_an_ablated_head_is_judged(model, run):
+    outcome = Study(run, model, CORPUS, focus=Focus(layer=0, head=1)).outcome(ABLATION[0])
+    changes = outcome.tables["changes"].set_index(["ablation", "measure"])["change"]
+    assert changes["tag ablated", "η² in layer 1"] < -0.3
+    assert changes["tag ablated", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
     assert outcome.comparisons[0].here == "L0H1, in 6 contexts"
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
@@ -165,4 +165,4 @@ def test_refusals(model, run):
     with pytest.raises(UsageError, match="give it beside the run"):
         Study(run, model).outcome(TRACE)
     with pytest.raises(UsageError, match="writes no tag in this text"):
-        Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(CAUSAL[0])
+        Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(ABLATION[0])

@@ -173,7 +173,7 @@ def _figure_4(study: Study) -> Outcome:
 
     def edits(model: OpenModel, done: Pruned) -> Iterator[tuple[str, AbstractContextManager[object]]]:
         for name, seed in _edits(layer).items():
-            yield name, without_low_rank(model, layer, factors=done.factors(layer), instead=seed)
+            yield name, without_low_rank(model, layer, factors=done.factors(layer), control=seed)
 
     looks = {name or "OATS": look for name, look in without_term(study, edits, prompt).items()}
     table = _table(dense, looks, layer)

@@ -1,4 +1,4 @@
-"""Is the tag used? One sink's head disturbed, beside controls as large (Zhang et al. 2025, sections 2 and 3)."""
+"""Is the tag used? One sink's head ablated, against norm-matched controls (Zhang et al. 2025, sections 2 and 3)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Experiment
-from theodolite.report.drawing import causal as drawing
+from theodolite.report.drawing import ablation as drawing
 from theodolite.report.drawing.traces import sink_name
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Comparison, Outcome
 from theodolite.sinks.ablation import (
+    HEAD_SINKS,
     LATER_SINKS,
-    LOSS_BETWEEN,
     LOSS_CAUGHT,
+    LOSS_DIFFERENCE,
     LOSS_OTHERS,
-    OWN_SINKS,
-    causal_test,
+    ablation_test,
 )
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
@@ -57,7 +57,7 @@ def _place(study: Study) -> tuple[int, int, torch.Tensor]:
             "that head writes no tag in this text: choose another --layer and --head, or another text"
         )
     row = traces.index[0]
-    study.say(f"disturbing {sink_name(traces.loc[row])}")
+    study.say(f"ablating {sink_name(traces.loc[row])}")
     direction = run.arrays["tag_direction"][row]
     return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
 
@@ -66,18 +66,16 @@ def _make(study: Study) -> Outcome:
     layer, head, direction = _place(study)
     corpus = study.corpus
     assert corpus is not None  # or there would be no trace
-    table = causal_test(study.opened(), corpus, layer, head, direction, say=study.say)
+    table = ablation_test(study.opened(), corpus, layer, head, direction, say=study.say)
     last = f"η² in layer {study.opened().layers}"
-    measures = [LOSS_CAUGHT, LOSS_OTHERS, OWN_SINKS, LATER_SINKS, last]
+    measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)
     return Outcome(
         [
-            Comparison(
-                "disturbed head", "", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"
-            ),
+            Comparison("ablated head", "", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
             *(
                 Comparison(
-                    f"{row.disturbance}: {row.measure}",
+                    f"{row.ablation}: {row.measure}",
                     "",
                     f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
                     f"{with_error(row.control, row.control_se)}",
@@ -86,36 +84,36 @@ def _make(study: Study) -> Outcome:
             ),
         ],
         [
-            _against_control(USED, table, "tag removed", LOSS_CAUGHT, +1),
+            _against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
             _against_others(table),
-            _against_control(CLUSTERS, table, "tag removed", last, -1, HALF),
-            _against_control(LOW_RANK, table, table["disturbance"].iloc[-1], OWN_SINKS, -1),
-            _against_control(BEHIND, table, "tag removed", LATER_SINKS, -1),
+            _against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
+            _against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
+            _against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
         ],
         {"changes": table},
         [
             exhibit(
                 "losses",
-                f"{name} disturbed: loss of the next token",
+                f"{name} ablated: loss of the next token",
                 drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
                 "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-                "the head's sinks caught in the untouched model. Control: as large a disturbance that is not aimed.",
-                "red bars beyond the grey ones, on caught tokens more than on others.",
+                "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+                "red bars longer than the grey ones, on caught tokens more than on others.",
                 f"{ZHANG}, sections 2 and 3",
                 wide=True,
             ),
             exhibit(
                 "sinks",
-                f"{name} disturbed: sinks",
-                drawing.changes(table, [OWN_SINKS, LATER_SINKS]),
+                f"{name} ablated: sinks",
+                drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
                 "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
-                "red bars beyond the grey ones.",
+                "red bars longer than the grey ones.",
                 f"{ZHANG}, section 3.2",
                 wide=True,
             ),
             exhibit(
                 "clusters",
-                f"{name} disturbed: clusters behind it",
+                f"{name} ablated: clusters behind it",
                 drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
                 "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
                 "untouched model.",
@@ -127,22 +125,22 @@ def _make(study: Study) -> Outcome:
     )
 
 
-def _row(table: pd.DataFrame, disturbance: str, measure: str) -> pd.Series:
-    return table[(table["disturbance"] == disturbance) & (table["measure"] == measure)].iloc[0]
+def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
+    return table[(table["ablation"] == ablation) & (table["measure"] == measure)].iloc[0]
 
 
 def _against_control(
-    claim: str, table: pd.DataFrame, disturbance: str, measure: str, sign: int, least: float = 0.0
+    claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
 ) -> Verdict:
-    row = _row(table, disturbance, measure)
+    row = _row(table, ablation, measure)
     if row["untouched"] == 0 and row["change"] == 0:
         return Verdict(claim, UNTESTABLE, f"{measure}: there are none")
     gain, error = sign * row["beyond"], row["beyond_se"]
-    said = (
-        f"{disturbance}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
+    measured = (
+        f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
         f"{with_error(row['control'], row['control_se'])}"
     )
-    return _decided(claim, said, gain - least * abs(row["untouched"]), error, _criterion(least))
+    return _decided(claim, measured, gain - least * abs(row["untouched"]), error, _criterion(least))
 
 
 def _criterion(least: float) -> str:
@@ -154,25 +152,25 @@ def _criterion(least: float) -> str:
 
 def _against_others(table: pd.DataFrame) -> Verdict:
     caught, others, between = (
-        _row(table, "tag removed", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_BETWEEN)
+        _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
-    said = (
-        f"tag removed: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
+    measured = (
+        f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(others['change'], others['change_se'])} on others"
     )
-    return _decided(MORE_THAN_OTHERS, said, between["change"], between["change_se"], MORE)
+    return _decided(MORE_THAN_OTHERS, measured, between["change"], between["change_se"], MORE)
 
 
-def _decided(claim: str, said: str, gain: float, error: float, criterion: str) -> Verdict:
+def _decided(claim: str, measured: str, gain: float, error: float, criterion: str) -> Verdict:
     if not math.isfinite(gain) or not math.isfinite(error):
-        return Verdict(claim, UNTESTABLE, f"{said}: too few contexts; {criterion}")
-    return Verdict(claim, HOLDS if gain > ERRORS * error else FAILS, f"{said}; {criterion}")
+        return Verdict(claim, UNTESTABLE, f"{measured}: too few contexts; {criterion}")
+    return Verdict(claim, HOLDS if gain > ERRORS * error else FAILS, f"{measured}; {criterion}")
 
 
-CAUSAL = [
+ABLATION = [
     Experiment(
-        "sinks/causal",
-        "One sink's head disturbed: tag removed, sinks hidden, low-rank weights removed, beside controls",
+        "sinks/ablation",
+        "One sink's head ablated (tag, attention to its sinks, low-rank weights), against norm-matched controls",
         "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
         "deeper layers (abstract)",
         ("model",),

@@ -1,4 +1,4 @@
-"""The figure of a causal test: what each disturbance changes, beside its control. It takes a plain table."""
+"""The figure of an ablation test: what each ablation changes, against its controls. It takes a plain table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from theodolite.system.wording import for_plotly
 
 
 def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
-    """Bars with standard errors: a group a disturbance and measure, aimed and control side by side."""
+    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
     shown = table[table["measure"].isin(measures)]
-    names = [for_plotly(f"{row.disturbance}: {row.measure}") for row in shown.itertuples()]
+    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
     bars = [
         go.Bar(
             y=names,
@@ -30,7 +30,7 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
         )
         for column, name, colour in (
             ("control", "control", style.GREY),
-            ("change", "aimed at the sink", style.VERMILLION),
+            ("change", "ablation", style.VERMILLION),
         )
     ]
     layout = {
