@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
-from theodolite.attention import triton as attention_triton
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -23,7 +22,6 @@ from theodolite.attention.summary import (
     last_query,
     least_queries,
     summarise,
-    summarise_in_blocks,
     weights_at,
 )
 from theodolite.theory.singular import largest_singular_value
@@ -187,12 +185,7 @@ def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Te
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
     pays = Pays(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
-    if attention_triton.can_do(inputs):
-        summary = summarise(inputs)
-        output.copy_(summary.output)
-        pays.all_of(summary)
-    else:
-        summary = summarise_in_blocks(inputs, output, pays.visit)
+    summary = summarise(inputs, output, pays.visit, pays.all_of)
     seen, propagates = last_query(inputs)
     entropy = summary.entropy.double()
     means = entropy.mean(dim=-1)

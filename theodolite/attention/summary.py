@@ -163,10 +163,28 @@ def _check(
         raise UsageError(f"mask is {mask.dtype}: give booleans, True where the query sees the key")
 
 
-def summarise(inputs: AttentionInputs) -> AttentionSummary:
-    """`attention_summary` of what a layer's attention gets."""
-    found = attention_triton.tried(lambda: _by_kernels(inputs)) if attention_triton.can_do(inputs) else None
-    return found or summarise_in_blocks(inputs)
+def summarise(
+    inputs: AttentionInputs,
+    output: Tensor | None = None,
+    visit: Visit | None = None,
+    visit_whole: Callable[[AttentionSummary], None] | None = None,
+) -> AttentionSummary:
+    """`attention_summary` of what a layer's attention gets.
+
+    Args:
+        inputs: what a layer's attention gets.
+        output: where the output goes.
+        visit: sees the weights of each block, and must copy what it keeps of them.
+        visit_whole: sees the summary instead, where kernels made it and no weights were ever written.
+    """
+    summary = attention_triton.tried(lambda: _by_kernels(inputs)) if attention_triton.can_do(inputs) else None
+    if summary is None:
+        return summarise_in_blocks(inputs, output, visit)
+    if output is not None:
+        output.copy_(summary.output)
+    if visit_whole:
+        visit_whole(summary)
+    return summary
 
 
 def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
@@ -184,13 +202,7 @@ def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
 def summarise_in_blocks(
     inputs: AttentionInputs, output: Tensor | None = None, visit: Visit | None = None
 ) -> AttentionSummary:
-    """`summarise` by torch operations.
-
-    Args:
-        inputs: what a layer's attention gets.
-        output: where the output goes.
-        visit: sees the weights of each block, and must copy what it keeps of them.
-    """
+    """`summarise` by torch operations."""
     batch, heads, queries, _ = inputs.query.shape
     value, dtype = inputs.value, torch.promote_types(inputs.query.dtype, torch.float32)
     if output is None:

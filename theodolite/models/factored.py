@@ -2,9 +2,10 @@
 
     config.json …  dense.safetensors  block-000.safetensors  block-001.safetensors …
 
-`dense.safetensors` holds what was not pruned, under the model's own names. No file bears a name from which
-`transformers` would load a model: it would fill in random weights for those that are packed. How a matrix is pruned
-is not known here.
+`dense.safetensors` holds what was not pruned, under the model's own names. A sparse matrix is written as its entries
+that are not zero, row by row, and one bit an entry that says where they are; a bit is what a pattern such as 2:4 takes
+as well (two bits for each of two kept in four). No file bears a name from which `transformers` would load a model: it
+would fill in random weights for those that are packed. How a matrix is pruned is not known here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +27,6 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
-from theodolite.models.packing import packed, unpacked
 from theodolite.system.checksums import read_sealed, write_sealed
 
 DENSE = "dense.safetensors"
@@ -142,6 +143,34 @@ class SparseLowRankLinear(nn.Module):
 
 def _or_empty(matrix: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype) if matrix is None else matrix
+
+
+def packed(
+    matrix: Float[Tensor, "outputs inputs"],
+) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
+    """The entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
+    kept = matrix != 0
+    bits = np.packbits(kept.flatten().cpu().numpy())
+    return matrix[kept].cpu(), torch.from_numpy(bits)
+
+
+def unpacked(
+    values: Float[Tensor, " nonzeros"], bits: UInt8[Tensor, " bytes"], shape: tuple[int, int]
+) -> Float[Tensor, "outputs inputs"]:
+    """The matrix again.
+
+    Raises:
+        ValueError: bits and values do not belong together, or not to this shape.
+    """
+    entries = shape[0] * shape[1]
+    if len(bits) != -(-entries // 8):
+        raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")
+    kept = torch.from_numpy(np.unpackbits(bits.numpy(), count=entries)).bool()
+    if int(kept.sum()) != len(values):
+        raise ValueError(f"{len(values)} values for {int(kept.sum())} bits")
+    matrix = torch.zeros(entries, dtype=values.dtype)
+    matrix[kept] = values
+    return matrix.view(shape)
 
 
 def is_factored(folder: Path) -> bool:
