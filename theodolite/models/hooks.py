@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import first_tensor
@@ -16,16 +16,19 @@ from theodolite.models.structure import first_tensor
 
 @runtime_checkable
 class Watcher(Protocol):
-    """What is told of a forward pass, in the order in which the model computes."""
+    """What is called in a forward pass, in the order in which the model computes; a subclass has what it needs."""
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """The residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
+        return
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """What enters the attention module of a block (after its norm, where the norm comes first)."""
+        return
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """A block's attention inputs; returns the output, (batch, queries, heads, value_width)."""
+        return attend(inputs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,7 +34,7 @@ from theodolite.models.loading import (
     refuse_bad_numbers,
 )
 from theodolite.models.output_weights import read_output_weights, state_of
-from theodolite.models.structure import Structure, find_structure, first_tensor
+from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
@@ -136,6 +136,18 @@ class OpenModel:
     def device(self) -> torch.device:
         """Where inputs go."""
         return device_of(self.hf)
+
+    def forward(self, ids: Int[Tensor, "contexts positions"]) -> Float[Tensor, "contexts positions width"]:
+        """The last hidden states of a pass without gradients, a cache or the output head."""
+        with torch.inference_mode():
+            return backbone(self.hf)(input_ids=ids.to(self.device), use_cache=False)[0]
+
+    def logits(
+        self, ids: Int[Tensor, "contexts positions"]
+    ) -> Float[Tensor, "contexts positions vocabulary"]:
+        """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        with torch.inference_mode():
+            return self.hf(input_ids=ids.to(self.device), use_cache=False).logits
 
     @property
     def vocabulary(self) -> int | None:

@@ -23,7 +23,7 @@ from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.head_weights import Call, call_until_tap, copied, raise_captured
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import backbone, first_tensor
+from theodolite.models.structure import first_tensor
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 
@@ -77,8 +77,7 @@ def watch_layers(
     watch = _Watch(model, set(layers), tell)
     hooks = watch.hooks()
     try:
-        with torch.inference_mode():
-            backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
+        model.forward(ids)
     except _LastLayerDone:
         pass
     finally:

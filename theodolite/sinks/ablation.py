@@ -23,7 +23,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.sinks.interventions import masked_keys, removed_tag, without_low_rank
 
@@ -63,13 +63,13 @@ class _Effects:
         return _Effects({name: value - other.values[name] for name, value in self.values.items()})
 
 
-class _Watcher:
+class _Sinks(Watcher):
     """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
 
     def __init__(self, layer: int, head: int, groups: list[Catches] | None) -> None:
         self.layer, self.head = layer, head
         self.groups = groups
-        self.found: list[Catches] = []
+        self.catches: list[Catches] = []
         self.later: Tensor | float = 0.0
         self.eta: list[Tensor] = []
 
@@ -79,9 +79,6 @@ class _Watcher:
                 torch.stack([_eta(groups, h) for groups, h in zip(self.groups, hidden, strict=True)])
             )
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         outputs, later = [], []
         for context in range(len(inputs.query)):
@@ -89,7 +86,7 @@ class _Watcher:
             outputs.append(output)
             later.append(float((catches.position > 0).sum()))
             if layer == self.layer:
-                self.found.append(_of_head(catches, self.head).to(torch.device("cpu")))
+                self.catches.append(_of_head(catches, self.head).to(torch.device("cpu")))
         if layer > self.layer:
             self.later = self.later + torch.tensor(later, dtype=torch.float64)
         return torch.cat(outputs)
@@ -170,10 +167,10 @@ def _contexts_with_sinks(
 ) -> tuple[Int[Tensor, "contexts positions"], list[Catches]]:
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
-        watcher = _Watcher(layer, head, None)
-        with watched(model, watcher), torch.inference_mode():
-            model.hf(input_ids=part.to(model.device), use_cache=False)
-        for ids, catches in zip(part, watcher.found, strict=True):
+        sinks = _Sinks(layer, head, None)
+        with watched(model, sinks):
+            model.forward(part)
+        for ids, catches in zip(part, sinks.catches, strict=True):
             if len(catches.head) and bool(catches.caught.any()):
                 chosen.append(ids)
                 groups.append(catches)
@@ -234,9 +231,9 @@ def _effects(
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
         own = groups[part]
-        watcher = _Watcher(layer, head, own)
-        with disturb(part), watched(model, watcher), torch.inference_mode():
-            logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
+        sinks = _Sinks(layer, head, own)
+        with disturb(part), watched(model, sinks):
+            logits = model.logits(ids[part])
         loss = next_token_losses(logits, ids[part])
         caught = torch.stack([catches.caught.any(dim=0) for catches in own])[:, :-1]
         free = torch.stack([catches.kept.all(dim=0) & ~catches.caught.any(dim=0) for catches in own])[:, :-1]
@@ -244,10 +241,10 @@ def _effects(
             LOSS_CAUGHT: _mean_where(loss, caught),
             LOSS_OTHERS: _mean_where(loss, free),
             LOSS_BETWEEN: _mean_where(loss, caught) - _mean_where(loss, free),
-            OWN_SINKS: torch.tensor([float(len(catches.head)) for catches in watcher.found]).double(),
-            LATER_SINKS: torch.as_tensor(watcher.later, dtype=torch.float64).expand(len(own)).clone(),
+            OWN_SINKS: torch.tensor([float(len(catches.head)) for catches in sinks.catches]).double(),
+            LATER_SINKS: torch.as_tensor(sinks.later, dtype=torch.float64).expand(len(own)).clone(),
         }
-        for deep, eta in enumerate(watcher.eta):
+        for deep, eta in enumerate(sinks.eta):
             values[f"η² in layer {layer + 1 + deep}"] = eta
         found.append(values)
     return _Effects({name: torch.cat([values[name] for values in found]) for name in found[0]})

@@ -16,8 +16,7 @@ from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs, softmax
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
-from theodolite.models.structure import backbone
+from theodolite.models.hooks import Watcher, watched
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.sinks.trace import corpus_of_ids, trace_sinks
 
@@ -54,7 +53,7 @@ class PromptTrace:
     group: Int[Tensor, " positions"]
 
 
-class _Watcher:
+class _PromptHooks(Watcher):
     """Keeps of one forward pass what a `PromptTrace` needs."""
 
     def __init__(self, layer: int, head: int) -> None:
@@ -64,9 +63,6 @@ class _Watcher:
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         self.streams.append(hidden[0].double().cpu())
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, catches = attend_and_catch(inputs, stretches=True)
@@ -104,19 +100,19 @@ def trace_prompt(
         layer, head = _strongest(model, ids)
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
-    watcher = _Watcher(layer, head)
-    with watched(model, watcher), torch.inference_mode():
-        backbone(model.hf)(input_ids=ids[None].to(model.device), use_cache=False)
-    sinks, group = groups_of(watcher.catches, head, len(ids))
+    hooks = _PromptHooks(layer, head)
+    with watched(model, hooks):
+        model.forward(ids[None])
+    sinks, group = groups_of(hooks.catches, head, len(ids))
     return PromptTrace(
         ids=ids,
         layer=layer,
         head=head,
-        attention=watcher.weights,
-        output=watcher.output @ weights,
-        value=watcher.value @ weights,
-        streams=torch.stack(watcher.streams),
-        received=torch.stack(watcher.received),
+        attention=hooks.weights,
+        output=hooks.output @ weights,
+        value=hooks.value @ weights,
+        streams=torch.stack(hooks.streams),
+        received=torch.stack(hooks.received),
         sinks=sinks,
         group=group,
     )

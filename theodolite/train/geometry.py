@@ -28,8 +28,8 @@ from theodolite.measure.heads import head_columns
 from theodolite.measure.localization import entropy_bound
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
-from theodolite.models.hooks import watched
-from theodolite.models.structure import backbone, find_structure
+from theodolite.models.hooks import Watcher, watched
+from theodolite.models.structure import find_structure
 from theodolite.models.training_model import undisturbed, unwrap
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
@@ -131,16 +131,16 @@ class GeometryProbe:
             WorkError: hidden states are NaN or infinite; the layer is named.
         """
         started = time.perf_counter()
-        watcher = _Watcher(self.model, self._tokens, spectra)
+        accumulators = _GeometryHooks(self.model, self._tokens, spectra)
         error = None
         with undisturbed(self.model.hf):
             try:
-                with watched(self.model, watcher):
-                    _forward(self.model.hf, self._tokens.ids)
+                with watched(self.model, accumulators):
+                    self.model.forward(self._tokens.ids)
             except WorkError as found:
                 error = found
             self.ranks.raise_any(error)
-            sums = watcher.totals(self.ranks, counts=self._counts)
+            sums = accumulators.totals(self.ranks, counts=self._counts)
             return self.ranks.said_by_first(lambda: self._geometry(step, sums, spectra, started))
 
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
@@ -189,11 +189,6 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
     return ids
 
 
-def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The last hidden states, (contexts, positions, d)."""
-    return backbone(model)(input_ids=ids.to(model.device), use_cache=False)[0]
-
-
 def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
     sample = {"input_ids": ids[:1, :1].to(model.device), "use_cache": False}
@@ -210,7 +205,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     return opened
 
 
-class _Watcher:
+class _GeometryHooks(Watcher):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
