@@ -213,15 +213,15 @@ def summarise_in_blocks(
     mass = value.new_zeros(batch, heads, inputs.key.shape[2], dtype=torch.float64)
 
     def work(part: slice) -> None:
-        own = inputs if part == slice(0, heads) else inputs.of_heads(part)
-        for block in own.blocks():
-            now, seen = slice(block.start, block.stop), slice(block.first, block.last)
-            weights, *found = weights_and_rows(block.logits, own.sink)
-            summed = weigh(weights, own.value[:, :, seen])
-            output[:, now, part] = summed.transpose(1, 2)
-            mass[:, part, seen] += weights.sum(dim=-2)
-            for kept, one in zip(rows, found, strict=True):
-                kept[:, part, now] = one
+        heads_inputs = inputs if part == slice(0, heads) else inputs.of_heads(part)
+        for block in heads_inputs.blocks():
+            queries_now, keys_now = slice(block.start, block.stop), slice(block.first, block.last)
+            weights, *of_block = weights_and_rows(block.logits, heads_inputs.sink)
+            summed = weigh(weights, heads_inputs.value[:, :, keys_now])
+            output[:, queries_now, part] = summed.transpose(1, 2)
+            mass[:, part, keys_now] += weights.sum(dim=-2)
+            for row, values in zip(rows, of_block, strict=True):
+                row[:, part, queries_now] = values
             if visit:
                 visit(block.start, block.first, part.start, weights)
 
@@ -241,13 +241,15 @@ def last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"
     mask = inputs.mask[:, :, -1:]
     last = replace(inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), mask=mask)
     logits = last.logits()[:, :, 0]
-    seen, found = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
-    if bool((seen == seen[:1, :1]).all()):  # as without padding
-        found[..., seen[0, 0]] = empirical_propagation(logits[..., seen[0, 0]])
-        return seen, found
-    for own, row, visible in zip(found.flatten(0, 1), logits.flatten(0, 1), seen.flatten(0, 1), strict=True):
-        own[visible] = empirical_propagation(row[visible])
-    return seen, found
+    visible, propagates = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
+    if bool((visible == visible[:1, :1]).all()):  # as without padding
+        propagates[..., visible[0, 0]] = empirical_propagation(logits[..., visible[0, 0]])
+        return visible, propagates
+    for row_propagates, row, keys in zip(
+        propagates.flatten(0, 1), logits.flatten(0, 1), visible.flatten(0, 1), strict=True
+    ):
+        row_propagates[keys] = empirical_propagation(row[keys])
+    return visible, propagates
 
 
 def _last(bias: Tensor | None) -> Tensor | None:

@@ -74,7 +74,7 @@ class Piece:
 def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> None:
     """Write the matrices of a block with some notes."""
     tensors = {f"{piece.key}/{name}": tensor for piece in pieces for name, tensor in piece.tensors().items()}
-    told = [
+    headers = [
         {
             "key": piece.key,
             "parameter": piece.parameter,
@@ -84,7 +84,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> 
         }
         for piece in pieces
     ]
-    write_sealed(path, tensors, {"matrices": told, "notes": notes})
+    write_sealed(path, tensors, {"matrices": headers, "notes": notes})
 
 
 def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
@@ -95,16 +95,16 @@ def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
     """
     try:
         tensors, block = read_sealed(path)
-        return [_piece(told, tensors) for told in block["matrices"]], block["notes"]
+        return [_piece(header, tensors) for header in block["matrices"]], block["notes"]
     except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
 
 
-def _piece(told: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
-    key, shape = told["key"], tuple(told.pop("shape"))
+def _piece(header: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
+    key, shape = header["key"], tuple(header.pop("shape"))
     sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
     rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
-    return Piece(**told, rows=rows, sparse=sparse, left=left, right=right)
+    return Piece(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
 class SparseLowRankLinear(nn.Module):
@@ -149,9 +149,9 @@ def packed(
     matrix: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
     """The entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
-    kept = matrix != 0
-    bits = np.packbits(kept.flatten().cpu().numpy())
-    return matrix[kept].cpu(), torch.from_numpy(bits)
+    nonzero = matrix != 0
+    bits = np.packbits(nonzero.flatten().cpu().numpy())
+    return matrix[nonzero].cpu(), torch.from_numpy(bits)
 
 
 def unpacked(
@@ -165,11 +165,11 @@ def unpacked(
     entries = shape[0] * shape[1]
     if len(bits) != -(-entries // 8):
         raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")
-    kept = torch.from_numpy(np.unpackbits(bits.numpy(), count=entries)).bool()
-    if int(kept.sum()) != len(values):
-        raise ValueError(f"{len(values)} values for {int(kept.sum())} bits")
+    nonzero = torch.from_numpy(np.unpackbits(bits.numpy(), count=entries)).bool()
+    if int(nonzero.sum()) != len(values):
+        raise ValueError(f"{len(values)} values for {int(nonzero.sum())} bits")
     matrix = torch.zeros(entries, dtype=values.dtype)
-    matrix[kept] = values
+    matrix[nonzero] = values
     return matrix.view(shape)
 
 
@@ -181,14 +181,14 @@ def is_factored(folder: Path) -> bool:
 def write_dense(path: Path, model: PreTrainedModel, pruned: set[str]) -> None:
     """Write all tensors but the pruned parameters; of tied ones, the one that the others are tied to."""
     tied = model.all_tied_weights_keys
-    kept: dict[str, Tensor] = {}
-    seen: set[tuple[int, int]] = set()
+    tensors: dict[str, Tensor] = {}
+    written: set[tuple[int, int]] = set()
     for name, tensor in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
         at = (tensor.data_ptr(), tensor.numel())
-        if name not in pruned and not (name in tied and at in seen):
-            kept[name] = tensor.contiguous().cpu()
-            seen.add(at)
-    save_file(kept, path, {"format": "pt"})
+        if name not in pruned and not (name in tied and at in written):
+            tensors[name] = tensor.contiguous().cpu()
+            written.add(at)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
@@ -205,10 +205,10 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
         raise WorkError(f"{folder / DENSE} is damaged: {error}") from error
     with no_init_weights():
         model = architecture._from_config(config)
-    found = model.load_state_dict(dense, strict=False, assign=True)
-    if found.unexpected_keys:
-        raise WorkError(f"{folder / DENSE} has tensors of another architecture: {found.unexpected_keys[0]}")
-    missing = set(found.missing_keys)
+    loaded = model.load_state_dict(dense, strict=False, assign=True)
+    if loaded.unexpected_keys:
+        raise WorkError(f"{folder / DENSE} has tensors of another architecture: {loaded.unexpected_keys[0]}")
+    missing = set(loaded.missing_keys)
     by_module: dict[str, list[Piece]] = {}
     for path in sorted(folder.glob(BLOCK.format(0).replace("000", "*"))):
         for piece in read_pieces(path)[0]:

@@ -66,7 +66,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Of safetensors, those that are weights as they are; others wait for what a quantiser does to them."""
 
 
-class Whole(WorkError):
+class CannotReadLazily(WorkError):
     """Heads cannot be read without the rest of the model, and why."""
 
 
@@ -95,7 +95,7 @@ def open_weights(
     check_dtype(dtype)
     try:
         return _open_lazily(path_or_id, dtype, revision, show_progress)
-    except Whole as reason:
+    except CannotReadLazily as reason:
         model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
         say(f"opened whole, since {reason}")
         return model
@@ -119,9 +119,9 @@ def _open_lazily(
                 with reader.present(layer):
                     pass
     except ImportError as error:
-        raise Whole(f"this version of transformers is not known ({first_line(error)})") from error
+        raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
     except LOADING_ERRORS as error:
-        raise Whole(first_line(error)) from error
+        raise CannotReadLazily(first_line(error)) from error
     model = shards.model
     backbone(model).register_forward_pre_hook(_refuse_to_run)
     return OpenModel.of(
@@ -164,7 +164,7 @@ class _Shards:
         """Give a module of the skeleton its tensors.
 
         Raises:
-            Whole: the checkpoint does not hold just what the module needs.
+            CannotReadLazily: the checkpoint does not hold just what the module needs.
             ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -172,7 +172,7 @@ class _Shards:
 
         sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
         if any(self.kinds[source][1] not in FLOATS for source in sources):
-            raise Whole(f"{module} is quantised")
+            raise CannotReadLazily(f"{module} is quantised")
         to = LoadStateDictConfig(
             device_map={"": "cpu"},
             dtype=self.dtype,
@@ -186,14 +186,14 @@ class _Shards:
                 for path in {self.kinds[source][0] for source in sources}
             }
             tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
-            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
-        missing = sorted(name for name in found.missing_keys if name.startswith(module + "."))
-        if missing or found.mismatched_keys or found.conversion_errors:
-            raise Whole(
+            outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
+        missing = sorted(name for name in outcome.missing_keys if name.startswith(module + "."))
+        if missing or outcome.mismatched_keys or outcome.conversion_errors:
+            raise CannotReadLazily(
                 f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
             )
-        if found.unexpected_keys and getattr(self.model.config, "quantization_config", None):
-            raise Whole(f"{module} is quantised ({min(found.unexpected_keys)})")
+        if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
+            raise CannotReadLazily(f"{module} is quantised ({min(outcome.unexpected_keys)})")
 
 
 def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
@@ -202,7 +202,7 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
 
     config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
-        raise Whole("its matrices are factored")
+        raise CannotReadLazily("its matrices are factored")
     kinds: dict[str, tuple[str, str]] = {}
     for path in _files(source, config, revision):
         with safe_open(path, framework="pt") as file:
@@ -222,13 +222,14 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     """The files that `from_pretrained` would load."""
     if getattr(config, "transformers_weights", None):
-        raise Whole("its config names other files than model.safetensors")
+        raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            whole = name == SAFE_WEIGHTS_NAME
-            return [found] if whole else get_checkpoint_shard_files(source, found, revision=revision)[0]
-    raise Whole(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            if name == SAFE_WEIGHTS_NAME:
+                return [file]
+            return get_checkpoint_shard_files(source, file, revision=revision)[0]
+    raise CannotReadLazily(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
 def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
@@ -248,22 +249,22 @@ def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Brings the attention modules of a skeleton to life, one at a time.
+    """Reads the attention modules of a skeleton, one at a time.
 
     Attributes:
         structure: of the skeleton.
         calls: how each attention module is called, with one token at position 0.
-        own: the same with `VERIFIED_LENGTH` tokens; `by_tap` as the tap makes the model call it; `by_others` with other
-            weights in all of the model.
+        own_calls: the same with `VERIFIED_LENGTH` tokens; `tapped_calls` as the tap makes the model call it;
+            `other_calls` with other weights in all of the model.
         inputs: what arrived at the tap with those other weights.
     """
 
     shards: _Shards
     structure: Structure
     calls: list[Call]
-    own: list[Call]
-    by_tap: list[Call]
-    by_others: list[Call]
+    own_calls: list[Call]
+    tapped_calls: list[Call]
+    other_calls: list[Call]
     inputs: list[AttentionInputs]
 
     @classmethod
@@ -271,14 +272,14 @@ class _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = shards.model
         with filled(model, 0.0):
-            one, several = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
-            structure = find_structure(model, one)
-            calls = capture_calls(model, structure, one)
-            own = seen_calls(model, structure, several)
-            by_tap = capture_calls(model, structure, several)
+            one_token, several_tokens = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
+            structure = find_structure(model, one_token)
+            calls = capture_calls(model, structure, one_token)
+            own_calls = seen_calls(model, structure, several_tokens)
+            tapped_calls = capture_calls(model, structure, several_tokens)
         with filled(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
-            by_others = seen_calls(model, structure, several)
-        return cls(shards, structure, calls, own, by_tap, by_others, inputs)
+            other_calls = seen_calls(model, structure, several_tokens)
+        return cls(shards, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
@@ -288,34 +289,34 @@ class _Reader:
             WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
         """
         module, name = self.structure.attention[layer], self.structure.names[layer]
-        places = stored_tensors(module)
+        stored = stored_tensors(module)
         try:
             self.shards.load(name)
             refuse_bad_numbers(module, name + ".")
             self._verify(layer)
             yield
         finally:
-            put_back(places)
+            put_back(stored)
 
     def _verify(self, layer: int) -> None:
         model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
         shape = (1, VERIFIED_LENGTH, first_tensor(*self.calls[layer]).shape[-1])
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
         with unedited(), torch.inference_mode():
-            own = _output(module, call_with_hidden(self.own[layer], hidden))
+            own = _output(module, call_with_hidden(self.own_calls[layer], hidden))
             with recorded_inputs(model) as recorded:
-                recomputed = _output(module, call_with_hidden(self.by_tap[layer], hidden))
+                recomputed = _output(module, call_with_hidden(self.tapped_calls[layer], hidden))
             with tapped(model, raise_captured):
-                other = call_until_tap(module, call_with_hidden(self.by_others[layer], hidden))
+                other = call_until_tap(module, call_with_hidden(self.other_calls[layer], hidden))
         (inputs,) = recorded
         try:
             check_recomputed(f"layer {layer} ({name})", own, recomputed, [largest_logit(inputs)])
         except WorkError as error:
-            raise Whole(str(error)) from error
+            raise CannotReadLazily(str(error)) from error
         if not all(
             torch.equal(getattr(inputs, part), getattr(other, part)) for part in ("query", "key", "value")
         ):
-            raise Whole(f"queries, keys or values of {name} depend on weights outside it")
+            raise CannotReadLazily(f"queries, keys or values of {name} depend on weights outside it")
 
 
 def _output(module: nn.Module, call: Call) -> Tensor:

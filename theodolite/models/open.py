@@ -51,7 +51,7 @@ class OpenModel:
 
     Attributes:
         hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
-            except while a survey, a probe or an intervention is under way.
+            except while it is surveyed, its head weights are read or an intervention is under way.
         tokenizer: its tokenizer, or None where the checkpoint has none.
         layers: number of blocks L.
         heads: query heads a layer H.
@@ -270,11 +270,13 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=found, dtype=torch.float64)  # statistics are summed in it; Apple's MPS lacks it
+        usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(
+            0, device=usable, dtype=torch.float64
+        )  # statistics are summed in it; Apple's MPS lacks it
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
-    return found
+    return usable
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -298,7 +300,7 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
 
 
 def _positions_of(model: nn.Module, call: Call, bias: str) -> str:
-    """How the model tells positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
+    """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
     if call[1].get("position_embeddings") is not None:
         return "rotary"
     if bias != "none":
