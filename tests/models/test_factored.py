@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from theodolite.errors import WorkError
-from theodolite.models.factored import Piece, SparseLowRankLinear, read_pieces, write_pieces
-from theodolite.models.packing import packed, unpacked
+from theodolite.models.factored import Piece, SparseLowRankLinear, packed, read_pieces, unpacked, write_pieces
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ import torch
 from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.models.doors.transformers import tapped
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.models.structure import backbone
 
 HEADS = 4
@@ -71,10 +71,7 @@ def test_probed_weights_reproduce_tapped_queries_keys_and_values(family, opened)
     entered: dict[int, torch.Tensor] = {}
     tapped_inputs = {}
 
-    class Watcher:
-        def stream(self, layer, hidden):
-            pass
-
+    class Seen(Watcher):
         def attention_input(self, layer, hidden):
             entered[layer] = hidden.double()
 
@@ -87,7 +84,7 @@ def test_probed_weights_reproduce_tapped_queries_keys_and_values(family, opened)
         sample = {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
     else:
         sample = {"input_ids": torch.randint(checkpoints.VOCABULARY, (9, 1), generator=generator)}
-    with torch.no_grad(), watched(model, Watcher()):
+    with torch.no_grad(), watched(model, Seen()):
         backbone(model.hf)(**sample)
     for layer, inputs in tapped_inputs.items():
         weights = model.head_weights(layer)

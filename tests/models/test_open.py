@@ -14,8 +14,7 @@ from torch import nn
 
 from tests import checkpoints
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open as opening
-from theodolite.models import open_model
+from theodolite.models import open_model, verification
 
 FACTS = {
     "gpt2": (True, "learned", 128),
@@ -232,12 +231,12 @@ def test_norms_between_projections_are_not_taken_out(tmp_path):
 
 def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):
     """A family that does something to its logits which the tap does not know must not pass."""
-    true_attend = opening.attend
+    true_attend = verification.attend
 
     def wrong(inputs):
         return true_attend(inputs) * 1.01
 
-    monkeypatch.setattr(opening, "attend", wrong)
+    monkeypatch.setattr(verification, "attend", wrong)
     _refused(
         checkpoint("gpt2"), WorkError, r"layer 0 \(transformer.h.0.attn\): the attention output recomputed"
     )
@@ -260,7 +259,7 @@ def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch)
     """Softmax weights are off by the rounding of their logits; a tap that is wrong is off by more, and is refused."""
     folder = _with_large_logits(family, factor, tmp_path)
     assert open_model(folder).layers == 3
-    true_attend = opening.attend
+    true_attend = verification.attend
 
     def scaled(inputs):
         return true_attend(replace(inputs, scaling=inputs.scaling * 1.05))
@@ -268,7 +267,7 @@ def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch)
     by_one_per_cent = lambda inputs: true_attend(inputs) * 1.01  # noqa: E731
     # Attention that is all on one key does not change with its logits' scale.
     for wrong in (by_one_per_cent, scaled)[: 2 if factor < 64 else 1]:
-        monkeypatch.setattr(opening, "attend", wrong)
+        monkeypatch.setattr(verification, "attend", wrong)
         _refused(folder, WorkError, r"the attention output recomputed from its queries")
 
 

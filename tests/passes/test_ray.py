@@ -23,7 +23,8 @@ from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.open import VERIFIED_LENGTH, small_input
+from theodolite.models.open import small_input
+from theodolite.models.verification import VERIFIED_LENGTH
 from theodolite.passes import ray_survey as distribute
 from theodolite.passes import ray_workers as crew
 from theodolite.passes.ray_survey import shards, survey_on_ray

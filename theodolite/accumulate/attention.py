@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
-from theodolite.attention import triton as attention_triton
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -23,7 +22,6 @@ from theodolite.attention.summary import (
     last_query,
     least_queries,
     summarise,
-    summarise_in_blocks,
     weights_at,
 )
 from theodolite.theory.singular import largest_singular_value
@@ -53,13 +51,13 @@ class Tokens:
         for start in range(0, length, BLOCK):
             rows = slice(start, min(start + BLOCK, length))
             earlier = positions[: rows.stop] < positions[rows, None]
-            found = []
+            of_contexts = []
             for context in ids.cpu():
                 equal = (context[rows, None] == context[: rows.stop]) & earlier
                 repeated += int(equal.any(dim=1).sum())
                 row, column = equal.nonzero(as_tuple=True)
-                found.append((row.to(device), column.to(device)))
-            pairs.append(found)
+                of_contexts.append((row.to(device), column.to(device)))
+            pairs.append(of_contexts)
         return cls(ids, pairs, repeated)
 
 
@@ -100,9 +98,9 @@ class AttentionStatistics(LayerSums):
         def work(part: slice) -> dict[str, Tensor]:
             return _statistics(inputs.of_contexts(part), tokens, part, output[part])
 
-        found = each_part(work, batch, device)
-        received = torch.cat([sums.pop("received") for sums in found]) / seen_by.clamp_min(1)
-        for sums in found:
+        parts = each_part(work, batch, device)
+        received = torch.cat([sums.pop("received") for sums in parts]) / seen_by.clamp_min(1)
+        for sums in parts:
             self._between(layer, sums["contexts"], sums["entropy"])
             for name, sum_ in sums.items():
                 self.add(name, layer, sum_)
@@ -119,10 +117,11 @@ class AttentionStatistics(LayerSums):
         By the formula of Chan, Golub & LeVeque (1979). The mean of the squares less the square of the mean would keep
         few digits of a small spread, and other ones in every order.
         """
-        own = self.at("contexts", layer, entropy.device)
-        before = self.at("entropy", layer, entropy.device)
-        difference = entropy.mean(dim=-1) / contexts.clamp_min(1) - before.mean(dim=-1) / own.clamp_min(1)
-        weight = own * contexts / (own + contexts).clamp_min(1)
+        contexts_before = self.at("contexts", layer, entropy.device)
+        sums_before = self.at("entropy", layer, entropy.device)
+        mean_before = sums_before.mean(dim=-1) / contexts_before.clamp_min(1)
+        difference = entropy.mean(dim=-1) / contexts.clamp_min(1) - mean_before
+        weight = contexts_before * contexts / (contexts_before + contexts).clamp_min(1)
         self.add("entropy_spread", layer, difference.square() * weight)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
@@ -140,11 +139,11 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         self.add("sink_later", layer, sink[:, :, 1:].any(dim=-1).sum(dim=0))
-        seen: set[tuple[int, ...]] = set()
+        counted: set[tuple[int, ...]] = set()
         for context, head, position in sink.nonzero().tolist():
             key = (layer, head, int(ids[context, position]), int(position == 0))
-            another = (context, *key) not in seen
-            seen.add((context, *key))
+            another = (context, *key) not in counted
+            counted.add((context, *key))
             self._count(key, (int(another), 1, position))
 
     def _count(self, key: tuple[int, int, int, int], more: tuple[int, int, int]) -> None:
@@ -186,14 +185,9 @@ def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple
 def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
-    pays = Pays(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
-    if attention_triton.can_do(inputs):
-        summary = summarise(inputs)
-        output.copy_(summary.output)
-        pays.all_of(summary)
-    else:
-        summary = summarise_in_blocks(inputs, output, pays.visit)
-    seen, propagates = last_query(inputs)
+    scores = HeadScores(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
+    summary = summarise(inputs, output, scores.visit, scores.visit_whole)
+    visible, propagates = last_query(inputs)
     entropy = summary.entropy.double()
     means = entropy.mean(dim=-1)
     sums = {
@@ -201,17 +195,17 @@ def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Te
         "entropy": entropy.sum(dim=0),
         "entropy_spread": (means - means.mean(dim=0)).square().sum(dim=0),
         "propagates": propagates.double().sum(dim=0),
-        "last_sees": seen.double().sum(dim=0).to(device),
+        "last_sees": visible.double().sum(dim=0).to(device),
         "received": summary.mass,
     }
-    sums["previous"], sums["same"] = pays.sums.unbind(dim=1)
+    sums["previous"], sums["same"] = scores.sums.unbind(dim=1)
     learned = summary.learned
     sums["learned"] = torch.zeros_like(sums["same"]) if learned is None else learned.double().sum(dim=(0, 2))
     return sums
 
 
 @dataclass(frozen=True)
-class Pays:
+class HeadScores:
     """What queries pay to the token before them and to earlier tokens equal to theirs: sums over queries, by head.
 
     From the weights of blocks as they pass, or from normalisers where no weights are ever there.
@@ -225,24 +219,24 @@ class Pays:
         self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
     ) -> None:
         """Take in the weights of queries from `start` over keys from `first`, of heads from `head`."""
-        own = self.sums[head : head + weights.shape[1]]
+        sums = self.sums[head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-        own[:, 0] += previous.double().sum(dim=(0, 2))
+        sums[:, 0] += previous.double().sum(dim=(0, 2))
         for context, (row, key) in enumerate(self.tokens.pairs[start // BLOCK][self.part]):
             row, key = row.to(weights.device), key.to(weights.device)  # layers may be on several devices
             visible = (key >= first) & (key < first + weights.shape[-1])
             row, key = row[visible], key[visible]
-            own[:, 1] += weights[context][:, row, key - first].double().sum(dim=1)
+            sums[:, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
-    def all_of(self, summary: AttentionSummary) -> None:
+    def visit_whole(self, summary: AttentionSummary) -> None:
         """Take in whole contexts from their summary."""
         inputs, normaliser = summary.inputs, summary.log_sum_exp
         query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
         self.sums[:, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=(0, 2))
         for number, pairs in enumerate(self.tokens.pairs):
             for context, (row, key) in enumerate(pairs[self.part]):
-                one = slice(context, context + 1)
+                part = slice(context, context + 1)
                 row, key = row.to(normaliser.device) + number * BLOCK, key.to(normaliser.device)
-                paid = weights_at(inputs.of_contexts(one), normaliser[one], row, key)
+                paid = weights_at(inputs.of_contexts(part), normaliser[part], row, key)
                 self.sums[:, 1] += paid.double().sum(dim=(0, 2))

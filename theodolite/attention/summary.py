@@ -162,10 +162,28 @@ def _check(
         raise UsageError(f"mask is {mask.dtype}: give booleans, True where the query sees the key")
 
 
-def summarise(inputs: AttentionInputs) -> AttentionSummary:
-    """`attention_summary` of what a layer's attention gets."""
-    found = attention_triton.tried(lambda: _by_kernels(inputs)) if attention_triton.can_do(inputs) else None
-    return found or summarise_in_blocks(inputs)
+def summarise(
+    inputs: AttentionInputs,
+    output: Tensor | None = None,
+    visit: Visit | None = None,
+    visit_whole: Callable[[AttentionSummary], None] | None = None,
+) -> AttentionSummary:
+    """`attention_summary` of what a layer's attention gets.
+
+    Args:
+        inputs: what a layer's attention gets.
+        output: where the output goes.
+        visit: sees the weights of each block, and must copy what it keeps of them.
+        visit_whole: sees the summary instead, where kernels made it and no weights were ever written.
+    """
+    summary = attention_triton.tried(lambda: _by_kernels(inputs)) if attention_triton.can_do(inputs) else None
+    if summary is None:
+        return summarise_in_blocks(inputs, output, visit)
+    if output is not None:
+        output.copy_(summary.output)
+    if visit_whole:
+        visit_whole(summary)
+    return summary
 
 
 def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
@@ -182,13 +200,7 @@ def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
 def summarise_in_blocks(
     inputs: AttentionInputs, output: Tensor | None = None, visit: Visit | None = None
 ) -> AttentionSummary:
-    """`summarise` by torch operations.
-
-    Args:
-        inputs: what a layer's attention gets.
-        output: where the output goes.
-        visit: sees the weights of each block, and must copy what it keeps of them.
-    """
+    """`summarise` by torch operations."""
     batch, heads, queries, _ = inputs.query.shape
     value, dtype = inputs.value, torch.promote_types(inputs.query.dtype, torch.float32)
     if output is None:
@@ -199,15 +211,15 @@ def summarise_in_blocks(
     mass = value.new_zeros(batch, heads, inputs.key.shape[2], dtype=torch.float64)
 
     def work(part: slice) -> None:
-        own = inputs if part == slice(0, heads) else inputs.of_heads(part)
-        for block in own.blocks():
-            now, seen = slice(block.start, block.stop), slice(block.first, block.last)
-            weights, *found = weights_and_rows(block.logits, own.sink)
-            summed = weigh(weights, own.value[:, :, seen])
-            output[:, now, part] = summed.transpose(1, 2)
-            mass[:, part, seen] += weights.sum(dim=-2)
-            for kept, one in zip(rows, found, strict=True):
-                kept[:, part, now] = one
+        heads_inputs = inputs if part == slice(0, heads) else inputs.of_heads(part)
+        for block in heads_inputs.blocks():
+            queries_now, keys_now = slice(block.start, block.stop), slice(block.first, block.last)
+            weights, *of_block = weights_and_rows(block.logits, heads_inputs.sink)
+            summed = weigh(weights, heads_inputs.value[:, :, keys_now])
+            output[:, queries_now, part] = summed.transpose(1, 2)
+            mass[:, part, keys_now] += weights.sum(dim=-2)
+            for row, values in zip(rows, of_block, strict=True):
+                row[:, part, queries_now] = values
             if visit:
                 visit(block.start, block.first, part.start, weights)
 
@@ -227,13 +239,15 @@ def last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"
     mask = inputs.mask[:, :, -1:]
     last = replace(inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), mask=mask)
     logits = last.logits()[:, :, 0]
-    seen, found = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
-    if bool((seen == seen[:1, :1]).all()):  # as without padding
-        found[..., seen[0, 0]] = empirical_propagation(logits[..., seen[0, 0]])
-        return seen, found
-    for own, row, visible in zip(found.flatten(0, 1), logits.flatten(0, 1), seen.flatten(0, 1), strict=True):
-        own[visible] = empirical_propagation(row[visible])
-    return seen, found
+    visible, propagates = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
+    if bool((visible == visible[:1, :1]).all()):  # as without padding
+        propagates[..., visible[0, 0]] = empirical_propagation(logits[..., visible[0, 0]])
+        return visible, propagates
+    for row_propagates, row, keys in zip(
+        propagates.flatten(0, 1), logits.flatten(0, 1), visible.flatten(0, 1), strict=True
+    ):
+        row_propagates[keys] = empirical_propagation(row[keys])
+    return visible, propagates
 
 
 def _last(bias: Tensor | None) -> Tensor | None:

@@ -24,7 +24,6 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
-from theodolite.models.structure import backbone
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
@@ -126,10 +125,10 @@ class OutputsPass(CorpusPass):
     def forward(self, ids: Tensor) -> None:
         """Run the model, with its head where it predicts next tokens."""
         if not self._predicts:
-            backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
+            self.model.forward(ids)
             return
-        logits = self.model.hf(input_ids=ids.to(self.model.device), use_cache=False).logits
-        self.outputs.loss[self._first : self._last] = next_token_losses(logits, ids).mean(dim=1)
+        losses = next_token_losses(self.model.logits(ids), ids)
+        self.outputs.loss[self._first : self._last] = losses.mean(dim=1)
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:

@@ -84,9 +84,7 @@ def perplexity(
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
         part = ids[first : first + batch]
-        with torch.inference_mode():
-            logits = model.hf(input_ids=part.to(model.device), use_cache=False).logits
-        losses.append(next_token_losses(logits, part).mean(dim=1))
+        losses.append(next_token_losses(model.logits(part), part).mean(dim=1))
     show_progress(len(ids), len(ids))
     found = torch.cat(losses).numpy()
     if not np.isfinite(found).all():

@@ -1,6 +1,6 @@
-"""Checkpoints: opening, tapping and probing them. The only place that knows `transformers`."""
+"""Checkpoints: opening and tapping them, and reading their weights. The only place that knows `transformers`."""
 
 from theodolite.models.head_weights import HeadWeights as HeadWeights
+from theodolite.models.lazy_weights import open_weights as open_weights
 from theodolite.models.open import OpenModel as OpenModel
 from theodolite.models.open import open_model as open_model
-from theodolite.models.open_weights import open_weights as open_weights

@@ -2,9 +2,10 @@
 
     config.json …  dense.safetensors  block-000.safetensors  block-001.safetensors …
 
-`dense.safetensors` holds what was not pruned, under the model's own names. No file bears a name from which
-`transformers` would load a model: it would fill in random weights for those that are packed. How a matrix is pruned
-is not known here.
+`dense.safetensors` holds what was not pruned, under the model's own names. A sparse matrix is written as its entries
+that are not zero, row by row, and one bit an entry that says where they are; a bit is what a pattern such as 2:4 takes
+as well (two bits for each of two kept in four). No file bears a name from which `transformers` would load a model: it
+would fill in random weights for those that are packed. How a matrix is pruned is not known here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +27,6 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
-from theodolite.models.packing import packed, unpacked
 from theodolite.system.checksums import read_sealed, write_sealed
 
 DENSE = "dense.safetensors"
@@ -73,7 +74,7 @@ class Piece:
 def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> None:
     """Write the matrices of a block with some notes."""
     tensors = {f"{piece.key}/{name}": tensor for piece in pieces for name, tensor in piece.tensors().items()}
-    told = [
+    headers = [
         {
             "key": piece.key,
             "parameter": piece.parameter,
@@ -83,7 +84,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> 
         }
         for piece in pieces
     ]
-    write_sealed(path, tensors, {"matrices": told, "notes": notes})
+    write_sealed(path, tensors, {"matrices": headers, "notes": notes})
 
 
 def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
@@ -94,16 +95,16 @@ def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
     """
     try:
         tensors, block = read_sealed(path)
-        return [_piece(told, tensors) for told in block["matrices"]], block["notes"]
+        return [_piece(header, tensors) for header in block["matrices"]], block["notes"]
     except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
 
 
-def _piece(told: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
-    key, shape = told["key"], tuple(told.pop("shape"))
+def _piece(header: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
+    key, shape = header["key"], tuple(header.pop("shape"))
     sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
     rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
-    return Piece(**told, rows=rows, sparse=sparse, left=left, right=right)
+    return Piece(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
 class SparseLowRankLinear(nn.Module):
@@ -144,6 +145,34 @@ def _or_empty(matrix: Tensor | None, shape: tuple[int, int], like: Tensor) -> Te
     return torch.empty(shape, dtype=like.dtype) if matrix is None else matrix
 
 
+def packed(
+    matrix: Float[Tensor, "outputs inputs"],
+) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
+    """The entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
+    nonzero = matrix != 0
+    bits = np.packbits(nonzero.flatten().cpu().numpy())
+    return matrix[nonzero].cpu(), torch.from_numpy(bits)
+
+
+def unpacked(
+    values: Float[Tensor, " nonzeros"], bits: UInt8[Tensor, " bytes"], shape: tuple[int, int]
+) -> Float[Tensor, "outputs inputs"]:
+    """The matrix again.
+
+    Raises:
+        ValueError: bits and values do not belong together, or not to this shape.
+    """
+    entries = shape[0] * shape[1]
+    if len(bits) != -(-entries // 8):
+        raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")
+    nonzero = torch.from_numpy(np.unpackbits(bits.numpy(), count=entries)).bool()
+    if int(nonzero.sum()) != len(values):
+        raise ValueError(f"{len(values)} values for {int(nonzero.sum())} bits")
+    matrix = torch.zeros(entries, dtype=values.dtype)
+    matrix[nonzero] = values
+    return matrix.view(shape)
+
+
 def is_factored(folder: Path) -> bool:
     """Whether a folder holds such a checkpoint."""
     return (folder / DENSE).is_file()
@@ -152,14 +181,14 @@ def is_factored(folder: Path) -> bool:
 def write_dense(path: Path, model: PreTrainedModel, pruned: set[str]) -> None:
     """Write all tensors but the pruned parameters; of tied ones, the one that the others are tied to."""
     tied = model.all_tied_weights_keys
-    kept: dict[str, Tensor] = {}
-    seen: set[tuple[int, int]] = set()
+    tensors: dict[str, Tensor] = {}
+    written: set[tuple[int, int]] = set()
     for name, tensor in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
         at = (tensor.data_ptr(), tensor.numel())
-        if name not in pruned and not (name in tied and at in seen):
-            kept[name] = tensor.contiguous().cpu()
-            seen.add(at)
-    save_file(kept, path, {"format": "pt"})
+        if name not in pruned and not (name in tied and at in written):
+            tensors[name] = tensor.contiguous().cpu()
+            written.add(at)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
@@ -176,10 +205,10 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
         raise WorkError(f"{folder / DENSE} is damaged: {error}") from error
     with no_init_weights():
         model = architecture._from_config(config)
-    found = model.load_state_dict(dense, strict=False, assign=True)
-    if found.unexpected_keys:
-        raise WorkError(f"{folder / DENSE} has tensors of another architecture: {found.unexpected_keys[0]}")
-    missing = set(found.missing_keys)
+    loaded = model.load_state_dict(dense, strict=False, assign=True)
+    if loaded.unexpected_keys:
+        raise WorkError(f"{folder / DENSE} has tensors of another architecture: {loaded.unexpected_keys[0]}")
+    missing = set(loaded.missing_keys)
     by_module: dict[str, list[Piece]] = {}
     for path in sorted(folder.glob(BLOCK.format(0).replace("000", "*"))):
         for piece in read_pieces(path)[0]:

@@ -33,10 +33,10 @@ class FrozenNorm(nn.Module):
 
     def __init__(self, norm: Callable[[Tensor], Tensor], given: Tensor) -> None:
         super().__init__()
-        one = given[:1]
-        signs = 1.0 - 2.0 * (torch.arange(one.shape[-1], device=one.device, dtype=one.dtype) % 2)
-        signs = signs.expand_as(one)
-        self.bias = norm(torch.zeros_like(one))
+        first = given[:1]
+        signs = 1.0 - 2.0 * (torch.arange(first.shape[-1], device=first.device, dtype=first.dtype) % 2)
+        signs = signs.expand_as(first)
+        self.bias = norm(torch.zeros_like(first))
         answer = norm(signs) - self.bias
         # One constant added to all values: nothing changes where the norm subtracts their mean.
         shifted = norm(signs + 3.0) - self.bias
@@ -87,11 +87,11 @@ class FrozenAttention:
             self._freeze(norms, entered)
 
     def _freeze(self, norms: dict[str, nn.Module], entered: Tensor) -> None:
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        calls: dict[str, tuple[Tensor, Tensor]] = {}
 
         def keep(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-                seen[name] = (args[0], output)
+                calls[name] = (args[0], output)
 
             return hook
 
@@ -101,7 +101,7 @@ class FrozenAttention:
         finally:
             for hook in hooks:
                 hook.remove()
-        for name, (given, result) in seen.items():
+        for name, (given, result) in calls.items():
             frozen = FrozenNorm(norms[name], given)
             error = relative_error(frozen(given), result)
             if not error <= EXACT:

@@ -1,7 +1,7 @@
-"""The probe: every head's W_q, W_k, W_v and biases, read through the tap and not through parameter names.
+"""Every head's W_q, W_k, W_v and biases, read through the tap and not through parameter names.
 
 An attention module projects its input affinely, whatever the layout of its weights (fused, interleaved,
-grouped, transposed). So its input rows 0 and e_1 … e_d tell all: what arrives at the tap for the row 0 is the
+grouped, transposed). So its input rows 0 and e_1 … e_d suffice: what arrives at the tap for the row 0 is the
 bias, and for e_i the bias plus row i of the weights. Each row is a sequence of its own at position 0, where
 RoPE is the identity (times its own attention scaling). The rows go through a float64 copy of the module, so
 that the subtraction of the bias costs nothing, and the module stops as soon as the tap has them.
@@ -96,7 +96,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
         module = copied(structure.attention[layer], torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in ("projection", "projection before norm"):
-            weights = _probe(module, call, width, projection)
+            weights = _affine_weights(module, call, width, projection)
             if weights is not None:
                 return weights
             if module is structure.attention[layer]:
@@ -108,7 +108,7 @@ def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: 
     )
 
 
-def _probe(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
+def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
     parameter = next(module.parameters())
     device, dtype = parameter.device, parameter.dtype
 
@@ -240,12 +240,12 @@ def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.
     """
     hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
-    with ExitStack() as here:
+    with ExitStack() as weights_present:
         if hooked:
             from accelerate.utils import align_module_device
 
             for child in hooked:
-                here.enter_context(align_module_device(child))
+                weights_present.enter_context(align_module_device(child))
         if any(p.is_meta or not p.is_floating_point() for p in module.parameters()):
             return module
         # A hook knows all offloaded weights of the model: it is not copied with the module.

@@ -18,18 +18,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, unedited
 from theodolite.models.factored import is_factored
@@ -56,16 +48,15 @@ from theodolite.models.loading import (
 )
 from theodolite.models.open import (
     EMBEDDED,
-    VERIFIED_LENGTH,
+    EMBEDDED_ID,
     OpenModel,
-    attention_kind,
-    check_recomputed,
-    largest_logit,
-    positions_of,
+    check_dtype,
+    open_model,
     small_input,
 )
 from theodolite.models.skeleton import build_skeleton, filled, put_back, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
@@ -75,22 +66,47 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Of safetensors, those that are weights as they are; others wait for what a quantiser does to them."""
 
 
-class Whole(WorkError):
+class CannotReadLazily(WorkError):
     """Heads cannot be read without the rest of the model, and why."""
 
 
-def open_shards(
+def open_weights(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> OpenModel:
+    """Open a checkpoint for its weights only, for `OpenModel.head_weights` and `spectra`, on the CPU.
+
+    Memory is that of one attention module, whatever the size of the model. Every attention module is verified as it is
+    read: its output on random hidden states, recomputed from its queries, keys and values, is its own. A checkpoint
+    that cannot be read so is opened whole.
+
+    Args:
+        path_or_id, dtype, revision: as in `open_model`.
+        say: told in a line why the model was opened whole, if it was.
+        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
+
+    Raises:
+        UsageError, WorkError: as `open_model` does.
+    """
+    check_dtype(dtype)
+    try:
+        return _open_lazily(path_or_id, dtype, revision, show_progress)
+    except CannotReadLazily as reason:
+        model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision)
+        say(f"opened whole, since {reason}")
+        return model
+
+
+def _open_lazily(
     path_or_id: str | Path | None,
     dtype: str | torch.dtype,
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    """As `open_weights`, where it can be done in parts.
-
-    Raises:
-        Whole: it cannot, and why.
-        UsageError: no such checkpoint.
-    """
     source = EMBEDDED if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
@@ -102,21 +118,20 @@ def open_shards(
             for layer in (0, -1):
                 with reader.present(layer):
                     pass
+    except ImportError as error:
+        raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
     except LOADING_ERRORS as error:
-        raise Whole(first_line(error)) from error
+        raise CannotReadLazily(first_line(error)) from error
     model = shards.model
     backbone(model).register_forward_pre_hook(_refuse_to_run)
-    return OpenModel(
-        hf=model,
-        tokenizer=None,
-        structure=reader.structure,
-        width=first_tensor(*reader.calls[0]).shape[-1],
-        causal=reader.causal,
-        positions=reader.positions,
-        id="theodolite/topics" if path_or_id is None else str(path_or_id),
+    return OpenModel.of(
+        model,
+        reader.structure,
+        reader.calls,
+        reader.inputs,
+        id=EMBEDDED_ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
-        _calls=reader.calls,
         _present=reader.present,
     )
 
@@ -149,11 +164,15 @@ class _Shards:
         """Give a module of the skeleton its tensors.
 
         Raises:
-            Whole: the checkpoint does not hold just what the module needs.
+            CannotReadLazily: the checkpoint does not hold just what the module needs.
+            ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
         """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
         sources = [source for source, name in self.names.items() if name.startswith(module + ".")]
         if any(self.kinds[source][1] not in FLOATS for source in sources):
-            raise Whole(f"{module} is quantised")
+            raise CannotReadLazily(f"{module} is quantised")
         to = LoadStateDictConfig(
             device_map={"": "cpu"},
             dtype=self.dtype,
@@ -167,21 +186,23 @@ class _Shards:
                 for path in {self.kinds[source][0] for source in sources}
             }
             tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
-            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
-        missing = sorted(name for name in found.missing_keys if name.startswith(module + "."))
-        if missing or found.mismatched_keys or found.conversion_errors:
-            raise Whole(
+            outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
+        missing = sorted(name for name in outcome.missing_keys if name.startswith(module + "."))
+        if missing or outcome.mismatched_keys or outcome.conversion_errors:
+            raise CannotReadLazily(
                 f"the weights do not hold {(missing or [module])[0]} in the shape that config.json says"
             )
-        if found.unexpected_keys and getattr(self.model.config, "quantization_config", None):
-            raise Whole(f"{module} is quantised ({min(found.unexpected_keys)})")
+        if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
+            raise CannotReadLazily(f"{module} is quantised ({min(outcome.unexpected_keys)})")
 
 
 def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> _Shards:
     """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     config = config_of(source, revision)
     if is_factored(Path(source).expanduser()):
-        raise Whole("its matrices are factored")
+        raise CannotReadLazily("its matrices are factored")
     kinds: dict[str, tuple[str, str]] = {}
     for path in _files(source, config, revision):
         with safe_open(path, framework="pt") as file:
@@ -201,17 +222,20 @@ def _shards(source: str | Path, dtype: str | torch.dtype, revision: str | None) 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     """The files that `from_pretrained` would load."""
     if getattr(config, "transformers_weights", None):
-        raise Whole("its config names other files than model.safetensors")
+        raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            whole = name == SAFE_WEIGHTS_NAME
-            return [found] if whole else get_checkpoint_shard_files(source, found, revision=revision)[0]
-    raise Whole(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            if name == SAFE_WEIGHTS_NAME:
+                return [file]
+            return get_checkpoint_shard_files(source, file, revision=revision)[0]
+    raise CannotReadLazily(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
 def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
     """The model's name of each tensor of a checkpoint, found as `convert_and_load_state_dict_in_model` does."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     known, names = model.state_dict(), {}
@@ -225,53 +249,37 @@ def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Brings the attention modules of a skeleton to life, one at a time.
+    """Reads the attention modules of a skeleton, one at a time.
 
     Attributes:
         structure: of the skeleton.
         calls: how each attention module is called, with one token at position 0.
-        own: the same with `VERIFIED_LENGTH` tokens; `by_tap` as the tap makes the model call it; `by_others` with other
-            weights in all of the model.
-        causal, positions: as in `OpenModel`.
+        own_calls: the same with `VERIFIED_LENGTH` tokens; `tapped_calls` as the tap makes the model call it;
+            `other_calls` with other weights in all of the model.
+        inputs: what arrived at the tap with those other weights.
     """
 
     shards: _Shards
     structure: Structure
     calls: list[Call]
-    own: list[Call]
-    by_tap: list[Call]
-    by_others: list[Call]
-    causal: bool
-    positions: str
+    own_calls: list[Call]
+    tapped_calls: list[Call]
+    other_calls: list[Call]
+    inputs: list[AttentionInputs]
 
     @classmethod
     def of(cls, shards: _Shards) -> _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
-        model, seen = shards.model, list[AttentionInputs]()
-
-        def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-            seen.append(inputs)
-            return attend(inputs)
-
+        model = shards.model
         with filled(model, 0.0):
-            one, several = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
-            structure = find_structure(model, one)
-            calls = capture_calls(model, structure, one)
-            own = seen_calls(model, structure, several)
-            by_tap = capture_calls(model, structure, several)
-        with filled(model, OTHER_WEIGHTS), tapped(model, listener):
-            by_others = seen_calls(model, structure, several)
-        causal, bias = attention_kind(seen)
-        return cls(
-            shards,
-            structure,
-            calls,
-            own,
-            by_tap,
-            by_others,
-            causal,
-            positions_of(model, calls[0], bias),
-        )
+            one_token, several_tokens = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
+            structure = find_structure(model, one_token)
+            calls = capture_calls(model, structure, one_token)
+            own_calls = seen_calls(model, structure, several_tokens)
+            tapped_calls = capture_calls(model, structure, several_tokens)
+        with filled(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
+            other_calls = seen_calls(model, structure, several_tokens)
+        return cls(shards, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
@@ -281,39 +289,34 @@ class _Reader:
             WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
         """
         module, name = self.structure.attention[layer], self.structure.names[layer]
-        places = stored_tensors(module)
+        stored = stored_tensors(module)
         try:
             self.shards.load(name)
             refuse_bad_numbers(module, name + ".")
             self._verify(layer)
             yield
         finally:
-            put_back(places)
+            put_back(stored)
 
     def _verify(self, layer: int) -> None:
         model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
         shape = (1, VERIFIED_LENGTH, first_tensor(*self.calls[layer]).shape[-1])
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
-        seen: list[AttentionInputs] = []
-
-        def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-            seen.append(inputs)
-            return attend(inputs)
-
         with unedited(), torch.inference_mode():
-            expected = _output(module, call_with_hidden(self.own[layer], hidden))
-            with tapped(model, listener):
-                got = _output(module, call_with_hidden(self.by_tap[layer], hidden))
+            own = _output(module, call_with_hidden(self.own_calls[layer], hidden))
+            with recorded_inputs(model) as recorded:
+                recomputed = _output(module, call_with_hidden(self.tapped_calls[layer], hidden))
             with tapped(model, raise_captured):
-                other = call_until_tap(module, call_with_hidden(self.by_others[layer], hidden))
+                other = call_until_tap(module, call_with_hidden(self.other_calls[layer], hidden))
+        (inputs,) = recorded
         try:
-            check_recomputed(f"layer {layer} ({name})", expected, got, largest_logit(seen[0]))
+            check_recomputed(f"layer {layer} ({name})", own, recomputed, [largest_logit(inputs)])
         except WorkError as error:
-            raise Whole(str(error)) from error
+            raise CannotReadLazily(str(error)) from error
         if not all(
-            torch.equal(getattr(seen[0], part), getattr(other, part)) for part in ("query", "key", "value")
+            torch.equal(getattr(inputs, part), getattr(other, part)) for part in ("query", "key", "value")
         ):
-            raise Whole(f"queries, keys or values of {name} depend on weights outside it")
+            raise CannotReadLazily(f"queries, keys or values of {name} depend on weights outside it")
 
 
 def _output(module: nn.Module, call: Call) -> Tensor:

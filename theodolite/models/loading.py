@@ -87,11 +87,11 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end.
     """
-    found = sorted(folder.glob("*.safetensors"))
-    odd = next((path for path in found if not path.is_file()), None)
-    if odd:
-        raise UsageError(f"{odd} is no file: a checkpoint's weights are files of its folder")
-    return found
+    files = sorted(folder.glob("*.safetensors"))
+    no_file = next((path for path in files if not path.is_file()), None)
+    if no_file:
+        raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
+    return files
 
 
 def _refuse_index(folder: Path) -> None:

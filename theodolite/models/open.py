@@ -6,20 +6,19 @@ Weights come from safetensors only, and no code of a checkpoint is ever run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models.doors.transformers import tapped
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.head_weights import Call, HeadWeights, capture_calls, probe_layer
 from theodolite.models.loading import (
     LOADING_ERRORS,
@@ -36,20 +35,14 @@ from theodolite.models.loading import (
 )
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
 """The model that the package carries."""
 
+EMBEDDED_ID = "theodolite/topics"
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-
-VERIFIED_LENGTH = 16
-"""Tokens of the sequence on which an opened model is verified."""
-
-ROUNDINGS = 10
-"""Of a logit on its way, one after another: what random models of every family stay below by a factor of five."""
-
-MOST_BY_LOGITS = 1e-3
-"""By how much the attention output may differ because logits are large: what is wrong is off by more."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class OpenModel:
 
     Attributes:
         hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
-            except while a survey, a probe or an intervention is under way.
+            except while it is surveyed, its head weights are read or an intervention is under way.
         tokenizer: its tokenizer, or None where the checkpoint has none.
         layers: number of blocks L.
         heads: query heads a layer H.
@@ -70,20 +63,41 @@ class OpenModel:
     """
 
     hf: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
     structure: Structure
     width: int
     causal: bool
     positions: str
     id: str
-    revision: str | None
-    sha256: str | None
     _calls: list[Call] = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    revision: str | None = None
+    sha256: str | None = None
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     _present: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
     )
     _edits: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        structure: Structure,
+        calls: list[Call],
+        inputs: Sequence[AttentionInputs],
+        **rest: Any,
+    ) -> OpenModel:
+        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes."""
+        causal, bias = attention_kind(inputs)
+        return cls(
+            hf=model,
+            structure=structure,
+            width=first_tensor(*calls[0]).shape[-1],
+            causal=causal,
+            positions=_positions_of(model, calls[0], bias),
+            _calls=calls,
+            **rest,
+        )
 
     @property
     def layers(self) -> int:
@@ -122,6 +136,18 @@ class OpenModel:
     def device(self) -> torch.device:
         """Where inputs go."""
         return device_of(self.hf)
+
+    def forward(self, ids: Int[Tensor, "contexts positions"]) -> Float[Tensor, "contexts positions width"]:
+        """The last hidden states of a pass without gradients, a cache or the output head."""
+        with torch.inference_mode():
+            return backbone(self.hf)(input_ids=ids.to(self.device), use_cache=False)[0]
+
+    def logits(
+        self, ids: Int[Tensor, "contexts positions"]
+    ) -> Float[Tensor, "contexts positions vocabulary"]:
+        """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        with torch.inference_mode():
+            return self.hf(input_ids=ids.to(self.device), use_cache=False).logits
 
     @property
     def vocabulary(self) -> int | None:
@@ -199,8 +225,7 @@ def open_model(
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
-    if str(dtype).removeprefix("torch.") not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     target = _device(device)
     source = EMBEDDED if path_or_id is None else path_or_id
     local = local_folder(source)
@@ -225,28 +250,33 @@ def open_model(
     refuse_bad_numbers(model)
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
-    causal, bias = _verify(model, structure)
-    return OpenModel(
-        hf=model,
+    return OpenModel.of(
+        model,
+        structure,
+        calls,
+        verify_attention(model, structure, small_input(model, VERIFIED_LENGTH)),
         tokenizer=load_tokenizer(source, revision),
-        structure=structure,
-        width=first_tensor(*calls[0]).shape[-1],
-        causal=causal,
-        positions=positions_of(model, calls[0], bias),
-        id="theodolite/topics" if path_or_id is None else str(path_or_id),
+        id=EMBEDDED_ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
-        _calls=calls,
     )
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Raise `UsageError` where it is none of `DTYPES`."""
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
 def _device(device: str | torch.device | None) -> torch.device:
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=found, dtype=torch.float64)  # statistics are summed in it; Apple's MPS lacks it
+        usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(
+            0, device=usable, dtype=torch.float64
+        )  # statistics are summed in it; Apple's MPS lacks it
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
-    return found
+    return usable
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
@@ -269,87 +299,8 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     return {"input_ids": ids.to(device_of(model)), "use_cache": False}
 
 
-def _verify(model: PreTrainedModel, structure: Structure) -> tuple[bool, str]:
-    """Compare each attention module's output with the model's own; tell whether it is causal, and its bias."""
-    seen: list[AttentionInputs] = []
-
-    def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        seen.append(inputs)
-        return attend(inputs)
-
-    sample = small_input(model, VERIFIED_LENGTH)
-    own = _attention_outputs(model, structure, sample)
-    with tapped(model, listener):
-        ours = _attention_outputs(model, structure, sample)
-    largest = 0.0
-    for layer, (expected, got) in enumerate(zip(own, ours, strict=True)):
-        largest = max(largest, largest_logit(seen[layer]))
-        where = f"layer {layer} ({structure.names[layer]})"
-        check_recomputed(where, expected, got, largest, allowance=1 + layer / 4)
-    return attention_kind(seen)
-
-
-def check_recomputed(
-    where: str, expected: Tensor, got: Tensor, largest: float, allowance: float = 1.0
-) -> None:
-    """Compare the output of an attention module with the one recomputed from its queries, keys and values.
-
-    Args:
-        where: the layer, for the message.
-        expected, got: the module's own output and the recomputed one.
-        largest: a bound of the logits.
-        allowance: for the errors of earlier layers, which travel on.
-
-    Raises:
-        WorkError: they differ by more than rounding.
-    """
-    scale = expected.abs().max().clamp_min(1e-30)
-    error = float((got - expected).abs().max() / scale)
-    # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
-    # of its logit, which is as large as the logit is.
-    eps = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    if not error <= max(100 * eps, min(ROUNDINGS * largest * eps, MOST_BY_LOGITS)) * allowance:
-        raise WorkError(
-            f"{where}: the attention output recomputed from its queries, keys and values differs from the model's "
-            f"own by {error:.1e}; this family is not supported"
-        )
-
-
-def attention_kind(seen: list[AttentionInputs]) -> tuple[bool, str]:
-    """Whether a query is kept from later keys in every layer, and what is added to the logits."""
-    causal = all(s.causal if s.mask is None else not bool(s.mask.triu(1).any()) for s in seen)
-    # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
-    bias = seen[0].bias
-    return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
-
-
-def largest_logit(inputs: AttentionInputs) -> float:
-    """No logit is larger: scaling ‖q‖ ‖k‖ of the longest query and key, and what is rounded on the way is as large."""
-    query, key = (
-        float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
-        for t in (inputs.query, inputs.key)
-    )
-    return abs(inputs.scaling) * query * key
-
-
-def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
-    outputs: list[Tensor] = []
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
-
-    hooks = [module.register_forward_hook(keep) for module in structure.attention]
-    try:
-        with torch.inference_mode():
-            backbone(model)(**sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return outputs
-
-
-def positions_of(model: nn.Module, call: Call, bias: str) -> str:
-    """How the model tells positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
+def _positions_of(model: nn.Module, call: Call, bias: str) -> str:
+    """How the model encodes positions: "rotary", "alibi", "relative bias", "learned" or "other"."""
     if call[1].get("position_embeddings") is not None:
         return "rotary"
     if bias != "none":

@@ -1,9 +1,9 @@
 """Every head's W_O: what the model makes of a head's output, read through the tap and not through parameter names.
 
-As in `head_weights.py`, rows 0 and e_1 … e_n tell all, only that here they are the tap's answers: handed back to the
-attention module in place of its heads' outputs, each comes out of it times W_O, plus what the module adds whatever
-the answer (a bias; in BLOOM the residual stream). Where the module returns its heads' outputs as they are (BERT),
-the module that takes them on and holds a matrix is asked in its stead. What comes after W_O in the block (a norm in
+As in `head_weights.py`, the rows 0 and e_1 … e_n suffice, only that here they are what the tap returns: handed back to
+the attention module in place of its heads' outputs, each comes out of it times W_O, plus what the module adds whatever
+it gets (a bias; in BLOOM the residual stream). Where the module returns its heads' outputs as they are (BERT), the
+module that takes them on and holds a matrix is asked in its stead. What comes after W_O in the block (a norm in
 Gemma 2, a scale a dimension) is no part of it.
 """
 
@@ -46,18 +46,18 @@ def read_output_weights(
     width = first_tensor(*call).shape[-1]
     with unedited(), torch.inference_mode():
         with tapped(model, answers.give):
-            attention = _Answered(structure.attention[layer], call, answers)
+            attention = _ControlledAttention(structure.attention[layer], call, answers)
             attention.send(
                 torch.zeros(1, 0), torch.zeros(1, width)
-            )  # tells how many heads there are, how wide
-            passed_on = attention.passes_on(width)
-            weights = None if passed_on else _linear_part(attention.send, answers.features, width)
-        if passed_on:
-            taker = _taker(model, structure, layer, probe_input)
-            if taker is None:
+            )  # to learn how many heads there are, how wide
+            passes_on = attention.passes_on(width)
+            weights = None if passes_on else _linear_part(attention.send, answers.features, width)
+        if passes_on:
+            output_module = _output_module(model, structure, layer, probe_input)
+            if output_module is None:
                 weights = torch.eye(answers.features, dtype=torch.float64)
             else:
-                weights = _linear_part(_sender(taker), answers.features, width)
+                weights = _linear_part(_sender(output_module), answers.features, width)
     if weights is None:
         raise WorkError(
             f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
@@ -67,22 +67,24 @@ def read_output_weights(
 
 
 class _Answers:
-    """A listener that answers what it is told to; where it was told nothing, zeros."""
+    """A tap function that returns `outputs`; zeros where there are none."""
 
     def __init__(self) -> None:
-        self.told = torch.zeros(1, 0)
+        self.outputs = torch.zeros(1, 0)
         self.heads = self.features = 0
 
     def give(self, _: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """The listener."""
+        """The tap function."""
         batch, self.heads, queries, _width = inputs.query.shape
         shape = (batch, queries, self.heads, inputs.value.shape[-1])
         self.features = shape[2] * shape[3]
-        return self.told.to(inputs.value).view(shape) if self.told.numel() else inputs.value.new_zeros(shape)
+        if not self.outputs.numel():
+            return inputs.value.new_zeros(shape)
+        return self.outputs.to(inputs.value).view(shape)
 
 
-class _Answered:
-    """A float64 copy of an attention module whose tap answers what it is told to; it must be made under the tap."""
+class _ControlledAttention:
+    """A float64 copy of an attention module whose tap returns chosen outputs; it must be made under the tap."""
 
     def __init__(self, module: nn.Module, call: Call, answers: _Answers) -> None:
         self._module = copied(module, torch.float64)
@@ -94,7 +96,7 @@ class _Answered:
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
         parameter = next(self._module.parameters())
-        self._answers.told = outputs
+        self._answers.outputs = outputs
         args, kwargs = call_with_hidden(self._call, hidden.to(parameter.device, parameter.dtype).unsqueeze(1))
         output = self._module(*args, **kwargs)
         return (output[0] if isinstance(output, tuple) else output)[:, 0].double().cpu()
@@ -107,20 +109,20 @@ class _Answered:
         return got.shape == outputs.shape and torch.equal(got, outputs)
 
 
-def _taker(
+def _output_module(
     model: PreTrainedModel, structure: Structure, layer: int, probe_input: dict[str, Any]
 ) -> nn.Module | None:
     """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention[layer], structure.blocks[layer]
     heads_outputs: list[Tensor] = []
-    takers: list[nn.Module] = []
+    output_modules: list[nn.Module] = []
 
     def left(_module: nn.Module, _args: Any, output: Any) -> None:
         heads_outputs.append(output[0] if isinstance(output, tuple) else output)
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
         if heads_outputs and args and args[0] is heads_outputs[0]:
-            takers.append(module)
+            output_modules.append(module)
 
     inside = set(attention.modules())
     hooks = [attention.register_forward_hook(left)]
@@ -133,12 +135,12 @@ def _taker(
     finally:
         for hook in hooks:
             hook.remove()
-    if len(takers) > 1:
+    if len(output_modules) > 1:
         raise WorkError(
-            f"layer {layer}: {len(takers)} modules read the heads' outputs of {structure.names[layer]}, so it has "
-            "no one W_O"
+            f"layer {layer}: {len(output_modules)} modules read the heads' outputs of {structure.names[layer]}, so "
+            "it has no one W_O"
         )
-    return takers[0] if takers else None
+    return output_modules[0] if output_modules else None
 
 
 def _sender(module: nn.Module) -> Sender:
@@ -160,8 +162,8 @@ def _linear_part(send: Sender, features: int, width: int) -> Float64[Tensor, "fe
     # The same outputs over other hidden states: a gate that reads them would show.
     base = send(torch.zeros(2, features), hidden)
     got, expected = send(outputs, hidden) - base, outputs @ weights
-    # As in the probe: some families compute in float32 whatever their dtype. What is not affine is off by a share of
-    # order one.
+    # As in `head_weights.py`: some families compute in float32 whatever their dtype. What is not affine is off by a
+    # share of order one.
     scale = expected.abs().max() + base.abs().max() + weights.abs().max() * features**0.5
     tolerance = 32 * float(torch.finfo(torch.float32).eps)
     affine = torch.isfinite(got).all() and (got - expected).abs().max() <= tolerance * scale

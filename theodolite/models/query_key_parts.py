@@ -23,7 +23,7 @@ from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.head_weights import Call, call_until_tap, copied, raise_captured
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import backbone, first_tensor
+from theodolite.models.structure import first_tensor
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 
@@ -67,18 +67,17 @@ def watch_layers(
     model: OpenModel,
     ids: Int[Tensor, "contexts positions"],
     layers: range | list[int],
-    tell: Callable[[LayerPass], None],
+    visit: Callable[[LayerPass], None],
 ) -> None:
-    """Run the model on `ids` and tell of each of `layers` as it comes; the pass ends with the last of them.
+    """Run the model on `ids` and visit each of `layers` as it comes; the pass ends with the last of them.
 
     The model computes with its own attention implementation, so that every stream is exactly its own; only the
-    layers asked for go to the tap as well. While `tell` runs, the tap listens with `raise_captured`.
+    layers asked for go to the tap as well. While `visit` runs, the tap calls `raise_captured`.
     """
-    watch = _Watch(model, set(layers), tell)
-    hooks = watch.hooks()
+    visitor = _LayerVisitor(model, set(layers), visit)
+    hooks = visitor.hooks()
     try:
-        with torch.inference_mode():
-            backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
+        model.forward(ids)
     except _LastLayerDone:
         pass
     finally:
@@ -88,21 +87,21 @@ def watch_layers(
 
 @contextmanager
 def listening(model: OpenModel) -> Iterator[None]:
-    """While open, what `watch_layers` told can be split, as it can while it tells."""
+    """While open, what `watch_layers` visited can be split, as it can during the visit."""
     with tapped(model.hf, raise_captured), torch.inference_mode():
         yield
 
 
-class _Watch:
-    """Collects the pieces of a `LayerPass`. Hooks travel with copies of a module: those are not listened to."""
+class _LayerVisitor:
+    """Collects what makes a `LayerPass`. Hooks travel with copies of a module, whose calls are left out."""
 
-    def __init__(self, model: OpenModel, layers: set[int], tell: Callable[[LayerPass], None]) -> None:
+    def __init__(self, model: OpenModel, layers: set[int], visit: Callable[[LayerPass], None]) -> None:
         self.model = model
         self.layers = layers
-        self.tell = tell
+        self.visit = visit
         self.stream: Tensor | None = None
         self.candidates: list[tuple[nn.Module, Tensor]] = []
-        self.telling = False
+        self.visiting = False
 
     def hooks(self) -> list[Any]:
         structure = self.model.structure
@@ -134,14 +133,14 @@ class _Watch:
 
     def _enter_attention(self, layer: int, attention: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not attention or self.telling:
+            if module is not attention or self.visiting:
                 return
-            self.telling = True
+            self.visiting = True
             try:
                 with tapped(self.model.hf, raise_captured):
-                    self.tell(self._layer_pass(layer, attention, (args, kwargs)))
+                    self.visit(self._layer_pass(layer, attention, (args, kwargs)))
             finally:
-                self.telling = False
+                self.visiting = False
             if layer == max(self.layers):
                 raise _LastLayerDone
 
@@ -158,14 +157,14 @@ class _Watch:
         return LayerPass(layer, name, stream, entered, norm, attention, call, inputs)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and torch.equal(one, other))
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))
 
 
 def split_queries_and_keys(
-    seen: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool = True
+    layer_pass: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool = True
 ) -> SplitQueriesAndKeys:
-    """Split one layer's queries and keys; `parts` are those of `seen.stream` and sum to it.
+    """Split one layer's queries and keys; `parts` are those of `layer_pass.stream` and sum to it.
 
     The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h:
     `mean`, `pos` and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the
@@ -174,8 +173,8 @@ def split_queries_and_keys(
     parts always sum to the model's own.
 
     Args:
-        seen: what `watch_layers` tells, while it tells or while `listening`.
-        parts: of the contexts seen (contexts, positions, d).
+        layer_pass: what `watch_layers` visits, while it does or while `listening`.
+        parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
         check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
 
@@ -183,26 +182,27 @@ def split_queries_and_keys(
         WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
     """
     try:
-        return _Splitter(seen, parts, dtype).split(check_all)
+        return _Splitter(layer_pass, parts, dtype).split(check_all)
     except WorkError as error:
-        raise WorkError(f"layer {seen.layer} ({seen.name}): its logits cannot be split: {error}") from error
+        raise WorkError(
+            f"layer {layer_pass.layer} ({layer_pass.name}): its logits cannot be split: {error}"
+        ) from error
 
 
 class _Splitter:
-    def __init__(self, seen: LayerPass, parts: Decomposition, dtype: torch.dtype) -> None:
-        self.seen = seen
+    def __init__(self, layer_pass: LayerPass, parts: Decomposition, dtype: torch.dtype) -> None:
+        self.layer_pass = layer_pass
         self.parts = parts
         self.dtype = dtype
-        self.device = seen.stream.device
+        self.device = layer_pass.stream.device
         self.norm = self._frozen_norm()
-        entered = seen.entered.to(dtype)
-        self.attention = FrozenAttention(seen.attention, seen.call, entered)
-        one = torch.zeros_like(entered[:1])
-        self.at_zero = self._send(one if not self.attention.per_context else torch.zeros_like(entered))
+        entered = layer_pass.entered.to(dtype)
+        self.attention = FrozenAttention(layer_pass.attention, layer_pass.call, entered)
+        self.at_zero = self._send(torch.zeros_like(entered if self.attention.per_context else entered[:1]))
 
     def split(self, check_all: bool) -> SplitQueriesAndKeys:
-        parts, seen = self.parts, self.seen
-        contexts, length, _ = seen.stream.shape
+        parts, layer_pass = self.parts, self.layer_pass
+        contexts, length, _ = layer_pass.stream.shape
         named = {
             "mean": self._image(parts.mean.expand(1, length, -1)),
             "pos": self._image(parts.pos.unsqueeze(0)),
@@ -211,36 +211,36 @@ class _Splitter:
         }
         checked = contexts if check_all or self.attention.per_context else 1
         resid = self._image(parts.resid[:checked])
-        own = tuple(t.to(self.dtype) for t in (seen.inputs.query, seen.inputs.key))
+        totals = tuple(t.to(self.dtype) for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         rounding, both = 0.0, []
         for side in range(2):
-            exact = [part[side].expand_as(own[side]) for part in named.values()]
-            left = own[side] - sum(exact)
+            exact = [part[side].expand_as(totals[side]) for part in named.values()]
+            left = totals[side] - sum(exact)
             off = resid[side][:checked] - left[:checked]
-            rounding = max(rounding, relative_error(own[side][:checked] + off, own[side][:checked]))
+            rounding = max(rounding, relative_error(totals[side][:checked] + off, totals[side][:checked]))
             named_side = dict(zip(named, exact, strict=True)) | {"resid": left}
             both.append(torch.stack([named_side[name] for name in PARTS]))
-        if not rounding <= max(EXACT, _tolerance(seen.stream)):
+        if not rounding <= max(EXACT, _tolerance(layer_pass.stream)):
             raise WorkError(
                 "queries and keys of this family are no affine function of its residual stream "
                 f"(relative error {rounding:.1e})"
             )
-        return SplitQueriesAndKeys(both[0], both[1], seen.inputs, rounding)
+        return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
     def _frozen_norm(self) -> FrozenNorm | None:
-        seen = self.seen
-        if seen.norm is None:
-            if not _equal(seen.entered, seen.stream):
+        layer_pass = self.layer_pass
+        if layer_pass.norm is None:
+            if not _equal(layer_pass.entered, layer_pass.stream):
                 raise WorkError("no module of the block turns the residual stream into what enters attention")
             return None
-        copy, given = copied(seen.norm, self.dtype), seen.stream.to(self.dtype)
+        copy, given = copied(layer_pass.norm, self.dtype), layer_pass.stream.to(self.dtype)
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        own = self.dtype if copy is not seen.norm else seen.stream.dtype
-        frozen = FrozenNorm(lambda x: copy(x.to(own)).to(x.dtype), given)
-        error = relative_error(frozen(given), seen.entered)
-        if not error <= max(EXACT, _tolerance(seen.stream)):
+        norm_dtype = self.dtype if copy is not layer_pass.norm else layer_pass.stream.dtype
+        frozen = FrozenNorm(lambda x: copy(x.to(norm_dtype)).to(x.dtype), given)
+        error = relative_error(frozen(given), layer_pass.entered)
+        if not error <= max(EXACT, _tolerance(layer_pass.stream)):
             raise WorkError(
-                f"{type(seen.norm).__name__} is no norm with one scale a vector (relative error {error:.1e})"
+                f"{type(layer_pass.norm).__name__} is no norm with one scale a vector (relative error {error:.1e})"
             )
         return frozen
 
@@ -259,12 +259,12 @@ class _Splitter:
     def _bias(self) -> tuple[Tensor, Tensor]:
         if self.norm is None or not self.norm.bias.any():
             return self.at_zero
-        entered = self.seen.entered if self.attention.per_context else self.seen.entered[:1]
+        entered = self.layer_pass.entered if self.attention.per_context else self.layer_pass.entered[:1]
         return self._send(self.norm.bias.expand_as(entered))
 
     def _linear(self, entered: Tensor) -> tuple[Tensor, Tensor]:
         if self.attention.per_context:
-            entered = entered.expand(self.seen.entered.shape)
+            entered = entered.expand(self.layer_pass.entered.shape)
         query, key = self._send(entered)
         return query - self.at_zero[0], key - self.at_zero[1]
 

@@ -34,22 +34,22 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def filled(model: nn.Module, scale: float) -> Iterator[None]:
     """While open, every tensor that a checkpoint holds is one row repeated, of numbers up to `scale`; 0 gives zeros."""
-    made: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
-    places = stored_tensors(model)
-    for tensors, name, tensor in places:
-        tensors[name] = made.setdefault(tensor, _repeated(tensor, scale))
+    filled_with: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
+    stored = stored_tensors(model)
+    for tensors, name, tensor in stored:
+        tensors[name] = filled_with.setdefault(tensor, _repeated(tensor, scale))
     try:
         with _OneRow():
             yield
     finally:
-        put_back(places)
+        put_back(stored)
 
 
-Place = tuple[dict[str, Any], str, Tensor]
-"""Where a module keeps a tensor: its dictionary, the name in it, and what is there."""
+StoredTensor = tuple[dict[str, Any], str, Tensor]
+"""Where a module has a tensor: its dictionary, the name in it, and what is there."""
 
 
-def stored_tensors(module: nn.Module) -> list[Place]:
+def stored_tensors(module: nn.Module) -> list[StoredTensor]:
     """The parameters of a module, and those of its buffers that checkpoints hold, if they are floating-point."""
     return [
         (tensors, name, tensor)
@@ -63,9 +63,9 @@ def stored_tensors(module: nn.Module) -> list[Place]:
     ]
 
 
-def put_back(places: list[Place]) -> None:
+def put_back(stored: list[StoredTensor]) -> None:
     """Let the modules have the tensors again that `stored_tensors` found."""
-    for tensors, name, tensor in places:
+    for tensors, name, tensor in stored:
         tensors[name] = tensor
 
 
@@ -87,8 +87,8 @@ class _OneRow(TorchFunctionMode):
         """Compute one output of `linear` where all rows of the weight are the same."""
         kwargs = kwargs or {}
         if func is functional.linear and len(args) >= 2 and args[1].ndim == 2 and not args[1].stride(0):
-            one = functional.linear(args[0], args[1][:1])
+            row = functional.linear(args[0], args[1][:1])
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            every = one.expand(*one.shape[:-1], len(args[1]))
-            return every.clone() if bias is None else every + bias
+            rows = row.expand(*row.shape[:-1], len(args[1]))
+            return rows.clone() if bias is None else rows + bias
         return func(*args, **kwargs)

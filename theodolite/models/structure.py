@@ -1,4 +1,4 @@
-"""Where a model keeps its attention modules and its blocks, found by watching one forward pass.
+"""Where a model keeps its attention modules and its blocks, found in one forward pass.
 
 No family is named here. The attention modules are those that call the tap, in the order in which they call it;
 a block is the member of a `ModuleList` that holds one. What does not fit this picture is refused by name.
@@ -42,12 +42,12 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
     called: list[nn.Module] = []
     shapes: list[tuple[int, int]] = []
 
-    def note(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         called.append(module)
         shapes.append((inputs.query.shape[1], inputs.query.shape[-1]))
         return attend(inputs)
 
-    with tapped(model, note), torch.inference_mode():
+    with tapped(model, record), torch.inference_mode():
         backbone(model)(**probe_input)
     if not called:
         raise UsageError(

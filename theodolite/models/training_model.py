@@ -1,4 +1,4 @@
-"""A model that somebody else is training: found inside its wrappers, and left as it was after a look."""
+"""A model that somebody else is training: found inside its wrappers, and left as it was after a measurement."""
 
 from __future__ import annotations
 

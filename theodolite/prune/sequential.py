@@ -18,7 +18,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import Call
-from theodolite.models.structure import backbone, first_tensor
+from theodolite.models.structure import first_tensor
 from theodolite.passes.corpus_pass import refuse_bad_numbers
 
 Hidden = Float[Tensor, "contexts positions width"]
@@ -112,8 +112,7 @@ class BlockByBlock:
         hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
         hooks.append(blocks[-1].register_forward_hook(leave))
         try:
-            with torch.inference_mode():
-                backbone(self._model.hf)(input_ids=ids.to(self._model.device), use_cache=False)
+            self._model.forward(ids)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -170,8 +170,8 @@ def _contexts_with_sinks(
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
         tap = _HeadTap(layer, head)
-        with watched(model, tap), torch.inference_mode():
-            model.hf(input_ids=part.to(model.device), use_cache=False)
+        with watched(model, tap):
+            model.forward(part)
         for ids, catches in zip(part, tap.catches, strict=True):
             if len(catches.head) and bool(catches.caught.any()):
                 chosen.append(ids)
@@ -234,8 +234,8 @@ def _effects(
         part = slice(start, min(start + batch, len(ids)))
         part_groups = groups[part]
         tap = _HeadTap(layer, head, part_groups)
-        with ablate(part), watched(model, tap), torch.inference_mode():
-            logits = model.hf(input_ids=ids[part].to(model.device), use_cache=False).logits
+        with ablate(part), watched(model, tap):
+            logits = model.logits(ids[part])
         loss = next_token_losses(logits, ids[part])
         # The last token has no next one.
         caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in part_groups])

@@ -17,7 +17,6 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Watcher, watched
-from theodolite.models.structure import backbone
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.sinks.trace import corpus_of_ids, trace_sinks
 
@@ -97,8 +96,8 @@ def trace_prompt(
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
     tap = _PromptTap(layer, head)
-    with watched(model, tap), torch.inference_mode():
-        backbone(model.hf)(input_ids=ids[None].to(model.device), use_cache=False)
+    with watched(model, tap):
+        model.forward(ids[None])
     sinks, group = groups_of(tap.catches, head, len(ids))
     return PromptTrace(
         ids=ids,

@@ -20,18 +20,18 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import GROUPS, State
-from theodolite.attention.inputs import MASKED, AttentionInputs, attend, softmax
+from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns
 from theodolite.measure.localization import entropy_bound
 from theodolite.models import OpenModel
-from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import capture_calls
-from theodolite.models.hooks import watched
-from theodolite.models.structure import backbone, find_structure, first_tensor
+from theodolite.models.hooks import Watcher, watched
+from theodolite.models.structure import find_structure
 from theodolite.models.training_model import undisturbed, unwrap
+from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
 from theodolite.train.ranks import Ranks
@@ -131,16 +131,16 @@ class GeometryProbe:
             WorkError: hidden states are NaN or infinite; the layer is named.
         """
         started = time.perf_counter()
-        watcher = _Watcher(self.model, self._tokens, spectra)
+        accumulators = _GeometryHooks(self.model, self._tokens, spectra)
         error = None
         with undisturbed(self.model.hf):
             try:
-                with watched(self.model, watcher):
-                    _forward(self.model.hf, self._tokens.ids)
+                with watched(self.model, accumulators):
+                    self.model.forward(self._tokens.ids)
             except WorkError as found:
                 error = found
             self.ranks.raise_any(error)
-            sums = watcher.totals(self.ranks, counts=self._counts)
+            sums = accumulators.totals(self.ranks, counts=self._counts)
             return self.ranks.said_by_first(lambda: self._geometry(step, sums, spectra, started))
 
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
@@ -189,46 +189,14 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
     return ids
 
 
-def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The last hidden states, (contexts, positions, d)."""
-    return backbone(model)(input_ids=ids.to(model.device), use_cache=False)[0]
-
-
 def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     """The model as the survey sees one, after the tap was found to leave its output as it is."""
     sample = {"input_ids": ids[:1, :1].to(model.device), "use_cache": False}
     structure = find_structure(model, sample)
     calls = capture_calls(model, structure, sample)
-    seen: list[AttentionInputs] = []
-
-    def listener(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        seen.append(inputs)
-        return attend(inputs)
-
-    few = ids[:1, :LEAST_LENGTH]
-    own = _forward(model, few)
-    with tapped(model, listener):
-        ours = _forward(model, few)
-    error = float((ours - own).double().norm() / own.double().norm().clamp_min(1e-30))
-    # Some families take their softmax in float32 whatever their dtype, ours is; the error grows with depth.
-    if torch.isfinite(own).all() and not error <= 100 * torch.finfo(own.dtype).eps * len(seen):
-        raise WorkError(
-            f"{type(model).__name__}: with attention recomputed from queries, keys and values, its hidden states "
-            f"differ from its own by {error:.1e}; this family cannot be monitored"
-        )
-    causal = all(s.causal if s.mask is None else not bool(s.mask.triu(1).any()) for s in seen)
-    opened = OpenModel(
-        hf=model,
-        tokenizer=None,
-        structure=structure,
-        width=first_tensor(*calls[0]).shape[-1],
-        causal=causal,
-        positions="other",
-        id=type(model).__name__,
-        revision=None,
-        sha256=None,
-        _calls=calls,
-    )
+    few = {"input_ids": ids[:1, :LEAST_LENGTH].to(model.device), "use_cache": False}
+    inputs = verify_attention(model, structure, few, skip_overflow=True)
+    opened = OpenModel.of(model, structure, calls, inputs, id=type(model).__name__)
     if opened.longest is not None and ids.shape[1] > opened.longest:
         raise UsageError(
             f"the probe's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
@@ -237,7 +205,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     return opened
 
 
-class _Watcher:
+class _GeometryHooks(Watcher):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:

@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.models import OpenModel, open_model
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.papers.catch_tag_release.escape_training import CLAIM, held_out_of, place_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.paired_effects import Effect, judge_interval
@@ -72,7 +72,7 @@ KEPT = Criterion("at least", 0.5, "“need” read as: an escape leaves half of 
 SAME = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
 
 
-class _Watcher:
+class _EscapeHooks(Watcher):
     """Of one model: by head, attention to the first token and to none, and contexts with a sink; the stream's peak."""
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -83,9 +83,6 @@ class _Watcher:
     def stream(self, layer: int, hidden: Tensor) -> None:
         sizes = hidden.abs().flatten(1)
         self.massive.append(sizes.amax(1) / sizes.median(1).values)
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         length = inputs.key.shape[2]
@@ -119,26 +116,26 @@ def sinks_of(weights: Tensor) -> tuple[Tensor, Tensor]:
 def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     """The `MEASURES` of one model."""
     contexts, length = corpus.contexts.shape
-    watcher, loss = _Watcher(model.layers, model.heads), 0.0
-    with watched(model, watcher), torch.inference_mode():
+    sums, loss = _EscapeHooks(model.layers, model.heads), 0.0
+    with watched(model, sums):
         for ids in corpus.contexts.split(BATCH):
-            logits = model.hf(input_ids=ids, use_cache=False).logits[:, :-1].double()
+            logits = model.logits(ids)[:, :-1].double()
             loss += float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
     trace = trace_sinks(model, corpus, stretches=True)
     tokens = trace.traces[(trace.traces["kind"] != "learned") & trace.traces["tag"].notna()]
     caught = trace.traces[trace.traces["kind"] != "learned"]["caught"]
     return {
         "loss": loss / (contexts * (length - 1)),
-        "sinks": float(watcher.sinks.mean()) / contexts,
-        "stretches": float(watcher.stretches.mean()) / contexts,
+        "sinks": float(sums.sinks.mean()) / contexts,
+        "stretches": float(sums.stretches.mean()) / contexts,
         "caught": float(caught.sum()) / (model.layers * model.heads),
         "tag": float(np.average(tokens["tag"], weights=tokens["caught"]))
         if tokens["caught"].sum()
         else math.nan,
-        "first": float(watcher.first.mean()) / contexts,
-        "most_first": float(watcher.first.max()) / contexts,
-        "escaped": float(watcher.escaped.mean()) / contexts,
-        "massive": float(torch.cat(watcher.massive).max()),
+        "first": float(sums.first.mean()) / contexts,
+        "most_first": float(sums.first.max()) / contexts,
+        "escaped": float(sums.escaped.mean()) / contexts,
+        "massive": float(torch.cat(sums.massive).max()),
     }
 
 

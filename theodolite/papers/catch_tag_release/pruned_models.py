@@ -23,7 +23,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import Watcher, watched
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.settings import RankRatio
@@ -69,17 +69,11 @@ class Prompt:
     head: int
 
 
-class _Watcher:
-    """Keeps the sinks of one batch."""
+class _Sinks(Watcher):
+    """The sinks of one batch."""
 
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        pass
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        pass
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         outputs = []
@@ -96,13 +90,13 @@ def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> Look
     """Measure a model as it is now."""
     losses, sinks = [], []
     for ids in corpus.contexts.split(batch_of(corpus, None)):
-        watcher = _Watcher(len(ids), model.layers, model.heads, ids.shape[1])
+        batch_sinks = _Sinks(len(ids), model.layers, model.heads, ids.shape[1])
         ids = ids.to(model.device)
-        with watched(model, watcher), torch.inference_mode():
-            logits = model.hf(input_ids=ids, use_cache=False).logits
+        with watched(model, batch_sinks):
+            logits = model.logits(ids)
         each = [cross_entropy(row[:-1].double(), own[1:]) for row, own in zip(logits, ids, strict=True)]
         losses.append(torch.stack(each).cpu())
-        sinks.append(watcher.sinks)
+        sinks.append(batch_sinks.sinks)
     seen = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
     return Look(torch.cat(losses), torch.cat(sinks), seen)
 

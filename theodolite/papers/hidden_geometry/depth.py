@@ -10,12 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import judge
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
-from theodolite.models.structure import backbone
+from theodolite.models.hooks import Watcher, watched
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.prompts import vocabulary_of
@@ -31,31 +29,24 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 
-class _Streams:
-    """A `Watcher` that keeps the residual stream of one sequence, position 0 apart, in float64."""
+class _Streams(Watcher):
+    """The residual stream of one sequence by layer, position 0 left out, in float64."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.layers: list[Tensor] = []
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Keep one layer."""
-        self.kept.append(hidden[0, 1:].double().cpu())
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Nothing is asked of it."""
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """The model's own output."""
-        return attend(inputs)
+        self.layers.append(hidden[0, 1:].double().cpu())
 
 
 def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
     """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
     ids = Corpus.random_tokens(vocabulary_of(model), length, 1, seed).contexts
     streams = _Streams()
-    with watched(model, streams), torch.inference_mode():
-        backbone(model.hf)(input_ids=ids.to(model.device), use_cache=False)
-    return torch.stack(streams.kept)
+    with watched(model, streams):
+        model.forward(ids)
+    return torch.stack(streams.layers)
 
 
 def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:

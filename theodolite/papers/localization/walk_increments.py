@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
-from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
-from theodolite.models.structure import backbone
+from theodolite.models.hooks import Watcher, watched
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.report.data import evenly
 
@@ -108,8 +106,8 @@ class TextWalk:
     corpus: Corpus
 
 
-class _Reader:
-    """A `Watcher` that feeds both accumulators."""
+class _WalkHooks(Watcher):
+    """Feeds both accumulators."""
 
     def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
         self.inputs, self.residual = inputs, residual
@@ -122,10 +120,6 @@ class _Reader:
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what an attention module reads."""
         self.inputs.update(layer, hidden, self.first)
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """The model's own output."""
-        return attend(inputs)
 
 
 def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
@@ -142,14 +136,13 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
         corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
     )
     sizes = (model.width, len(chosen), length)
-    reader = _Reader(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
+    hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
     batch = max(1, TOKENS_A_BATCH // length)
-    with watched(model, reader), torch.inference_mode():
+    with watched(model, hooks):
         for first in range(0, len(chosen), batch):
-            reader.first = first
-            ids = sample.contexts[first : first + batch].to(model.device)
-            backbone(model.hf)(input_ids=ids, use_cache=False)
-    inputs, residual = reader.inputs, reader.residual
+            hooks.first = first
+            model.forward(sample.contexts[first : first + batch])
+    inputs, residual = hooks.inputs, hooks.residual
     return TextWalk(inputs, residual, inputs.state(), residual.state(), sample)
 
 

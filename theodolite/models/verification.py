@@ -1,0 +1,120 @@
+"""Is the attention that is recomputed from what the tap hands over the model's own? Asked whenever one is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import WorkError
+from theodolite.models.doors.transformers import tapped
+from theodolite.models.structure import Structure, backbone
+
+VERIFIED_LENGTH = 16
+"""Tokens of the sequence on which an opened model is verified."""
+
+ROUNDINGS = 10
+"""Of a logit on its way, one after another: what random models of every family stay below by a factor of five."""
+
+MOST_BY_LOGITS = 1e-3
+"""By how much the attention output may differ because logits are large: what is wrong is off by more."""
+
+
+@contextmanager
+def recorded_inputs(model: PreTrainedModel) -> Iterator[list[AttentionInputs]]:
+    """While open, the inputs of every attention layer that runs are added to the list that this yields."""
+    recorded: list[AttentionInputs] = []
+
+    def record(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+        recorded.append(inputs)
+        return attend(inputs)
+
+    with tapped(model, record):
+        yield recorded
+
+
+def verify_attention(
+    model: PreTrainedModel, structure: Structure, sample: dict[str, Any], *, skip_overflow: bool = False
+) -> list[AttentionInputs]:
+    """Compare every attention module's output with the recomputed one; the attention inputs of each layer.
+
+    Args:
+        model, structure: the model, and where its attention modules are.
+        sample: the arguments of the forward pass.
+        skip_overflow: compare nothing where the model's own outputs are NaN or infinite, as those of a training run
+            that diverged: who measures it names the layer.
+
+    Raises:
+        WorkError: they differ by more than rounding.
+    """
+    own = _attention_outputs(model, structure, sample)
+    with recorded_inputs(model) as inputs:
+        recomputed = _attention_outputs(model, structure, sample)
+    if skip_overflow and not all(torch.isfinite(output).all() for output in own):
+        return inputs
+    largest = [largest_logit(one) for one in inputs]
+    for layer, name in enumerate(structure.names):
+        check_recomputed(f"layer {layer} ({name})", own[layer], recomputed[layer], largest[: layer + 1])
+    return inputs
+
+
+def check_recomputed(where: str, own: Tensor, recomputed: Tensor, largest: Sequence[float]) -> None:
+    """Compare the output of an attention module with the one recomputed from its queries, keys and values.
+
+    Args:
+        where: the layer, for the message.
+        own, recomputed: the two outputs.
+        largest: bounds of the logits of this layer and of those before it, whose errors travel on.
+
+    Raises:
+        WorkError: they differ by more than rounding.
+    """
+    scale = own.abs().max().clamp_min(1e-30)
+    error = float((recomputed - own).abs().max() / scale)
+    # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
+    # of its logit, which is as large as the logit is.
+    eps = max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
+    rounding = max(100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
+    if not error <= rounding * (1 + (len(largest) - 1) / 4):
+        raise WorkError(
+            f"{where}: the attention output recomputed from its queries, keys and values differs from the model's "
+            f"own by {error:.1e}; this family is not supported"
+        )
+
+
+def largest_logit(inputs: AttentionInputs) -> float:
+    """No logit is larger: scaling ‖q‖ ‖k‖ of the longest query and key, and what is rounded on the way is as large."""
+    query, key = (
+        float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
+        for t in (inputs.query, inputs.key)
+    )
+    return abs(inputs.scaling) * query * key
+
+
+def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
+    """Whether a query is kept from later keys in every layer, and what is added to the logits."""
+    causal = all(one.causal if one.mask is None else not bool(one.mask.triu(1).any()) for one in inputs)
+    # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
+    bias = inputs[0].bias
+    return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
+
+
+def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Tensor]:
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+
+    hooks = [module.register_forward_hook(keep) for module in structure.attention]
+    try:
+        with torch.inference_mode():
+            backbone(model)(**sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
