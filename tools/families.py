@@ -55,7 +55,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "constituents": ("tests.models.test_query_key_parts", "test_constituents_sum_to_the_models_own_logits"),
     "attribution": ("tests.logits.test_attribution", "test_every_family_is_attributed"),
     "W_O": ("tests.models.test_output_weights", "test_output_weights_are_the_parameters"),
-    "edits": ("tests.sinks.test_interventions", "test_every_bit_of_the_model_is_restored"),
+    "interventions": ("tests.sinks.test_interventions", "test_every_bit_of_the_model_is_restored"),
     "monitor": ("tests.train.test_geometry", "test_a_look_leaves_the_model_as_it_was"),
     "LocAteR": ("tests.models.test_projections", "test_factors_are_those_that_the_probe_reads"),
     "pruned": ("tests.prune.test_model", "test_a_pruned_checkpoint_of_every_family_opens_in_transformers"),

@@ -1,4 +1,4 @@
-"""Edits of a layer's attention: whoever listens, in whatever order, and nothing left behind."""
+"""Edits of a layer's attention: whoever taps the model, in whatever order, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests import checkpoints
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
-from theodolite.models.doors.transformers import edited, tapped, unedited
-from theodolite.models.head_weights import capture_calls, probe_layer
+from theodolite.models.doors.transformers import intervened, tapped, without_interventions
+from theodolite.models.head_weights import capture_calls, read_head_weights
 from theodolite.models.output_weights import read_output_weights
 from theodolite.models.structure import find_structure
 
@@ -52,7 +52,7 @@ def _scaled_by_hook(model: torch.nn.Module, factor: float) -> torch.Tensor:
 def test_a_plain_call_is_edited_and_afterwards_it_is_not():
     model = checkpoints.build("gpt2")
     own, expected = model(_ids()).logits, _scaled_by_hook(model, 3.0)
-    with edited(model, _attention(model), _times(3.0)):
+    with intervened(model, _attention(model), _times(3.0)):
         got = model(_ids()).logits
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
     assert not torch.allclose(got, own, atol=1e-2)
@@ -61,18 +61,18 @@ def test_a_plain_call_is_edited_and_afterwards_it_is_not():
 
 @torch.no_grad()
 def test_edits_and_listeners_compose_in_either_order():
-    """Oracle: the same hook; and a listener that sees every layer once, and what the heads themselves computed."""
+    """Oracle: the same hook; and a tap that sees every layer once, and what the heads themselves computed."""
     model = checkpoints.build("gpt2")
     expected = _scaled_by_hook(model, 3.0)
     attention, seen = _attention(model), []
 
-    def listener(module, inputs):
+    def tap(module, inputs):
         seen.append(module)
         return attend(inputs)
 
-    with edited(model, attention, _times(3.0)), tapped(model, listener):
+    with intervened(model, attention, _times(3.0)), tapped(model, tap):
         inside = model(_ids()).logits
-    with tapped(model, listener), edited(model, attention, _times(3.0)):
+    with tapped(model, tap), intervened(model, attention, _times(3.0)):
         outside = model(_ids()).logits
     assert torch.equal(inside, outside)
     torch.testing.assert_close(inside, expected, rtol=1e-5, atol=1e-4)
@@ -93,10 +93,13 @@ def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_c
     def without_values(inputs, answer):
         return answer(inputs) * 0
 
-    with edited(model, attention, _plus(1.0)), edited(model, attention, _times(3.0)):
-        with edited(model, attention, final):
+    with intervened(model, attention, _plus(1.0)), intervened(model, attention, _times(3.0)):
+        with intervened(model, attention, final):
             model(_ids())
-        with edited(model, attention, without_values, of_inputs=True), edited(model, attention, final):
+        with (
+            intervened(model, attention, without_values, of_inputs=True),
+            intervened(model, attention, final),
+        ):
             model(_ids())
     (own, got), (_, of_nothing) = answers
     torch.testing.assert_close(got, 3 * (own + 1))
@@ -105,16 +108,16 @@ def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_c
 
 @torch.no_grad()
 def test_another_model_inside_is_neither_edited_nor_listened_to_by_mistake():
-    """Each model's calls go to its own listener, whatever was opened last."""
+    """Each model's calls go to its own tap, whatever was opened last."""
     one, two = checkpoints.build("gpt2"), checkpoints.build("llama2")
     own, seen = two(_ids()).logits, []
 
-    def listener(module, inputs):
+    def tap(module, inputs):
         seen.append(type(module).__name__)
         return attend(inputs)
 
     attention = _attention(two)
-    with tapped(one, listener), edited(two, attention, _times(1.0)):
+    with tapped(one, tap), intervened(two, attention, _times(1.0)):
         got = two(_ids()).logits
         one(_ids())
     torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-4)
@@ -131,7 +134,7 @@ def test_a_call_from_another_thread_is_edited():
         with torch.no_grad():
             got.append(model(_ids()).logits)
 
-    with edited(model, _attention(model), _times(3.0)):
+    with intervened(model, _attention(model), _times(3.0)):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
@@ -149,15 +152,15 @@ def test_looks_at_the_weights_inside_are_those_of_the_model_itself():
         def look(model=model, structure=structure, sample=sample):
             call = capture_calls(model, structure, sample)[LAYER]
             read = read_output_weights(model, structure, LAYER, call, sample)
-            return read, probe_layer(model, structure, LAYER, call).w_v
+            return read, read_head_weights(model, structure, LAYER, call).w_v
 
         def never(inputs, answer):
             raise AssertionError
 
         expected = look()
-        with edited(model, structure.attention[LAYER], never):
+        with intervened(model, structure.attention[LAYER], never):
             inside = look()
-            with unedited():
+            with without_interventions():
                 model(_ids())
         assert all(torch.equal(got, own) for got, own in zip(inside, expected, strict=True))
 
@@ -168,7 +171,7 @@ def test_an_error_inside_leaves_no_edit():
         attention, before = _attention(model), model.config.to_dict()
         with torch.no_grad():
             own = model(_ids()).logits
-            with pytest.raises(ZeroDivisionError), edited(model, attention, _times(1 / 3)):
+            with pytest.raises(ZeroDivisionError), intervened(model, attention, _times(1 / 3)):
                 raise ZeroDivisionError
             assert torch.equal(model(_ids()).logits, own)
         assert model.config.to_dict() == before
@@ -179,7 +182,7 @@ def test_an_error_inside_leaves_no_edit():
 def test_bloom_with_a_cache_is_refused_and_without_one_it_generates():
     """Oracle: greedy continuation with logits of whole passes."""
     model = checkpoints.build("bloom")
-    with edited(model, _attention(model), _times(0.5)):
+    with intervened(model, _attention(model), _times(0.5)):
         with pytest.raises(UsageError, match=r"without a cache, so earlier keys .* use_cache=False"):
             model.generate(_ids(), max_new_tokens=4, do_sample=False)
         model(_ids())  # one pass that fills a cache of its own is right

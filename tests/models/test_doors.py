@@ -44,7 +44,7 @@ def test_tapped_queries_and_keys_give_the_models_own_attention(family):
     sample = _sample(model)
     ours: list[torch.Tensor] = []
 
-    def listener(module, inputs):
+    def tap(module, inputs):
         logits = torch.full(
             (2, inputs.query.shape[1], inputs.query.shape[2], inputs.key.shape[2]), -torch.inf
         )
@@ -58,7 +58,7 @@ def test_tapped_queries_and_keys_give_the_models_own_attention(family):
         return attend(inputs)
 
     with torch.no_grad():
-        with tapped(model, listener):
+        with tapped(model, tap):
             model(**sample)
         model.set_attn_implementation("eager")
         own = model(**sample, output_attentions=True).attentions
@@ -108,11 +108,11 @@ def test_two_models_can_be_tapped_one_inside_the_other():
     seen: list[str] = []
 
     def note(name):
-        def listener(module, inputs):
+        def tap(module, inputs):
             seen.append(name)
             return attend(inputs)
 
-        return listener
+        return tap
 
     with torch.no_grad(), tapped(outer, note("outer")):
         with tapped(inner, note("inner")):

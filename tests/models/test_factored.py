@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from theodolite.errors import WorkError
-from theodolite.models.factored import Piece, SparseLowRankLinear, packed, read_pieces, unpacked, write_pieces
+from theodolite.models.factored import (
+    PrunedMatrix,
+    SparseLowRankLinear,
+    packed,
+    read_matrices,
+    unpacked,
+    write_matrices,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,7 +53,7 @@ def test_bits_that_do_not_fit_are_refused():
         unpacked(torch.ones(1), torch.zeros(2, dtype=torch.uint8), (2, 2))
 
 
-def _pieces() -> list[Piece]:
+def _pieces() -> list[PrunedMatrix]:
     """Two matrices of one layer of 7 outputs and 5 inputs, interleaved; the second one has no low-rank part."""
     generator = torch.Generator().manual_seed(0)
 
@@ -57,16 +64,16 @@ def _pieces() -> list[Piece]:
     first[:, 1] = second[0] = 0
     rows = torch.tensor([6, 0, 2, 4]), torch.tensor([1, 3, 5])
     return [
-        Piece("q", "block.fused.weight", None, 1, rows[0], first, random(4, 2), random(2, 5)),
-        Piece("mlp.fc.3", "block.fused.weight", None, 0, rows[1], second),
+        PrunedMatrix("q", "block.fused.weight", None, 1, rows[0], first, random(4, 2), random(2, 5)),
+        PrunedMatrix("mlp.fc.3", "block.fused.weight", None, 0, rows[1], second),
     ]
 
 
 def test_pieces_come_back_from_their_file(tmp_path):
     """Oracle: the pieces themselves."""
     pieces, notes = _pieces(), {"rows": [1, 2], "error": 0.1}
-    write_pieces(tmp_path / "block.safetensors", pieces, notes)
-    found, told = read_pieces(tmp_path / "block.safetensors")
+    write_matrices(tmp_path / "block.safetensors", pieces, notes)
+    found, told = read_matrices(tmp_path / "block.safetensors")
     assert told == notes
     for one, other in zip(pieces, found, strict=True):
         for name, value in vars(one).items():
@@ -76,10 +83,10 @@ def test_pieces_come_back_from_their_file(tmp_path):
 
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "block.safetensors"
-    write_pieces(path, _pieces(), {})
+    write_matrices(path, _pieces(), {})
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
-        read_pieces(path)
+        read_matrices(path)
 
 
 @pytest.mark.parametrize("bias", [None, nn.Parameter(torch.arange(7.0))], ids=["no bias", "bias"])
@@ -105,7 +112,7 @@ def test_the_layer_is_that_of_the_merged_matrices(bias):
 
 def test_a_layer_of_one_sparse_matrix_does_one_product():
     """Oracle: `nn.functional.linear`, bit by bit."""
-    piece = Piece("mlp.fc", "block.fc.weight", None, 0, None, torch.eye(3, 5))
+    piece = PrunedMatrix("mlp.fc", "block.fc.weight", None, 0, None, torch.eye(3, 5))
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     layer = SparseLowRankLinear([piece], None)
     assert layer.order is None

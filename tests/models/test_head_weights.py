@@ -10,7 +10,7 @@ import torch
 from tests import checkpoints
 from theodolite.attention.inputs import attend
 from theodolite.models.doors.transformers import tapped
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import backbone
 
 HEADS = 4
@@ -71,7 +71,7 @@ def test_probed_weights_reproduce_tapped_queries_keys_and_values(family, opened)
     entered: dict[int, torch.Tensor] = {}
     tapped_inputs = {}
 
-    class Seen(Watcher):
+    class Seen(Hooks):
         def attention_input(self, layer, hidden):
             entered[layer] = hidden.double()
 
@@ -84,7 +84,7 @@ def test_probed_weights_reproduce_tapped_queries_keys_and_values(family, opened)
         sample = {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
     else:
         sample = {"input_ids": torch.randint(checkpoints.VOCABULARY, (9, 1), generator=generator)}
-    with torch.no_grad(), watched(model, Seen()):
+    with torch.no_grad(), hooked(model, Seen()):
         backbone(model.hf)(**sample)
     for layer, inputs in tapped_inputs.items():
         weights = model.head_weights(layer)
@@ -132,10 +132,10 @@ def test_tapped_scaling_of_opt_is_not_folded_into_the_query(opened):
     model = opened("opt")
     scalings = []
 
-    def listener(module, inputs):
+    def tap(module, inputs):
         scalings.append(inputs.scaling)
         return attend(inputs)
 
-    with torch.no_grad(), tapped(model.hf, listener):
+    with torch.no_grad(), tapped(model.hf, tap):
         backbone(model.hf)(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     assert scalings == [8**-0.5] * 3

@@ -20,7 +20,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import lazy_weights as reading
 from theodolite.models import open_model, open_weights
 from theodolite.models.loading import on_meta
-from theodolite.models.skeleton import build_skeleton, filled
+from theodolite.models.skeleton import build_skeleton, filled_with_rows
 from theodolite.models.structure import backbone
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra, survey
@@ -141,7 +141,7 @@ def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
     skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
     ids = torch.arange(6)[None]
     with torch.inference_mode():
-        with filled(skeleton, scale):
+        with filled_with_rows(skeleton, scale):
             entries = {
                 name: p.clone(memory_format=torch.contiguous_format)
                 for name, p in skeleton.named_parameters()

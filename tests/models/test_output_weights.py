@@ -49,7 +49,7 @@ def test_heads_outputs_times_output_weights_are_what_leaves_attention(family, op
     answers: list[torch.Tensor] = []
     left: list[torch.Tensor] = []
 
-    def listener(module, inputs):
+    def tap(module, inputs):
         answers.append(attend(inputs))
         return answers[-1]
 
@@ -65,7 +65,7 @@ def test_heads_outputs_times_output_weights_are_what_leaves_attention(family, op
         for layer in range(model.layers)
     ]
     try:
-        with torch.no_grad(), tapped(model.hf, listener):
+        with torch.no_grad(), tapped(model.hf, tap):
             backbone(model.hf)(**sample)
     finally:
         for hook in hooks:

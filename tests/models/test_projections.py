@@ -8,7 +8,7 @@ import transformers
 
 from tests import checkpoints
 from theodolite.errors import UsageError
-from theodolite.models.head_weights import capture_calls, probe_layer
+from theodolite.models.head_weights import capture_calls, read_head_weights
 from theodolite.models.projections import find_projections, replaced
 from theodolite.models.structure import find_structure
 
@@ -30,13 +30,13 @@ def found(model: transformers.PreTrainedModel, inputs: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("family", [f for f in checkpoints.FAMILIES if f != "qwen3"])
 def test_factors_are_those_that_the_probe_reads(family):
-    """Oracle: `probe_layer`, which reads every row of the weights through the tap and no parameter."""
+    """Oracle: `read_head_weights`, which reads every row of the weights through the tap and no parameter."""
     model = checkpoints.build(family)
     structure, calls, layers = found(model, sample(family), LAYERS)
     atol = 1e-7 if family in ("gpt_oss", "cohere") else 1e-12  # these two rotate in float32
     for projections, layer in zip(layers, LAYERS, strict=True):
         assert projections.layer == layer
-        weights = probe_layer(model, structure, layer, calls[layer])
+        weights = read_head_weights(model, structure, layer, calls[layer])
         w_q, w_k = (w.detach().double() for w in projections.factors())
         torch.testing.assert_close(w_q, weights.w_q, rtol=0, atol=atol)
         repeated = w_k.repeat_interleave(len(w_q) // len(w_k), dim=0)
@@ -54,12 +54,12 @@ def test_a_gradient_step_through_the_factors_moves_the_weights_that_the_probe_re
     structure, calls, layers = found(model, sample(family), [1])
     w_q, w_k = layers[0].factors()
     ((w_q.square().sum() + w_k.square().sum()) / 2).backward()
-    untouched = probe_layer(model, structure, 1, calls[1]).w_v
+    untouched = read_head_weights(model, structure, 1, calls[1]).w_v
     with torch.no_grad():
         for parameter in layers[0].parameters:
             factor = layers[0].query.factor
             parameter -= parameter.grad if factor is None else parameter.grad / factor[0] ** 2
-    weights = probe_layer(model, structure, 1, calls[1])
+    weights = read_head_weights(model, structure, 1, calls[1])
     for name in ("w_q", "w_k"):
         torch.testing.assert_close(getattr(weights, name), torch.zeros_like(weights.w_q), rtol=0, atol=2e-7)
     torch.testing.assert_close(weights.w_v, untouched, rtol=0, atol=0)
@@ -79,19 +79,19 @@ def test_finding_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_a_replaced_matrix_is_what_the_probe_reads(family):
-    """Oracle: `probe_layer`. Also where queries and keys are normalised after their projection (qwen3)."""
+    """Oracle: `read_head_weights`. Also where queries and keys are normalised after their projection (qwen3)."""
     model = checkpoints.build(family)
     inputs = sample(family)
     with torch.no_grad():
         structure = find_structure(model, inputs)
         calls = capture_calls(model, structure, inputs)
         (projections,) = find_projections(model, structure, calls, [1], purpose="replacement")
-    before = probe_layer(model, structure, 1, calls[1])
+    before = read_head_weights(model, structure, 1, calls[1])
     last = projections.query.heads - 1
     halved = projections.query.matrix([last]) / 2
     with replaced([(projections.query, [last], halved)]):
-        inside = probe_layer(model, structure, 1, calls[1])
-    after = probe_layer(model, structure, 1, calls[1])
+        inside = read_head_weights(model, structure, 1, calls[1])
+    after = read_head_weights(model, structure, 1, calls[1])
     torch.testing.assert_close(inside.w_q[last], before.w_q[last] / 2, rtol=1e-6, atol=1e-7)
     assert torch.equal(inside.w_q[:last], before.w_q[:last])
     assert torch.equal(inside.w_k, before.w_k)

@@ -312,7 +312,7 @@ def test_wrong_calls_are_refused(cluster, opened, corpus, monkeypatch):
     model = opened("gpt2")
     with pytest.raises(UsageError, match="0 actors read nothing"):
         survey_on_ray(model, corpus, actors=0)
-    with model.under("keys masked"), pytest.raises(UsageError, match="anew, without keys masked"):
+    with model.intervention("keys masked"), pytest.raises(UsageError, match="anew, without keys masked"):
         survey_on_ray(model, corpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     with pytest.raises(UsageError, match="no node of the Ray cluster has the 3 CPUs"):

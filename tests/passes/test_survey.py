@@ -21,7 +21,7 @@ from theodolite.passes.stages import States
 from theodolite.passes.survey import TITLES, spectra, survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
-from theodolite.system.checksums import read_sealed, write_sealed
+from theodolite.system.checksums import read_checked, write_checked
 from theodolite.theory.regimes import regime_margins
 
 LENGTH = 40
@@ -335,8 +335,8 @@ def test_tables_are_a_function_of_saved_states(tmp_path, opened, corpus, monkeyp
         "theodolite.passes.survey.tabulate", lambda states, extra: kept.append(states) or tabulate(states)
     )
     run = survey(opened("gpt2"), corpus)
-    write_sealed(tmp_path / "states", kept[0].tensors, {"notes": kept[0].notes, "seconds": kept[0].seconds})
-    tensors, told = read_sealed(tmp_path / "states")
+    write_checked(tmp_path / "states", kept[0].tensors, {"notes": kept[0].notes, "seconds": kept[0].seconds})
+    tensors, told = read_checked(tmp_path / "states")
     again = tabulate(States(tensors, told["notes"], told["seconds"]))
     for table in TABLES:
         assert getattr(again, table).equals(getattr(run, table)), table
@@ -355,9 +355,9 @@ def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, op
     with pytest.raises(KeyboardInterrupt):
         survey(model, corpus, tmp_path / "run", batch=1, show_progress=stop)
     path = tmp_path / "run.partial" / "progress.safetensors"
-    tensors, notes = read_sealed(path)
+    tensors, notes = read_checked(path)
     del tensors["corpus.attention.entropy"]
-    write_sealed(path, tensors, notes)
+    write_checked(path, tensors, notes)
     words = (
         r"run.partial holds what another version of theodolite left unfinished, .*: remove it to start afresh"
     )

@@ -102,7 +102,7 @@ def test_another_pruning_is_refused_where_one_is_unfinished(options, tmp_path):
         UsageError, match=r"out\.partial holds an unfinished pruning of another model, text or"
     ):
         prune_model(model, corpus, sparsity=0.5, iterations=4, out=tmp_path / "out", **arguments)
-    assert model.edits == ()
+    assert model.interventions == ()
 
 
 def test_another_model_is_refused_there(tmp_path):
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, m
         raise OSError(28, "No space left on device")
 
     if what == "blocks":
-        monkeypatch.setattr(checkpoint, "write_pieces", full)
+        monkeypatch.setattr(checkpoint, "write_matrices", full)
     else:
         monkeypatch.setattr(checkpoint, "_measured", full)
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):

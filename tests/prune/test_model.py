@@ -19,7 +19,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.block_matrices import block_matrices
-from theodolite.models.factored import read_pieces
+from theodolite.models.factored import read_matrices
 from theodolite.passes import survey as surveyor
 from theodolite.prune import Pruned, oats, prune_model
 from theodolite.sinks import interventions
@@ -291,7 +291,7 @@ def test_the_factors_are_what_interventions_take_out(family, tmp_path):
             form=form,
         )
     model, pruned = open_model(tmp_path / "merged"), Pruned.load(tmp_path / "merged")
-    pieces, _ = read_pieces(tmp_path / "factored" / "block-001.safetensors")
+    pieces, _ = read_matrices(tmp_path / "factored" / "block-001.safetensors")
     sparse = {piece.key: piece.sparse for piece in pieces}
     with interventions.without_low_rank(model, 1, factors=pruned.factors(1)) as shares:
         assert set(shares) == {"q", "k", "v"}
@@ -338,7 +338,7 @@ def test_a_pattern_holds_in_every_group(method, tmp_path):
         form="factored",
     )
     for layer in range(3):
-        for piece in read_pieces(tmp_path / "out" / f"block-{layer:03d}.safetensors")[0]:
+        for piece in read_matrices(tmp_path / "out" / f"block-{layer:03d}.safetensors")[0]:
             groups = (piece.sparse != 0).unflatten(1, (-1, 4)).sum(dim=2)
             assert (groups <= 2).all(), piece.key
     assert pruned.provenance["pruning"]["pattern"] == "2:4"

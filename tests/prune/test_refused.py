@@ -22,9 +22,9 @@ def test_the_model_says_that_it_was_pruned_and_how(tmp_path):
     edits = []
     for sparsity in (0.5, 0.5, 0.6):
         model = opened_anew("gpt2", tmp_path)
-        assert model.edits == ()
+        assert model.interventions == ()
         prune_model(model, corpus_of(), "magnitude", sparsity)
-        edits += model.edits
+        edits += model.interventions
     assert all(re.fullmatch(r"pruned\(magnitude, sha256:[0-9a-f]{16}\)", edit) for edit in edits)
     assert edits[0] == edits[1] != edits[2]
     with pytest.raises(UsageError, match=r"is not what its checkpoint is \(pruned\(magnitude"):
@@ -92,6 +92,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is(words, opened, tmp_pa
     with pytest.raises(UsageError) as error:
         prune_model(model, out=tmp_path / "out", **arguments)
     assert words in str(error.value)
-    assert model.edits == ()
+    assert model.interventions == ()
     assert torch.equal(model.hf.transformer.h[0].mlp.c_fc.weight, before)
     assert not list(tmp_path.iterdir())

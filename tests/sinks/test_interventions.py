@@ -14,7 +14,7 @@ from theodolite.attention.inputs import attend
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.doors.transformers import tapped
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import hooked
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.trace import trace_sinks
 
@@ -498,22 +498,22 @@ def _assert_same(before, after) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_bit_of_the_model_is_restored(family, opened):
-    """Nested, called inside, watched inside, left by an exception: the same tensors, bytes, config, logits."""
+    """Nested, called inside, hooked inside, left by an exception: the same tensors, bytes, config, logits."""
     model = opened(family)
     before, own = _state(model), _logits(model, family)
     for leaves_by in (None, ZeroDivisionError):
         with pytest.raises(ZeroDivisionError) if leaves_by else ExitStack(), _all_three(model):
             plain = _logits(model, family)
             assert not torch.allclose(plain, own, rtol=0, atol=1e-3 * float(own.abs().max()))
-            with watched(model, watcher := _RecordingTap()):
+            with hooked(model, watcher := _RecordingTap()):
                 seen = _logits(model, family)
             assert torch.equal(seen, plain)
-            assert watcher.calls == 10
+            assert hooks.calls == 10
             if leaves_by:
                 raise leaves_by
         _assert_same(before, _state(model))
         assert torch.equal(_logits(model, family), own)
-    with watched(model, _RecordingTap()), _all_three(model):
+    with hooked(model, _RecordingTap()), _all_three(model):
         assert torch.equal(_logits(model, family), plain)
     _assert_same(before, _state(model))
 
@@ -529,7 +529,7 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
         lambda: without_low_rank(model, LAYER, factors={"q": factors["k"]}),
         lambda: ablate_direction(model, LAYER, 1, _direction()),
         lambda: without_low_rank(model, LAYER, factors=factors),  # the same parameter, where it is fused
-        lambda: watched(model, _RecordingTap()),
+        lambda: hooked(model, _RecordingTap()),
     ]
     expected = {}
     for left in range(4):
@@ -537,7 +537,7 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
         with ExitStack() as stack:
             for i in rest:
                 stack.enter_context(makers[i]())
-            expected[left] = (_logits(model, family), [e.partition("(")[0] for e in model.edits])
+            expected[left] = (_logits(model, family), [e.partition("(")[0] for e in model.interventions])
     _assert_same(before, _state(model))
     managers = [make() for make in makers]
     for manager in managers:
@@ -547,10 +547,10 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
         managers[i].__exit__(None, None, None)
         logits, edits = expected[left]
         assert torch.equal(_logits(model, family), logits)
-        assert [e.partition("(")[0] for e in model.edits] == edits
+        assert [e.partition("(")[0] for e in model.interventions] == edits
     _assert_same(before, _state(model))
     assert torch.equal(_logits(model, family), own)
-    assert not model.edits
+    assert not model.interventions
 
 
 def test_an_error_in_the_forward_pass_restores_the_model(opened):
@@ -675,5 +675,5 @@ def test_what_is_measured_meanwhile_says_so_and_is_not_taken_for_the_models_own(
         assert edits[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
         with pytest.raises(UsageError):
             trace_sinks(model, ids, tmp_path / "run")
-    assert not model.edits
+    assert not model.interventions
     trace_sinks(model, ids, tmp_path / "run")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from theodolite.passes.run import Workspace
-from theodolite.system.checksums import Damaged, notes_of, read_sealed, write_sealed
+from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
 
 TENSORS = {
     "numbers": torch.arange(12.0).view(3, 4).T,
@@ -21,42 +21,42 @@ TENSORS = {
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "a", TENSORS, {"step": 3, "of": [1, None]})
-    tensors, notes = read_sealed(tmp_path / "a")
-    assert notes == notes_of(tmp_path / "a") == {"step": 3, "of": [1, None]}
+    write_checked(tmp_path / "a", TENSORS, {"step": 3, "of": [1, None]})
+    tensors, notes = read_checked(tmp_path / "a")
+    assert notes == read_notes(tmp_path / "a") == {"step": 3, "of": [1, None]}
     assert tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert tensors[name].dtype == tensor.dtype
         assert torch.equal(tensors[name], tensor)
-    write_sealed(tmp_path / "b", dict(reversed(TENSORS.items())), {"step": 3, "of": [1, None]})
+    write_checked(tmp_path / "b", dict(reversed(TENSORS.items())), {"step": 3, "of": [1, None]})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_every_changed_byte_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    write_sealed(path, TENSORS, {"step": 3})
+    write_checked(path, TENSORS, {"step": 3})
     whole = path.read_bytes()
     notes_at = whole.index(b"notes"), whole.index(b"sha256") - 4
     for place in range(0, len(whole)):
         if notes_at[0] <= place < notes_at[1]:
-            continue  # notes are not under the seal; their readers check them
+            continue  # notes are not under the checksum; their readers check them
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            tensors, _ = read_sealed(path)
-        except Damaged:
+            tensors, _ = read_checked(path)
+        except CorruptFile:
             continue
         assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items()), place
     for cut in (0, 7, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(Damaged):
-            read_sealed(path)
+        with pytest.raises(CorruptFile):
+            read_checked(path)
 
 
 def test_files_without_a_seal_are_taken_as_they_are(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a", {"step": "5"})
-    assert read_sealed(tmp_path / "a")[1] == notes_of(tmp_path / "a") == {"step": "5"}
+    assert read_checked(tmp_path / "a")[1] == read_notes(tmp_path / "a") == {"step": "5"}
     save_file({"a": torch.ones(2)}, tmp_path / "b")
-    assert read_sealed(tmp_path / "b")[1] == {}
+    assert read_checked(tmp_path / "b")[1] == {}
 
 
 def test_changed_progress_is_not_gone_on_with(tmp_path: Path) -> None:

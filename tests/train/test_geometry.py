@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests import checkpoints, dense
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.structure import find_structure
-from theodolite.models.training_model import undisturbed, unwrap
+from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.train.geometry import QUERIES, GeometryProbe
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -216,7 +216,7 @@ def test_undisturbed_restores_after_an_error():
     model = dropping_gpt2()
 
     def fail() -> None:
-        with undisturbed(model):
+        with evaluation_mode(model):
             assert not model.training
             assert not torch.is_grad_enabled()
             raise KeyError

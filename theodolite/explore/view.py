@@ -23,7 +23,7 @@ from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
-from theodolite.models.query_key_parts import LayerPass, watch_layers
+from theodolite.models.query_key_parts import LayerPass, visit_layers
 from theodolite.passes.provenance import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
@@ -120,7 +120,7 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
         WorkError: hidden states became NaN or infinite.
     """
     layers: list[LayerPass] = []
-    watch_layers(model, ids[None], range(model.layers), layers.append)
+    visit_layers(model, ids[None], range(model.layers), layers.append)
     if not all(bool(torch.isfinite(seen.stream).all()) for seen in layers):
         raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
     return PromptPass(ids, tuple(token_texts(model, ids)), tuple(layers), _measured(model, ids, layers))

@@ -20,7 +20,7 @@ from theodolite.logits.shares import working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.models.structure import backbone
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
@@ -135,7 +135,7 @@ class AttributionPass:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
         progress.whole(progress.done)
         if self.chosen and not progress.done:
-            watch_layers(self.model, self.ids, sorted(self.chosen), lambda seen: self._take(seen, progress))
+            visit_layers(self.model, self.ids, sorted(self.chosen), lambda seen: self._take(seen, progress))
         progress.whole(self.total)
 
     def _take(self, seen: LayerPass, progress: Progress) -> None:

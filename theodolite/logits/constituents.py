@@ -14,7 +14,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
-from theodolite.models.query_key_parts import LayerPass, listening, split_queries_and_keys, watch_layers
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, stopping_at_tap, visit_layers
 from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apart, decompose_around
 
 
@@ -75,19 +75,19 @@ def constituents(
     def tell(seen: LayerPass) -> None:
         done.append(_of_pass(seen, _parts(seen.stream, given, decomposition)))
 
-    watch_layers(model, contexts, [layer], tell)
+    visit_layers(model, contexts, [layer], tell)
     return done[0]
 
 
 def constituents_of_pass(model: OpenModel, seen: LayerPass, run: Surveyed) -> Constituents:
-    """As `constituents` with a run, of what `watch_layers` told of a layer; no forward pass is made.
+    """As `constituents` with a run, of what `visit_layers` told of a layer; no forward pass is made.
 
     Raises:
         UsageError: the run is not of this model, or its contexts are shorter.
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
     given = _given(model, run, seen.stream[..., 0], seen.layer)
-    with listening(model):
+    with stopping_at_tap(model):
         return _of_pass(seen, decompose_around(seen.stream, *given))
 
 

@@ -15,7 +15,7 @@ from theodolite.measure.constituents import ShareSums, head_shares, share_sums
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, decompose_around
 
@@ -88,7 +88,7 @@ class SharesPass:
                 self._take(seen, slice(first, first + len(seen.stream)))
                 progress.moved(number * layers + seen.layer + 1)
 
-            watch_layers(self.model, self.batches[number], range(layers), tell)
+            visit_layers(self.model, self.batches[number], range(layers), tell)
         progress.whole(self.total)
 
     def _take(self, seen: LayerPass, rows: slice) -> None:

@@ -27,14 +27,14 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError
-from theodolite.system.checksums import read_sealed, write_sealed
+from theodolite.system.checksums import read_checked, write_checked
 
 DENSE = "dense.safetensors"
 BLOCK = "block-{:03d}.safetensors"
 
 
 @dataclass(frozen=True)
-class Piece:
+class PrunedMatrix:
     """One pruned matrix, sparse + left · right, and where it belongs.
 
     Attributes:
@@ -71,40 +71,42 @@ class Piece:
         return {name: tensor.cpu().contiguous() for name, tensor in parts.items() if tensor is not None}
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], notes: dict[str, Any]) -> None:
+def write_matrices(path: Path, matrices: Sequence[PrunedMatrix], notes: dict[str, Any]) -> None:
     """Write the matrices of a block with some notes."""
-    tensors = {f"{piece.key}/{name}": tensor for piece in pieces for name, tensor in piece.tensors().items()}
+    tensors = {
+        f"{matrix.key}/{name}": tensor for matrix in matrices for name, tensor in matrix.tensors().items()
+    }
     headers = [
         {
-            "key": piece.key,
-            "parameter": piece.parameter,
-            "expert": piece.expert,
-            "dimension": piece.dimension,
-            "shape": list(piece.sparse.shape),
+            "key": matrix.key,
+            "parameter": matrix.parameter,
+            "expert": matrix.expert,
+            "dimension": matrix.dimension,
+            "shape": list(matrix.sparse.shape),
         }
-        for piece in pieces
+        for matrix in matrices
     ]
-    write_sealed(path, tensors, {"matrices": headers, "notes": notes})
+    write_checked(path, tensors, {"matrices": headers, "notes": notes})
 
 
-def read_pieces(path: Path) -> tuple[list[Piece], dict[str, Any]]:
-    """What `write_pieces` wrote.
+def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
+    """What `write_matrices` wrote.
 
     Raises:
         WorkError: the file is damaged.
     """
     try:
-        tensors, block = read_sealed(path)
-        return [_piece(header, tensors) for header in block["matrices"]], block["notes"]
+        tensors, block = read_checked(path)
+        return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
     except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
 
 
-def _piece(header: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
+def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
     key, shape = header["key"], tuple(header.pop("shape"))
     sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
     rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
-    return Piece(**header, rows=rows, sparse=sparse, left=left, right=right)
+    return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
 class SparseLowRankLinear(nn.Module):
@@ -116,17 +118,19 @@ class SparseLowRankLinear(nn.Module):
 
     order: Tensor | None
 
-    def __init__(self, pieces: Sequence[Piece], bias: nn.Parameter | None) -> None:
+    def __init__(self, matrices: Sequence[PrunedMatrix], bias: nn.Parameter | None) -> None:
         super().__init__()
-        rows = [torch.arange(len(piece.sparse)) if piece.rows is None else piece.rows for piece in pieces]
+        rows = [
+            torch.arange(len(matrix.sparse)) if matrix.rows is None else matrix.rows for matrix in matrices
+        ]
         order = torch.cat(rows).argsort()
         in_order = torch.equal(order, torch.arange(len(order)))
-        sparse = torch.cat([piece.sparse for piece in pieces])
+        sparse = torch.cat([matrix.sparse for matrix in matrices])
         self.in_features, self.out_features = sparse.shape[1], len(order)
         self.weight = nn.Parameter(sparse[order], requires_grad=False)
         self.bias = bias
-        lefts = [_or_empty(piece.left, (len(piece.sparse), 0), sparse) for piece in pieces]
-        rights = [_or_empty(piece.right, (0, sparse.shape[1]), sparse) for piece in pieces]
+        lefts = [_or_empty(matrix.left, (len(matrix.sparse), 0), sparse) for matrix in matrices]
+        rights = [_or_empty(matrix.right, (0, sparse.shape[1]), sparse) for matrix in matrices]
         self.left = nn.ParameterList([nn.Parameter(left, requires_grad=False) for left in lefts])
         self.right = nn.Parameter(torch.cat(rights), requires_grad=False)
         self.register_buffer("order", None if in_order else order, persistent=False)
@@ -209,16 +213,16 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
     if loaded.unexpected_keys:
         raise WorkError(f"{folder / DENSE} has tensors of another architecture: {loaded.unexpected_keys[0]}")
     missing = set(loaded.missing_keys)
-    by_module: dict[str, list[Piece]] = {}
+    by_module: dict[str, list[PrunedMatrix]] = {}
     for path in sorted(folder.glob(BLOCK.format(0).replace("000", "*"))):
-        for piece in read_pieces(path)[0]:
-            if piece.expert is None:
-                by_module.setdefault(piece.parameter.rpartition(".")[0], []).append(piece)
+        for matrix in read_matrices(path)[0]:
+            if matrix.expert is None:
+                by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
             else:
-                _put(model, piece, new=piece.parameter in missing)
-            missing.discard(piece.parameter)
-    for name, pieces in by_module.items():
-        model.set_submodule(name, SparseLowRankLinear(pieces, model.get_submodule(name).bias))
+                _put(model, matrix, new=matrix.parameter in missing)
+            missing.discard(matrix.parameter)
+    for name, matrices in by_module.items():
+        model.set_submodule(name, SparseLowRankLinear(matrices, model.get_submodule(name).bias))
     model.tie_weights()
     missing -= model.all_tied_weights_keys.keys()
     if missing:
@@ -228,12 +232,12 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
     return model
 
 
-def _put(model: PreTrainedModel, piece: Piece, *, new: bool) -> None:
+def _put(model: PreTrainedModel, matrix: PrunedMatrix, *, new: bool) -> None:
     """Write the matrix of an expert into its slice."""
-    owner, _, name = piece.parameter.rpartition(".")
+    owner, _, name = matrix.parameter.rpartition(".")
     module = model.get_submodule(owner)
     if new:  # all of them are written; what the parameter holds now are no numbers
-        empty = torch.empty_like(getattr(module, name), dtype=piece.sparse.dtype)
+        empty = torch.empty_like(getattr(module, name), dtype=matrix.sparse.dtype)
         module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-    merged = piece.merged()
-    getattr(module, name).data[piece.expert].copy_(merged if piece.dimension == 0 else merged.T)
+    merged = matrix.merged()
+    getattr(module, name).data[matrix.expert].copy_(merged if matrix.dimension == 0 else merged.T)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.head_weights import Call, copied, norms_inside, run_until_tap
+from theodolite.models.head_weights import Call, copy_in_dtype, norms_inside, run_until_tap
 from theodolite.models.structure import first_tensor
 
 EXACT = 64 * torch.finfo(torch.float32).eps
@@ -75,7 +75,7 @@ class FrozenAttention:
     def __init__(
         self, module: nn.Module, call: Call, entered: Float[Tensor, "batch positions width"]
     ) -> None:
-        self._module = copied(module, entered.dtype)
+        self._module = copy_in_dtype(module, entered.dtype)
         self._call = call
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
         self._dtype = entered.dtype if self._module is not module else first_tensor(*call).dtype
@@ -111,7 +111,7 @@ class FrozenAttention:
             self._module.set_submodule(name, frozen)
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
-        """What arrives at the tap; it must be listening with `raise_captured`."""
+        """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
         return run_until_tap(self._module, self._call, hidden.to(self._dtype))
 
 

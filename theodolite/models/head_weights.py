@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped, unedited
+from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.structure import Structure, backbone, first_tensor
 
 ROWS = 1024
@@ -49,7 +49,7 @@ class HeadWeights:
     projection: str
 
 
-class _Captured(Exception):
+class _Stopped(Exception):
     def __init__(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
 
@@ -62,13 +62,13 @@ class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
 
 
-def capture_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
-    """How the model calls each layer's attention module on `probe_input` (one token at position 0) under the tap."""
+def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
+    """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
-        return seen_calls(model, structure, probe_input)
+        return capture_current_calls(model, structure, sample)
 
 
-def seen_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[str, Any]) -> list[Call]:
+def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
     """The same by the attention implementation that the model has now."""
     calls: dict[nn.Module, Call] = {}
     hooks = [
@@ -78,22 +78,22 @@ def seen_calls(model: PreTrainedModel, structure: Structure, probe_input: dict[s
         for module in structure.attention
     ]
     try:
-        with unedited(), torch.inference_mode():
-            backbone(model)(**probe_input)
+        with without_interventions(), torch.inference_mode():
+            backbone(model)(**sample)
     finally:
         for hook in hooks:
             hook.remove()
     return [calls[module] for module in structure.attention]
 
 
-def probe_layer(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
+def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, call: Call) -> HeadWeights:
     """Read the weights of one layer's heads; `call` is what `capture_calls` gave for this layer.
 
     Raises:
         NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
     """
-    with unedited(), tapped(model, raise_captured), torch.inference_mode():
-        module = copied(structure.attention[layer], torch.float64)
+    with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
+        module = copy_in_dtype(structure.attention[layer], torch.float64)
         width = first_tensor(*call).shape[-1]
         for projection in ("projection", "projection before norm"):
             weights = _affine_weights(module, call, width, projection)
@@ -145,8 +145,8 @@ def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
 def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
     """Names of the norms whose output is what the tap gets as queries or keys, up to order and scale.
 
-    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. The tap
-    must be listening with `raise_captured`.
+    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read. It needs
+    `tapped(…, stop_at_tap)` to be open.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -195,7 +195,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
     """Call the attention module as in `call` but with `hidden` (batch, positions, d); what arrives at the tap.
 
-    The tap must be listening with `raise_captured`. Floating-point arguments take the device and dtype of `hidden`.
+    It needs `tapped(…, stop_at_tap)` to be open. Floating-point arguments take the device and dtype of `hidden`.
 
     Raises:
         WorkError: as `call_until_tap` does.
@@ -216,7 +216,7 @@ def call_with_hidden(call: Call, hidden: Tensor) -> Call:
 
 
 def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
-    """Call the attention module and stop where it reaches the tap, which listens with `raise_captured`.
+    """Call the attention module and stop where it reaches the tap, while `tapped(…, stop_at_tap)` is open.
 
     Raises:
         WorkError: the module did not call its attention function.
@@ -224,17 +224,17 @@ def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
     args, kwargs = call
     try:
         module(*args, **kwargs)
-    except _Captured as captured:
-        return captured.inputs
+    except _Stopped as stopped:
+        return stopped.inputs
     raise WorkError(f"{type(module).__name__} did not reach its attention function")
 
 
-def raise_captured(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """A listener that stops the attention module there; `call_until_tap` catches it."""
-    raise _Captured(inputs)
+def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """A tap that stops the attention module there; `call_until_tap` catches it."""
+    raise _Stopped(inputs)
 
 
-def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in `dtype`, or the module itself where its weights are no numbers that can be copied (quantised).
 
     Weights that accelerate has offloaded are brought here for the copy, which has none of its hooks.

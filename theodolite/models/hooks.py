@@ -15,7 +15,7 @@ from theodolite.models.structure import first_tensor
 
 
 @runtime_checkable
-class Watcher(Protocol):
+class Hooks(Protocol):
     """What is called in a forward pass, in the order in which the model computes; a subclass has what it needs."""
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -32,7 +32,7 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def watched(model: OpenModel, hooks: Watcher) -> Iterator[None]:
+def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """While open, every forward pass of `model` calls `hooks`; the model is restored on leaving."""
     structure = model.structure
     layer_of = {id(module): layer for layer, module in enumerate(structure.attention)}

@@ -23,15 +23,15 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.doors.transformers import tapped, unedited
+from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.factored import is_factored
 from theodolite.models.head_weights import (
     Call,
     call_until_tap,
     call_with_hidden,
     capture_calls,
-    raise_captured,
-    seen_calls,
+    capture_current_calls,
+    stop_at_tap,
 )
 from theodolite.models.loading import (
     LOADING_ERRORS,
@@ -42,9 +42,9 @@ from theodolite.models.loading import (
     hash_checkpoint,
     local_folder,
     on_meta,
-    quiet,
     refuse_bad_numbers,
     refuse_more_layers,
+    without_progress_bars,
 )
 from theodolite.models.open import (
     EMBEDDED,
@@ -54,7 +54,7 @@ from theodolite.models.open import (
     open_model,
     small_input,
 )
-from theodolite.models.skeleton import build_skeleton, filled, put_back, stored_tensors
+from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 
@@ -110,13 +110,13 @@ def _open_lazily(
     source = EMBEDDED if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
-        with quiet():
+        with without_progress_bars():
             if local is None:
                 revision = commit_of(str(source), revision)
             shards = _shards(source, dtype, revision)
             reader = _Reader.of(shards)
             for layer in (0, -1):
-                with reader.present(layer):
+                with reader.loaded(layer):
                     pass
     except ImportError as error:
         raise CannotReadLazily(f"this version of transformers is not known ({first_line(error)})") from error
@@ -132,7 +132,7 @@ def _open_lazily(
         id=EMBEDDED_ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
-        _present=reader.present,
+        _load_layer=reader.loaded,
     )
 
 
@@ -179,7 +179,7 @@ class _Shards:
             dtype_plan=self.model._get_dtype_plan(self.dtype),
             weight_mapping=self.changes,
         )
-        with quiet(), ExitStack() as stack:
+        with without_progress_bars(), ExitStack() as stack:
             # Opened anew for every module: what was read of a mapped file counts as memory until it is closed.
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -271,18 +271,18 @@ class _Reader:
     def of(cls, shards: _Shards) -> _Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = shards.model
-        with filled(model, 0.0):
+        with filled_with_rows(model, 0.0):
             one_token, several_tokens = small_input(model, 1), small_input(model, VERIFIED_LENGTH)
             structure = find_structure(model, one_token)
             calls = capture_calls(model, structure, one_token)
-            own_calls = seen_calls(model, structure, several_tokens)
+            own_calls = capture_current_calls(model, structure, several_tokens)
             tapped_calls = capture_calls(model, structure, several_tokens)
-        with filled(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
-            other_calls = seen_calls(model, structure, several_tokens)
+        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model) as inputs:
+            other_calls = capture_current_calls(model, structure, several_tokens)
         return cls(shards, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     @contextmanager
-    def present(self, layer: int) -> Iterator[None]:
+    def loaded(self, layer: int) -> Iterator[None]:
         """While open, the weights of one attention module are there; they are finite, and the module is verified.
 
         Raises:
@@ -296,17 +296,17 @@ class _Reader:
             self._verify(layer)
             yield
         finally:
-            put_back(stored)
+            restore_tensors(stored)
 
     def _verify(self, layer: int) -> None:
         model, module, name = self.shards.model, self.structure.attention[layer], self.structure.names[layer]
         shape = (1, VERIFIED_LENGTH, first_tensor(*self.calls[layer]).shape[-1])
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.shards.dtype)
-        with unedited(), torch.inference_mode():
+        with without_interventions(), torch.inference_mode():
             own = _output(module, call_with_hidden(self.own_calls[layer], hidden))
             with recorded_inputs(model) as recorded:
                 recomputed = _output(module, call_with_hidden(self.tapped_calls[layer], hidden))
-            with tapped(model, raise_captured):
+            with tapped(model, stop_at_tap):
                 other = call_until_tap(module, call_with_hidden(self.other_calls[layer], hidden))
         (inputs,) = recorded
         try:

@@ -49,7 +49,7 @@ MOST_LABELS = 10**7
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Loading takes less time than its progress bars take lines."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
@@ -204,7 +204,7 @@ def on_meta(
     Raises:
         UsageError: the config asks for more numbers than the files of the checkpoint have bits.
     """
-    with quiet(), torch.device("meta"):
+    with without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
     folder = Path(source).expanduser()

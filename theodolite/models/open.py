@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
-from theodolite.models.head_weights import Call, HeadWeights, capture_calls, probe_layer
+from theodolite.models.head_weights import Call, HeadWeights, capture_calls, read_head_weights
 from theodolite.models.loading import (
     LOADING_ERRORS,
     commit_of,
@@ -30,8 +30,8 @@ from theodolite.models.loading import (
     load,
     load_tokenizer,
     local_folder,
-    quiet,
     refuse_bad_numbers,
+    without_progress_bars,
 )
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
@@ -73,10 +73,10 @@ class OpenModel:
     revision: str | None = None
     sha256: str | None = None
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _present: Callable[[int], AbstractContextManager[None]] = field(
+    _load_layer: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
     )
-    _edits: list[str] = field(default_factory=list, repr=False, compare=False)
+    _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -115,22 +115,22 @@ class OpenModel:
         return self.structure.head_width
 
     @property
-    def edits(self) -> tuple[str, ...]:
+    def interventions(self) -> tuple[str, ...]:
         """Interventions that are open now, and what was done for good: it is not what the checkpoint on disk does."""
-        return tuple(self._edits)
+        return tuple(self._interventions)
 
     @contextmanager
-    def under(self, edit: str) -> Iterator[None]:
-        """While open, `edit` is among `edits`."""
-        self._edits.append(edit)
+    def intervention(self, name: str) -> Iterator[None]:
+        """While open, `name` is among `interventions`."""
+        self._interventions.append(name)
         try:
             yield
         finally:
-            self._edits.remove(edit)
+            self._interventions.remove(name)
 
-    def mark(self, edit: str) -> None:
-        """From now on `edit` is among `edits`: its weights were changed for good."""
-        self._edits.append(edit)
+    def record_intervention(self, name: str) -> None:
+        """From now on `name` is among `interventions`: its weights were changed for good."""
+        self._interventions.append(name)
 
     @property
     def device(self) -> torch.device:
@@ -174,8 +174,8 @@ class OpenModel:
             WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
         self.check_place(layer)
-        with self._present(layer):
-            return probe_layer(self.hf, self.structure, layer, self._calls[layer])
+        with self._load_layer(layer):
+            return read_head_weights(self.hf, self.structure, layer, self._calls[layer])
 
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
         """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
@@ -192,7 +192,7 @@ class OpenModel:
         if known is None or known[0] != state:
             self._output_weights.clear()
             sample = small_input(self.hf, 1)
-            with self._present(layer):
+            with self._load_layer(layer):
                 read = read_output_weights(self.hf, self.structure, layer, self._calls[layer], sample)
             known = self._output_weights[layer] = (state, read)
         return known[1]
@@ -230,7 +230,7 @@ def open_model(
     source = EMBEDDED if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
-        with quiet():
+        with without_progress_bars():
             if local is None:
                 revision = commit_of(str(source), revision)
             config = config_of(source, revision)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
-from theodolite.models.doors.transformers import tapped, unedited
-from theodolite.models.head_weights import ROWS, Call, call_with_hidden, copied
+from theodolite.models.doors.transformers import tapped, without_interventions
+from theodolite.models.head_weights import ROWS, Call, call_with_hidden, copy_in_dtype
 from theodolite.models.structure import Structure, backbone, first_tensor
 
 Sender = Callable[[Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ Sender = Callable[[Tensor, Tensor], Tensor]
 
 
 def read_output_weights(
-    model: PreTrainedModel, structure: Structure, layer: int, call: Call, probe_input: dict[str, Any]
+    model: PreTrainedModel, structure: Structure, layer: int, call: Call, sample: dict[str, Any]
 ) -> Float64[Tensor, "heads value_width width"]:
     """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
 
@@ -37,14 +37,14 @@ def read_output_weights(
         structure: as `find_structure` gives it.
         layer: which layer.
         call: what `capture_calls` gave for this layer.
-        probe_input: a small valid input of the model, for those whose W_O is outside the attention module.
+        sample: a small valid input of the model, for those whose W_O is outside the attention module.
 
     Raises:
         WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
     """
     answers = _Answers()
     width = first_tensor(*call).shape[-1]
-    with unedited(), torch.inference_mode():
+    with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
             attention = _ControlledAttention(structure.attention[layer], call, answers)
             attention.send(
@@ -53,7 +53,7 @@ def read_output_weights(
             passes_on = attention.passes_on(width)
             weights = None if passes_on else _linear_part(attention.send, answers.features, width)
         if passes_on:
-            output_module = _output_module(model, structure, layer, probe_input)
+            output_module = _output_module(model, structure, layer, sample)
             if output_module is None:
                 weights = torch.eye(answers.features, dtype=torch.float64)
             else:
@@ -87,7 +87,7 @@ class _ControlledAttention:
     """A float64 copy of an attention module whose tap returns chosen outputs; it must be made under the tap."""
 
     def __init__(self, module: nn.Module, call: Call, answers: _Answers) -> None:
-        self._module = copied(module, torch.float64)
+        self._module = copy_in_dtype(module, torch.float64)
         if self._module is not module:
             self._module.eval()
         self._call = call
@@ -110,7 +110,7 @@ class _ControlledAttention:
 
 
 def _output_module(
-    model: PreTrainedModel, structure: Structure, layer: int, probe_input: dict[str, Any]
+    model: PreTrainedModel, structure: Structure, layer: int, sample: dict[str, Any]
 ) -> nn.Module | None:
     """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention[layer], structure.blocks[layer]
@@ -131,7 +131,7 @@ def _output_module(
             hooks.append(module.register_forward_pre_hook(entered))
     try:
         with tapped(model, lambda _, inputs: attend(inputs)):
-            backbone(model)(**probe_input)
+            backbone(model)(**sample)
     finally:
         for hook in hooks:
             hook.remove()
@@ -144,7 +144,7 @@ def _output_module(
 
 
 def _sender(module: nn.Module) -> Sender:
-    module = copied(module, torch.float64)
+    module = copy_in_dtype(module, torch.float64)
     parameter = next(module.parameters())
     return lambda rows, _: (
         module(rows.to(parameter.device, parameter.dtype).unsqueeze(1))[:, 0].double().cpu()

@@ -24,11 +24,11 @@ from theodolite.errors import UsageError
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import (
     Call,
-    copied,
+    copy_in_dtype,
     norms_inside,
     norms_of_queries_and_keys,
-    raise_captured,
     run_until_tap,
+    stop_at_tap,
 )
 from theodolite.models.structure import Structure, first_tensor
 
@@ -147,7 +147,7 @@ def find_projections(
             normalised after the projection, carry an adapter, or are quantised.
     """
     refuse_replaced_weights(model, _PARTICIPLES[purpose])
-    with tapped(model, raise_captured):
+    with tapped(model, stop_at_tap):
         return [_find(structure, layer, calls[layer], purpose) for layer in layers]
 
 
@@ -227,7 +227,7 @@ def _find(structure: Structure, layer: int, call: Call, purpose: Purpose) -> Pro
         raise UsageError(
             f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
         )
-    module = copied(attention, torch.float64).eval()
+    module = copy_in_dtype(attention, torch.float64).eval()
     if purpose == "replacement":
         for name in norms_of_queries_and_keys(module, call):
             module.set_submodule(name, nn.Identity())

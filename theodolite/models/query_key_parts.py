@@ -21,7 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
-from theodolite.models.head_weights import Call, call_until_tap, copied, raise_captured
+from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.open import OpenModel
 from theodolite.models.structure import first_tensor
 from theodolite.theory.decomposition import PARTS, Decomposition
@@ -63,7 +63,7 @@ class _LastLayerDone(Exception):
     pass
 
 
-def watch_layers(
+def visit_layers(
     model: OpenModel,
     ids: Int[Tensor, "contexts positions"],
     layers: range | list[int],
@@ -72,7 +72,7 @@ def watch_layers(
     """Run the model on `ids` and visit each of `layers` as it comes; the pass ends with the last of them.
 
     The model computes with its own attention implementation, so that every stream is exactly its own; only the
-    layers asked for go to the tap as well. While `visit` runs, the tap calls `raise_captured`.
+    layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
     visitor = _LayerVisitor(model, set(layers), visit)
     hooks = visitor.hooks()
@@ -86,9 +86,9 @@ def watch_layers(
 
 
 @contextmanager
-def listening(model: OpenModel) -> Iterator[None]:
-    """While open, what `watch_layers` visited can be split, as it can during the visit."""
-    with tapped(model.hf, raise_captured), torch.inference_mode():
+def stopping_at_tap(model: OpenModel) -> Iterator[None]:
+    """While open, what `visit_layers` visited can be split, as it can during the visit."""
+    with tapped(model.hf, stop_at_tap), torch.inference_mode():
         yield
 
 
@@ -137,7 +137,7 @@ class _LayerVisitor:
                 return
             self.visiting = True
             try:
-                with tapped(self.model.hf, raise_captured):
+                with tapped(self.model.hf, stop_at_tap):
                     self.visit(self._layer_pass(layer, attention, (args, kwargs)))
             finally:
                 self.visiting = False
@@ -173,7 +173,7 @@ def split_queries_and_keys(
     parts always sum to the model's own.
 
     Args:
-        layer_pass: what `watch_layers` visits, while it does or while `listening`.
+        layer_pass: what `visit_layers` visits, while it does or while `stopping_at_tap`.
         parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
         check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
@@ -233,7 +233,7 @@ class _Splitter:
             if not _equal(layer_pass.entered, layer_pass.stream):
                 raise WorkError("no module of the block turns the residual stream into what enters attention")
             return None
-        copy, given = copied(layer_pass.norm, self.dtype), layer_pass.stream.to(self.dtype)
+        copy, given = copy_in_dtype(layer_pass.norm, self.dtype), layer_pass.stream.to(self.dtype)
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
         norm_dtype = self.dtype if copy is not layer_pass.norm else layer_pass.stream.dtype
         frozen = FrozenNorm(lambda x: copy(x.to(norm_dtype)).to(x.dtype), given)

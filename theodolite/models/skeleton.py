@@ -32,7 +32,7 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def filled(model: nn.Module, scale: float) -> Iterator[None]:
+def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
     """While open, every tensor that a checkpoint holds is one row repeated, of numbers up to `scale`; 0 gives zeros."""
     filled_with: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
     stored = stored_tensors(model)
@@ -42,7 +42,7 @@ def filled(model: nn.Module, scale: float) -> Iterator[None]:
         with _OneRow():
             yield
     finally:
-        put_back(stored)
+        restore_tensors(stored)
 
 
 StoredTensor = tuple[dict[str, Any], str, Tensor]
@@ -63,7 +63,7 @@ def stored_tensors(module: nn.Module) -> list[StoredTensor]:
     ]
 
 
-def put_back(stored: list[StoredTensor]) -> None:
+def restore_tensors(stored: list[StoredTensor]) -> None:
     """Let the modules have the tensors again that `stored_tensors` found."""
     for tensors, name, tensor in stored:
         tensors[name] = tensor

@@ -29,8 +29,8 @@ class Structure:
     head_width: int
 
 
-def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Structure:
-    """Run `probe_input` once and see who calls the tap.
+def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
+    """Run `sample` once and see who calls the tap.
 
     Raises:
         UsageError: nothing calls it, a module is shared between layers, a block has two attention modules, or
@@ -48,7 +48,7 @@ def find_structure(model: PreTrainedModel, probe_input: dict[str, Any]) -> Struc
         return attend(inputs)
 
     with tapped(model, record), torch.inference_mode():
-        backbone(model)(**probe_input)
+        backbone(model)(**sample)
     if not called:
         raise UsageError(
             f"{family} has no attention that goes through the attention interface of transformers; "

@@ -40,7 +40,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no autocast, no compilation; on leaving, all is as it was.
 
     That is the mode of every single module (some may be frozen in evaluation mode on purpose) and the state of

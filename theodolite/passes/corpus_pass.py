@@ -17,7 +17,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import watched
+from theodolite.models.hooks import hooked
 from theodolite.models.structure import backbone
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
@@ -41,7 +41,7 @@ class Accumulator(Protocol):
 
 
 class CorpusPass:
-    """A `Watcher` of a model's forward passes over a corpus, and the loop that makes them.
+    """`Hooks` of a model's forward passes over a corpus, and the loop that makes them.
 
     Args:
         model, corpus: what is read.
@@ -67,15 +67,15 @@ class CorpusPass:
         raise NotImplementedError
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """As `Watcher.stream`."""
+        """As `Hooks.stream`."""
         raise NotImplementedError
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """As `Watcher.attention_input`."""
+        """As `Hooks.attention_input`."""
         raise NotImplementedError
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """As `Watcher.attention`."""
+        """As `Hooks.attention`."""
         raise NotImplementedError
 
     def state(self) -> State:
@@ -95,7 +95,7 @@ class CorpusPass:
         """
         done = progress.done
         progress.whole(done)
-        with watched(self.model, self):
+        with hooked(self.model, self):
             while done < self.total:
                 last = min(done + self.batch, self.total)
                 self._read(done, last)
@@ -104,7 +104,7 @@ class CorpusPass:
 
     def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""
-        with watched(self.model, self):
+        with hooked(self.model, self):
             for start in range(first, last, self.batch):
                 self._read(start, min(start + self.batch, last))
 
@@ -161,7 +161,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "model": model.sha256 or model.revision or model.id,
         "dtype": str(model.hf.dtype),
         "device": model.device.type,
-        **({"edits": list(model.edits)} if model.edits else {}),
+        **({"edits": list(model.interventions)} if model.interventions else {}),
     }
 
 

@@ -93,9 +93,9 @@ def survey_on_ray(
         WorkError: as `survey`; or the same contexts killed three workers in a row.
     """
     check_fit(model, corpus)
-    if model.edits:
+    if model.interventions:
         raise UsageError(
-            f"workers open {model.id} anew, without {', '.join(model.edits)}: survey it with `survey`"
+            f"workers open {model.id} anew, without {', '.join(model.interventions)}: survey it with `survey`"
         )
     if actors is not None and actors < 1:
         raise UsageError(f"{actors} actors read nothing: use --actors 1 or more")

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import Damaged, read_sealed, write_sealed
+from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
 from theodolite.system.files import write_whole, writing
 
@@ -124,7 +124,7 @@ class Run:
                 for name, since in TABLES_SINCE.items()
                 if since <= version
             }
-            arrays, _ = read_sealed(folder / "arrays.safetensors")
+            arrays, _ = read_checked(folder / "arrays.safetensors")
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
         return cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
@@ -147,7 +147,7 @@ class Run:
                 for name in TABLES:
                     table: pd.DataFrame = getattr(self, name)
                     table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-                write_sealed(temporary / "arrays.safetensors", self.arrays)
+                write_checked(temporary / "arrays.safetensors", self.arrays)
                 text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
                 (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
                 # safetensors writes files that only their owner can read; a run is made to be shared.
@@ -239,8 +239,8 @@ class Workspace:
         if not self._file.is_file():
             return None
         try:
-            tensors, notes = read_sealed(self._file)
-        except Damaged as error:
+            tensors, notes = read_checked(self._file)
+        except CorruptFile as error:
             raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
         if notes.pop("fingerprint", None) != self.fingerprint:
             raise UsageError(
@@ -254,7 +254,7 @@ class Workspace:
         all_notes = {**notes, "fingerprint": self.fingerprint}
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file, lambda path: write_sealed(path, tensors, all_notes))
+            write_whole(self._file, lambda path: write_checked(path, tensors, all_notes))
 
     def finish(self, run: Run) -> Run:
         """Write the run and forget the progress."""

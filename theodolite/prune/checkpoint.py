@@ -27,13 +27,13 @@ from theodolite.models import OpenModel, open_model
 from theodolite.models.factored import (
     BLOCK,
     DENSE,
-    Piece,
+    PrunedMatrix,
     is_factored,
-    read_pieces,
+    read_matrices,
     write_dense,
-    write_pieces,
+    write_matrices,
 )
-from theodolite.models.loading import quiet
+from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
 from theodolite.system.files import write_text, write_whole, writing
@@ -103,7 +103,7 @@ class Pruned:
             if side == "left"
         }
         for layer in range(layers if is_factored(folder) else 0):
-            low_rank |= low_rank_of(layer, read_pieces(folder / BLOCK.format(layer))[0])
+            low_rank |= low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
         return cls(table, provenance, low_rank, folder)
 
 
@@ -122,7 +122,7 @@ def refuse_inside(out: Path) -> None:
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
 
 
-def low_rank_of(layer: int, pieces: Sequence[Piece]) -> LowRank:
+def low_rank_of(layer: int, pieces: Sequence[PrunedMatrix]) -> LowRank:
     """The low-rank parts of a block's matrices."""
     return {
         (layer, piece.key): (piece.left.cpu(), piece.right.cpu())
@@ -177,7 +177,7 @@ class Partial:
                 self._read(path)
             yield
 
-    def block(self, layer: int) -> tuple[list[Piece], Rows] | None:
+    def block(self, layer: int) -> tuple[list[PrunedMatrix], Rows] | None:
         """The matrices of a block that was done before, and their rows of the table.
 
         Raises:
@@ -185,8 +185,8 @@ class Partial:
         """
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
-    def _read(self, path: Path) -> tuple[list[Piece], Rows]:
-        pieces, notes = read_pieces(path)
+    def _read(self, path: Path) -> tuple[list[PrunedMatrix], Rows]:
+        pieces, notes = read_matrices(path)
         if notes["fingerprint"] != self._fingerprint:
             raise UsageError(
                 f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "
@@ -210,12 +210,12 @@ class Partial:
         except (OSError, ValueError, TypeError):
             return 0.0
 
-    def save(self, layer: int, pieces: Sequence[Piece], rows: Rows, seconds: float) -> None:
+    def save(self, layer: int, pieces: Sequence[PrunedMatrix], rows: Rows, seconds: float) -> None:
         """Keep a block that is done, whole or not at all."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
         with writing(self._workspace.folder):
             self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._block(layer), lambda path: write_pieces(path, pieces, notes))
+            write_whole(self._block(layer), lambda path: write_matrices(path, pieces, notes))
             write_text(self._seconds, json.dumps(seconds))
 
     def finish(self, model: OpenModel, pruned: Pruned, form: str, beside: Beside) -> Pruned:
@@ -227,7 +227,7 @@ class Partial:
             shutil.rmtree(self._workspace.folder, ignore_errors=True)
             return written
         temporary = self.out.with_name(self.out.name + ".writing")
-        with writing(self.out), quiet():
+        with writing(self.out), without_progress_bars():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             try:

@@ -18,7 +18,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
-from theodolite.models.factored import Piece
+from theodolite.models.factored import PrunedMatrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
@@ -125,7 +125,7 @@ class _Work:
                 lambda: self.show_progress(len(rows), total),
             )
             digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
-            self.model.mark(f"pruned({self.settings.method}, sha256:{digest[:16]})")
+            self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
             for layer, matrices in enumerate(self.matrices):
                 done = partial.block(layer) if partial else None
                 pieces, found = done or self._pruned_block(stream, layer, total)
@@ -145,9 +145,9 @@ class _Work:
         told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
         return Pruned(pd.DataFrame(rows), provenance | {"wall_seconds": seconds, "pruning": told}, low_rank)
 
-    def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[Piece], Rows]:
+    def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[PrunedMatrix], Rows]:
         """The matrices of a block pruned on what enters them now, and their rows of the table."""
-        matrices, pieces, rows = self.matrices[layer], list[Piece](), Rows()
+        matrices, pieces, rows = self.matrices[layer], list[PrunedMatrix](), Rows()
         moments = InputMoments(matrices, full=self.settings.needs_full_moments)
         with moments.watching():
             stream.read(layer)
@@ -163,9 +163,9 @@ class _Work:
 
 
 def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
-    if model.edits:
+    if model.interventions:
         raise UsageError(
-            f"the model is not what its checkpoint is ({model.edits[-1]}): open it anew to prune it"
+            f"the model is not what its checkpoint is ({model.interventions[-1]}): open it anew to prune it"
         )
     if (Path(model.id).expanduser() / SETTINGS).is_file():
         raise UsageError(f"{model.id} is pruned already ({SETTINGS} lies beside it): give the dense model")

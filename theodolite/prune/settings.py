@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.models.block_matrices import Matrix
-from theodolite.models.factored import Piece
+from theodolite.models.factored import PrunedMatrix
 from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factored, wanda
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
@@ -114,12 +114,12 @@ class Settings:
             plain["damping"] = self.damping
         return plain
 
-    def prune(self, matrix: Matrix, moments: Moments) -> tuple[Piece, dict[str, Any]]:
+    def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
         """One matrix pruned, in its own dtype, and its row of the table."""
         weight = matrix.read()
         share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
         found = self._pruned(weight, moments, share, ratio)
-        piece = Piece(
+        piece = PrunedMatrix(
             key=matrix.key,
             parameter=matrix.parameter,
             expert=matrix.expert,
@@ -203,7 +203,7 @@ class _Found:
     fallback: str = ""
 
 
-def _counts(piece: Piece) -> dict[str, Any]:
+def _counts(piece: PrunedMatrix) -> dict[str, Any]:
     """Sparsity reached, rank, entries that are not zero, and bytes, dense and as the piece is written."""
     low_rank = [factor for factor in (piece.left, piece.right) if factor is not None]
     entries, size = piece.sparse.numel(), piece.sparse.element_size()

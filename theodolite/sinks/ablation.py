@@ -23,7 +23,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 
@@ -63,7 +63,7 @@ class _Effects:
         return _Effects({name: value - other.values[name] for name, value in self.values.items()})
 
 
-class _HeadTap(Watcher):
+class _HeadTap(Hooks):
     """Of one batch: one head's catches in each context, later sinks behind it, η² of a grouping by layer."""
 
     def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
@@ -170,7 +170,7 @@ def _contexts_with_sinks(
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
         tap = _HeadTap(layer, head)
-        with watched(model, tap):
+        with hooked(model, tap):
             model.forward(part)
         for ids, catches in zip(part, tap.catches, strict=True):
             if len(catches.head) and bool(catches.caught.any()):
@@ -234,7 +234,7 @@ def _effects(
         part = slice(start, min(start + batch, len(ids)))
         part_groups = groups[part]
         tap = _HeadTap(layer, head, part_groups)
-        with ablate(part), watched(model, tap):
+        with ablate(part), hooked(model, tap):
             logits = model.logits(ids[part])
         loss = next_token_losses(logits, ids[part])
         # The last token has no next one.

@@ -21,7 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import hide_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.doors.transformers import Answer, edited
+from theodolite.models.doors.transformers import Answer, intervened
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
 from theodolite.models.projections import Projection, find_projections, replaced
@@ -96,7 +96,7 @@ def ablate_direction(
     component, step = weights @ unit, along @ backwards
     chosen = None if queries is None else _PositionFlags(queries, "query")
 
-    def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
+    def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
         head_output = output[:, :, head].to(torch.promote_types(output.dtype, torch.float32))
         taken = head_output @ component.to(head_output)
@@ -113,7 +113,7 @@ def ablate_direction(
     edit_name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.under(edit_name), edited(model.hf, model.structure.attention[layer], edit):
+    with model.intervention(edit_name), intervened(model.hf, model.structure.attention[layer], intervene):
         yield AblatedDirection(unit, along, share)
 
 
@@ -150,7 +150,7 @@ def attention_knockout(
     heads = list(range(model.heads)) if head is None else [head]
     chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
-    def edit(inputs: AttentionInputs, answer: Answer) -> Tensor:
+    def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
             raise UsageError(f"layer {layer} has no learned sink column to hide")
         hidden = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
@@ -161,7 +161,10 @@ def attention_knockout(
     edit_name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
-    with model.under(edit_name), edited(model.hf, attention, edit, of_inputs=True, whole_cache=True):
+    with (
+        model.intervention(edit_name),
+        intervened(model.hf, attention, intervene, of_inputs=True, whole_cache=True),
+    ):
         yield
 
 
@@ -215,7 +218,7 @@ def without_low_rank(
         replacements.append((projection, serving, matrix - low_rank))
     remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
     with (
-        model.under(_described("without_low_rank", layer=layer, heads=heads, **remaining)),
+        model.intervention(_described("without_low_rank", layer=layer, heads=heads, **remaining)),
         replaced(replacements),
     ):
         yield shares

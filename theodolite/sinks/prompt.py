@@ -16,7 +16,7 @@ from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.sinks.trace import corpus_of_ids, trace_sinks
 
@@ -53,7 +53,7 @@ class PromptTrace:
     group: Int[Tensor, " positions"]
 
 
-class _PromptTap(Watcher):
+class _PromptTap(Hooks):
     """Keeps of one forward pass what a `PromptTrace` needs."""
 
     def __init__(self, layer: int, head: int) -> None:
@@ -96,7 +96,7 @@ def trace_prompt(
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
     tap = _PromptTap(layer, head)
-    with watched(model, tap):
+    with hooked(model, tap):
         model.forward(ids[None])
     sinks, group = groups_of(tap.catches, head, len(ids))
     return PromptTrace(

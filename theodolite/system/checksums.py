@@ -18,41 +18,41 @@ import safetensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SEAL = "sealed"
+HEADER = "sealed"
 """The one entry of the header: safetensors writes several in any order, and the same run is to be the same bytes."""
 
 
-class Damaged(ValueError):
+class CorruptFile(ValueError):
     """A file is not what was written, and why."""
 
 
-def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> None:
+def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> None:
     """Write tensors, and notes that JSON can hold."""
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    told = {"notes": dict(notes or {}), "sha256": digest(whole)}
-    save_file(whole, path, {SEAL: json.dumps(told)})
+    entry = {"notes": dict(notes or {}), "sha256": digest(whole)}
+    save_file(whole, path, {HEADER: json.dumps(entry)})
 
 
-def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `write_sealed` wrote: tensors and notes. Files of before there were seals are taken as they are.
+def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_checked` wrote: tensors and notes. Files without a checksum are taken as they are.
 
     Raises:
-        Damaged: it is not that any more.
+        CorruptFile: it is not that any more.
     """
     with _opened(path) as (file, notes, sha256):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     if sha256 is not None and sha256 != digest(tensors):
-        raise Damaged("its bytes are not those that were written")
+        raise CorruptFile("its bytes are not those that were written")
     return tensors, notes
 
 
-def notes_of(path: Path) -> dict[str, Any]:
+def read_notes(path: Path) -> dict[str, Any]:
     """The notes alone, without reading the tensors.
 
     Raises:
-        Damaged: the file cannot be read.
+        CorruptFile: the file cannot be read.
     """
     with _opened(path) as (_, notes, _sha256):
         return notes
@@ -63,10 +63,10 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
     try:
         with safetensors.safe_open(path, "pt") as file:
             header = file.metadata() or {}
-            told: Any = json.loads(header[SEAL]) if SEAL in header else {"notes": header, "sha256": None}
-            yield file, told["notes"], told["sha256"]
+            entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
+            yield file, entry["notes"], entry["sha256"]
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise Damaged(str(error)) from error
+        raise CorruptFile(str(error)) from error
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -28,9 +28,9 @@ from theodolite.measure.heads import head_columns
 from theodolite.measure.localization import entropy_bound
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import find_structure
-from theodolite.models.training_model import undisturbed, unwrap
+from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
@@ -113,7 +113,7 @@ class GeometryProbe:
             )
         self.ranks = ranks or Ranks()
         self.ids = checked_ids(unwrapped, self.ranks.said_by_first(lambda: ids))
-        with undisturbed(unwrapped):
+        with evaluation_mode(unwrapped):
             self.model = _opened(unwrapped, self.ids)
         own = self.ranks.share(self.ids)
         self._counts = len(own) > 0
@@ -133,9 +133,9 @@ class GeometryProbe:
         started = time.perf_counter()
         accumulators = _GeometryHooks(self.model, self._tokens, spectra)
         error = None
-        with undisturbed(self.model.hf):
+        with evaluation_mode(self.model.hf):
             try:
-                with watched(self.model, accumulators):
+                with hooked(self.model, accumulators):
                     self.model.forward(self._tokens.ids)
             except WorkError as found:
                 error = found
@@ -205,7 +205,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     return opened
 
 
-class _GeometryHooks(Watcher):
+class _GeometryHooks(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:

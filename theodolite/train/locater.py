@@ -21,7 +21,7 @@ from theodolite.models.head_weights import capture_calls
 from theodolite.models.open import small_input
 from theodolite.models.projections import Projection, find_projections
 from theodolite.models.structure import find_structure
-from theodolite.models.training_model import undisturbed, unwrap
+from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.train.locater_penalty import (
     Gradient,
     check_gradient,
@@ -75,7 +75,7 @@ class Locater:
                 check_strength(name, strength)
         asked = _listed(layers)
         inner = unwrap(model)
-        with undisturbed(inner):
+        with evaluation_mode(inner):
             sample = small_input(inner, 1)
             structure = find_structure(inner, sample)
             calls = capture_calls(inner, structure, sample)

@@ -129,7 +129,7 @@ def test_figures_4_and_5(study):
         assert table["sinks_kept"].between(0, 1).all()
     after = study.model.hf.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    assert not study.model.edits
+    assert not study.model.interventions
 
 
 def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):

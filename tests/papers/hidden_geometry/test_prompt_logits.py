@@ -21,7 +21,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
-from theodolite.models.query_key_parts import watch_layers
+from theodolite.models.query_key_parts import visit_layers
 from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION, share_grids
@@ -211,7 +211,7 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
     run, model, corpus = surveyed("gpt2")
     found = _PositionalLogits(run, [1, 3], list(range(1, LENGTH)))
     for batch in corpus.contexts.split(5):
-        watch_layers(model, batch, range(model.layers), found.tell)
+        visit_layers(model, batch, range(model.layers), found.tell)
     transformer = model.hf.transformer
     block, width = transformer.h[0], model.width
     with torch.no_grad():

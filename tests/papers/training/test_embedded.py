@@ -257,7 +257,7 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "write_sealed", full)
+    monkeypatch.setattr(loop, "write_checked", full)
     with pytest.raises(WorkError, match="No space left on device"):
         train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()

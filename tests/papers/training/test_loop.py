@@ -22,7 +22,7 @@ from theodolite.errors import UsageError
 from theodolite.papers.training import small_models as small
 from theodolite.papers.training.small_models import PUBLISHED, learning_rate, train_small
 from theodolite.papers.training.tasks import Additions
-from theodolite.system.checksums import notes_of
+from theodolite.system.checksums import read_notes
 
 SERIES = replace(
     PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, series=True, checkpoint_every=4
@@ -62,7 +62,7 @@ def press() -> None:
 
 
 def saved_step(partial: Path) -> str:
-    return str(notes_of(partial / "checkpoint.safetensors")["step"])
+    return str(read_notes(partial / "checkpoint.safetensors")["step"])
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 `transformers` lets one register an attention function by name; each layer of each family that uses this
 interface then calls it with q, k, v (after RoPE), scaling, mask and whatever else decides its logits. The tap
-is such a function. It passes what it gets to a listener and returns the attention output, so that one forward
+is such a function. It passes what it gets to a tap of the model and returns the attention output, so that one forward
 pass both runs the model and is measured. Families outside the interface get one small file each
-(`OUTSIDE_INTERFACE`). Edits of a layer are applied here too, whoever listens. The tap computes no statistic.
+(`OUTSIDE_INTERFACE`). Interventions are applied here too, whoever taps the model. No statistic is computed here.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ IMPLEMENTATION = "theodolite"
 OUTSIDE_INTERFACE: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention_forward}
 """Attention classes that do not call the interface, and the forward that makes them do so."""
 
-Listener = Callable[[nn.Module, AttentionInputs], Tensor]
+Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
 
 Answer = Callable[[AttentionInputs], Tensor]
 """From attention inputs to the output, (batch, queries, heads, value_width)."""
 
-Edit = Callable[[AttentionInputs, Answer], Tensor]
+Intervention = Callable[[AttentionInputs, Answer], Tensor]
 """Stands between a layer and its attention: may hand other inputs on to the answer, and return another output."""
 
 
 @dataclass(frozen=True)
-class _Listening:
-    """A listener and the modules of the model that it was opened for."""
+class _OpenTap:
+    """A tap and the modules of the model that it was opened for."""
 
     modules: frozenset[nn.Module]
-    listener: Listener
+    tap: Tap
 
 
 @dataclass(frozen=True)
-class _Editing:
-    """An edit of one layer's attention, while it is open."""
+class _OpenIntervention:
+    """An intervention in one layer's attention, while it is open."""
 
     modules: frozenset[nn.Module]
     module: nn.Module
-    edit: Edit
+    intervene: Intervention
     of_inputs: bool
     whole_cache: bool
 
 
-_listening: ContextVar[tuple[_Listening, ...]] = ContextVar("theodolite_listening", default=())
-_unedited: ContextVar[bool] = ContextVar("theodolite_unedited", default=False)
+_taps: ContextVar[tuple[_OpenTap, ...]] = ContextVar("theodolite_taps", default=())
+_suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-# Of the process and not of a context: the model is edited whoever calls it, as it would be were its weights edited
+# Of the process and not of a context: they hold whoever calls the model, as changed weights would
 # (`generate` with a streamer runs in another thread).
-_editing: list[_Editing] = []
+_interventions: list[_OpenIntervention] = []
 
 
 @dataclass
-class _Turned:
+class _TappedModel:
     """A model that goes through the tap: how many are open on it, and what turns it back."""
 
     undo: ExitStack
     count: int = 0
 
 
-_open: dict[PreTrainedModel, _Turned] = {}
+_open: dict[PreTrainedModel, _TappedModel] = {}
 
 
 def attention_inputs(
@@ -130,27 +130,27 @@ def _tapped_attention(
     known = {name: kwargs.get(name) for name in ("softcap", "s_aux", "is_causal", "position_bias")}
     inputs = attention_inputs(module, query, key, value, attention_mask, scaling, **known)
     answer = _answer(module)
-    for editing in [] if _unedited.get() else sorted(_editing, key=lambda e: not e.of_inputs):
-        if editing.module is module:
-            if editing.whole_cache:
+    for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
+        if opened.module is module:
+            if opened.whole_cache:
                 _refuse_dropped_keys(inputs, kwargs.get("sliding_window"))
-            answer = _with_edit(editing.edit, answer)
+            answer = _with_intervention(opened.intervene, answer)
     return answer(inputs), None
 
 
 def _answer(module: nn.Module) -> Answer:
-    """Who answers a module: the innermost listener of its model; for a copy of a module, the innermost of all."""
-    listening = _listening.get()
-    for entry in reversed(listening):
-        if module in entry.modules:
-            return functools.partial(entry.listener, module)
-    if not listening or any(module in editing.modules for editing in _editing):
+    """Who answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
+    taps = _taps.get()
+    for opened in reversed(taps):
+        if module in opened.modules:
+            return functools.partial(opened.tap, module)
+    if not taps or any(module in opened.modules for opened in _interventions):
         return attend
-    return functools.partial(listening[-1].listener, module)
+    return functools.partial(taps[-1].tap, module)
 
 
-def _with_edit(edit: Edit, answer: Answer) -> Answer:
-    return lambda inputs: edit(inputs, answer)
+def _with_intervention(intervene: Intervention, answer: Answer) -> Answer:
+    return lambda inputs: intervene(inputs, answer)
 
 
 def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:
@@ -167,58 +167,58 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, listener: Listener) -> Iterator[None]:
-    """While open, every attention layer of `model` calls `listener`; the model is restored on leaving."""
+def tapped(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
+    """While open, every attention layer of `model` calls `tap`; the model is restored on leaving."""
     with _opened(model) as modules:
-        own = _Listening(modules, listener)
-        _listening.set((*_listening.get(), own))
+        opened = _OpenTap(modules, tap)
+        _taps.set((*_taps.get(), opened))
         try:
             yield
         finally:
             # By identity, and not by what was there before: they may be left in any order.
-            _listening.set(tuple(other for other in _listening.get() if other is not own))
+            _taps.set(tuple(other for other in _taps.get() if other is not opened))
 
 
 @contextmanager
-def edited(
+def intervened(
     model: PreTrainedModel,
     module: nn.Module,
-    edit: Edit,
+    intervene: Intervention,
     *,
     of_inputs: bool = False,
     whole_cache: bool = False,
 ) -> Iterator[None]:
-    """While open, `edit` is applied whenever `model` calls the attention module `module`, listened to or not.
+    """While open, `intervene` is applied whenever `model` calls the attention module `module`, tapped or not.
 
-    Edits of inputs come first, whatever the order in which edits were opened, and within a kind the one opened first
-    is nearest to the attention itself. A listener gets the edited inputs; what it returns is edited. Copies of the
-    module are not edited.
+    Those in inputs come first, whatever the order in which they were opened, and within a kind the one opened first
+    is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed. Copies of the
+    module are left alone.
 
     Args:
         model: the model; restored on leaving.
         module: one of its attention modules.
-        edit: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
+        intervene: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
         of_inputs: it changes the inputs, and of the output only what follows from it.
         whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
     """
     with _opened(model) as modules:
-        editing = _Editing(modules, module, edit, of_inputs, whole_cache)
-        _editing.append(editing)
+        opened = _OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
+        _interventions.append(opened)
         try:
             yield
         finally:
-            # By identity: two equal edits may be open at once.
-            del _editing[next(i for i, other in enumerate(_editing) if other is editing)]
+            # By identity: two equal interventions may be open at once.
+            del _interventions[next(i for i, other in enumerate(_interventions) if other is opened)]
 
 
 @contextmanager
-def unedited() -> Iterator[None]:
-    """While open, no edit is applied: for looks at the model itself, on inputs that no edit was made for."""
-    token = _unedited.set(True)
+def without_interventions() -> Iterator[None]:
+    """While open, no intervention is applied: to look at the model itself, on inputs that none was made for."""
+    token = _suspended.set(True)
     try:
         yield
     finally:
-        _unedited.reset(token)
+        _suspended.reset(token)
 
 
 @contextmanager
@@ -228,19 +228,19 @@ def _opened(model: PreTrainedModel) -> Iterator[frozenset[nn.Module]]:
     The first one opened turns the model to the tap, the last one left turns it back, whatever their order.
     """
     if model not in _open:
-        _open[model] = _Turned(_turned(model))
-    turned = _open[model]
-    turned.count += 1
+        _open[model] = _TappedModel(_turn_to_tap(model))
+    tapped_model = _open[model]
+    tapped_model.count += 1
     try:
         yield frozenset(model.modules())
     finally:
-        turned.count -= 1
-        if not turned.count:
+        tapped_model.count -= 1
+        if not tapped_model.count:
             del _open[model]
-            turned.undo.close()
+            tapped_model.undo.close()
 
 
-def _turned(model: PreTrainedModel) -> ExitStack:
+def _turn_to_tap(model: PreTrainedModel) -> ExitStack:
     """Turn a model's attention layers to the tap; what turns them back."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
     with ExitStack() as undo:

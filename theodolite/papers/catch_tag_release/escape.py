@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.models import OpenModel, open_model
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.escape_training import CLAIM, held_out_of, place_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.paired_effects import Effect, judge_interval
@@ -72,7 +72,7 @@ KEPT = Criterion("at least", 0.5, "“need” read as: an escape leaves half of 
 SAME = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
 
 
-class _EscapeHooks(Watcher):
+class _EscapeHooks(Hooks):
     """Of one model: by head, attention to the first token and to none, and contexts with a sink; the stream's peak."""
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -117,7 +117,7 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     """The `MEASURES` of one model."""
     contexts, length = corpus.contexts.shape
     sums, loss = _EscapeHooks(model.layers, model.heads), 0.0
-    with watched(model, sums):
+    with hooked(model, sums):
         for ids in corpus.contexts.split(BATCH):
             logits = model.logits(ids)[:, :-1].double()
             loss += float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))

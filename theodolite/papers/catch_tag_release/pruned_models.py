@@ -23,7 +23,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.settings import RankRatio
@@ -69,7 +69,7 @@ class Prompt:
     head: int
 
 
-class _Sinks(Watcher):
+class _Sinks(Hooks):
     """The sinks of one batch."""
 
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
@@ -92,7 +92,7 @@ def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> Look
     for ids in corpus.contexts.split(batch_of(corpus, None)):
         batch_sinks = _Sinks(len(ids), model.layers, model.heads, ids.shape[1])
         ids = ids.to(model.device)
-        with watched(model, batch_sinks):
+        with hooked(model, batch_sinks):
             logits = model.logits(ids)
         each = [cross_entropy(row[:-1].double(), own[1:]) for row, own in zip(logits, ids, strict=True)]
         losses.append(torch.stack(each).cpu())

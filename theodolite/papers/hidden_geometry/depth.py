@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import judge
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.prompts import vocabulary_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 
-class _Streams(Watcher):
+class _Streams(Hooks):
     """The residual stream of one sequence by layer, position 0 left out, in float64."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
     """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
     ids = Corpus.random_tokens(vocabulary_of(model), length, 1, seed).contexts
     streams = _Streams()
-    with watched(model, streams):
+    with hooked(model, streams):
         model.forward(ids)
     return torch.stack(streams.layers)
 

@@ -17,7 +17,7 @@ from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, watch_layers
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_no_adder
@@ -101,7 +101,7 @@ def _figure_19(study: Study) -> Outcome:
     found = _PositionalLogits(run, heads, shown)
     sample = _sampled(study)
     for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
-        watch_layers(model, batch, range(model.layers), found.tell)
+        visit_layers(model, batch, range(model.layers), found.tell)
     if not found.logits:
         raise UsageError(f"no layer of this model can be split: {next(iter(found.refused.values()))}")
     layers = sorted(found.logits)

@@ -34,7 +34,7 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import Recipe, Setting, Training
 from theodolite.papers.training.loop import threads as using
-from theodolite.system.checksums import Damaged, notes_of
+from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import write_text, writing
 from theodolite.system.interrupt import interruptible
 from theodolite.train.locater_penalty import Gradient
@@ -253,8 +253,8 @@ def steps_of(folder: Path) -> int:
     if not place.exists():
         return 0
     try:
-        return int(notes_of(place)["step"])
-    except Damaged as error:
+        return int(read_notes(place)["step"])
+    except CorruptFile as error:
         raise UsageError(f"{place} is damaged ({error}): remove {folder} to begin it anew.") from error
 
 

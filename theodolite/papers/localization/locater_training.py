@@ -26,7 +26,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
 from theodolite.papers.training.loop import SEEDS, read_checkpoint
-from theodolite.system.checksums import write_sealed
+from theodolite.system.checksums import write_checked
 from theodolite.system.files import write_text, write_whole, writing
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.locater_penalty import Gradient, locater_penalty
@@ -206,7 +206,7 @@ class Training:
             kept = {name: self.history[name] for name in ("steps", "propagation")}
             write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
             # Last: a training that was killed before it goes on from an older one, and writes all of them again.
-            write_whole(self._checkpoint, lambda path: write_sealed(path, tensors, metadata))
+            write_whole(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""

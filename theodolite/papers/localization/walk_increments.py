@@ -16,7 +16,7 @@ from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Watcher, watched
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.report.data import evenly
 
@@ -106,7 +106,7 @@ class TextWalk:
     corpus: Corpus
 
 
-class _WalkHooks(Watcher):
+class _WalkHooks(Hooks):
     """Feeds both accumulators."""
 
     def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
@@ -138,7 +138,7 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     sizes = (model.width, len(chosen), length)
     hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
     batch = max(1, TOKENS_A_BATCH // length)
-    with watched(model, hooks):
+    with hooked(model, hooks):
         for first in range(0, len(chosen), batch):
             hooks.first = first
             model.forward(sample.contexts[first : first + batch])

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import Damaged, notes_of, read_sealed, write_sealed
+from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
 from theodolite.system.files import TEMPORARY, write_text, write_whole, writing
 from theodolite.system.interrupt import interruptible
 
@@ -181,7 +181,7 @@ def _checkpoint(
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: write_sealed(temporary, tensors, metadata))
+        write_whole(path, lambda temporary: write_checked(temporary, tensors, metadata))
 
 
 def _restore(
@@ -208,8 +208,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         UsageError: it is damaged.
     """
     try:
-        return read_sealed(path)
-    except Damaged as error:
+        return read_checked(path)
+    except CorruptFile as error:
         raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to begin anew.") from error
 
 
@@ -246,8 +246,8 @@ def publish(finished: Path, out: Path, checkpoint: Path) -> None:
 def _steps(checkpoint: Path) -> int:
     """The steps that a checkpoint had done; 0 where there is none that can be read."""
     try:
-        return int(notes_of(checkpoint)["step"])
-    except (Damaged, KeyError):
+        return int(read_notes(checkpoint)["step"])
+    except (CorruptFile, KeyError):
         return 0
 
 
