@@ -271,6 +271,18 @@ def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch)
         _refused(folder, WorkError, r"the attention output recomputed from its queries")
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "bloom"])
+def test_forward_and_logits_are_the_models_own(family, opened):
+    """Oracle: `transformers`, called by hand."""
+    model = opened(family)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = model.hf(input_ids=ids, output_hidden_states=True)
+    assert torch.equal(model.forward(ids), expected.hidden_states[-1])
+    assert torch.equal(model.logits(ids), expected.logits)
+    assert not model.logits(ids).requires_grad
+
+
 def test_a_layer_that_does_not_exist(opened):
     with pytest.raises(UsageError, match="layers 0 to 2"):
         opened("gpt2").head_weights(3)

@@ -125,10 +125,10 @@ def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
     shape = (query.shape[0], query.shape[1], query.shape[2], inputs.key.shape[2])
     mask = query if mask is None else mask.expand(shape)
     bias = query if bias is None else bias.expand(shape)
-    found: list[object] = []
+    operands: list[object] = []
     for tensor in (query, inputs.key, mask, bias):
-        found += [tensor, *tensor.stride()]
-    return (*found, float(inputs.scaling), float(inputs.softcap or 0.0))
+        operands += [tensor, *tensor.stride()]
+    return (*operands, float(inputs.scaling), float(inputs.softcap or 0.0))
 
 
 def _sizes(inputs: AttentionInputs) -> dict[str, int]:
@@ -178,20 +178,20 @@ def _query_ranges(inputs: AttentionInputs) -> tuple[Int[Tensor, " tiles"], Int[T
 
 
 def _ranges(
-    inputs: AttentionInputs, own: int, others: int, *, by_query: bool
+    inputs: AttentionInputs, length: int, others: int, *, by_query: bool
 ) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
     tile = _tile(inputs)
-    starts = torch.arange(0, own, tile, device=inputs.query.device, dtype=torch.int32)
+    starts = torch.arange(0, length, tile, device=inputs.query.device, dtype=torch.int32)
     if inputs.mask is None:
         whole = torch.full_like(starts, others)
         if not inputs.causal:
             return torch.zeros_like(starts), whole
         return (torch.zeros_like(starts), (starts + tile).clamp_max(others)) if by_query else (starts, whole)
-    seen = inputs.mask.flatten(0, 1)
-    seen = seen[0] if len(seen) == 1 else seen.any(dim=0)
-    seen = seen if by_query else seen.T
+    visible = inputs.mask.flatten(0, 1)
+    visible = visible[0] if len(visible) == 1 else visible.any(dim=0)
+    visible = visible if by_query else visible.T
     first, last = [], []
-    for rows in seen.split(tile):
+    for rows in visible.split(tile):
         any_ = rows.any(dim=0).byte()
         first.append(any_.argmax())
         last.append(others - any_.flip(0).argmax())
