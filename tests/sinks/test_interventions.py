@@ -505,7 +505,7 @@ def test_every_bit_of_the_model_is_restored(family, opened):
         with pytest.raises(ZeroDivisionError) if leaves_by else ExitStack(), _all_three(model):
             plain = _logits(model, family)
             assert not torch.allclose(plain, own, rtol=0, atol=1e-3 * float(own.abs().max()))
-            with hooked(model, watcher := _RecordingTap()):
+            with hooked(model, hooks := _RecordingTap()):
                 seen = _logits(model, family)
             assert torch.equal(seen, plain)
             assert hooks.calls == 10

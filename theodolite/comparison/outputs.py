@@ -109,9 +109,6 @@ class OutputsPass(CorpusPass):
         """The residual stream says nothing here."""
         refuse_bad_numbers(layer, hidden)
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """What attention reads says nothing here."""
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
         output = attend(inputs)

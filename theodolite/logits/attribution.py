@@ -21,7 +21,6 @@ from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chose
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
-from theodolite.models.structure import backbone
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
 
@@ -85,8 +84,8 @@ class PatternPass:
                 progress.moved(layer + 1)
                 return attend(inputs)
 
-            with tapped(self.model.hf, score), torch.inference_mode():
-                backbone(self.model.hf)(input_ids=self.ids.to(self.model.device), use_cache=False)
+            with tapped(self.model.hf, score):
+                self.model.forward(self.ids)
         progress.whole(self.total)
 
 

@@ -13,12 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
-from theodolite.models.hooks import hooked
-from theodolite.models.structure import backbone
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION
 from theodolite.system.progress import Progress
@@ -40,8 +38,8 @@ class Accumulator(Protocol):
         """Continue from what `state` gave."""
 
 
-class CorpusPass:
-    """`Hooks` of a model's forward passes over a corpus, and the loop that makes them.
+class CorpusPass(Hooks):
+    """Hooks into a model's forward passes over a corpus, and the loop that makes them.
 
     Args:
         model, corpus: what is read.
@@ -64,18 +62,6 @@ class CorpusPass:
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …`, a batch of ids, come next."""
-        raise NotImplementedError
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """As `Hooks.stream`."""
-        raise NotImplementedError
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """As `Hooks.attention_input`."""
-        raise NotImplementedError
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """As `Hooks.attention`."""
         raise NotImplementedError
 
     def state(self) -> State:
@@ -111,12 +97,11 @@ class CorpusPass:
     def _read(self, first: int, last: int) -> None:
         ids = self.corpus.contexts[first:last]
         self.begin(first, ids)
-        with torch.inference_mode():
-            self.forward(ids)
+        self.forward(ids)
 
     def forward(self, ids: Tensor) -> None:
         """Run the model on a batch."""
-        backbone(self.model.hf)(input_ids=ids.to(self.model.device), use_cache=False)
+        self.model.forward(ids)
 
 
 def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None:

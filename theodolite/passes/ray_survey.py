@@ -22,6 +22,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.open import EMBEDDED_ID
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.ray_workers import (
     LOCAL,
@@ -55,8 +56,6 @@ PATIENCE = 60.0
 
 Ray starts a dead worker again where there is room; where there is none, its shard would be waited for forever.
 """
-
-EMBEDDED_ID = "theodolite/topics"
 
 
 def survey_on_ray(

@@ -171,9 +171,6 @@ class _OutlierPass(CorpusPass):
         refuse_bad_numbers(layer, hidden)
         self.add_stream(layer, hidden[:, :, None])
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Not measured here."""
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """The model's own output."""
         output = attend(inputs)

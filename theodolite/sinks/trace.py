@@ -98,9 +98,6 @@ class TracePass(CorpusPass):
                 }
                 self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, sums, before)
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Not measured here."""
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and take in what its sinks catch and write."""
         metric = self._metrics[layer].to(inputs.value.device)
