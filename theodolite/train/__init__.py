@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from theodolite.train.locater import Locater as Locater
     from theodolite.train.locater import LocaterCallback as LocaterCallback
     from theodolite.train.locater import warm_up as warm_up
-    from theodolite.train.locater_penalty import locater_penalty as locater_penalty
     from theodolite.train.monitor import GeometryMonitor as GeometryMonitor
+    from theodolite.train.penalty import locater_penalty as locater_penalty
 
 _HOMES = {
     "GeometryCallback": "theodolite.train.callbacks",
     "GeometryMonitor": "theodolite.train.monitor",
     "Locater": "theodolite.train.locater",
     "LocaterCallback": "theodolite.train.locater",
-    "locater_penalty": "theodolite.train.locater_penalty",
+    "locater_penalty": "theodolite.train.penalty",
     "warm_up": "theodolite.train.locater",
 }
 

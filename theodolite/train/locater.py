@@ -1,6 +1,6 @@
 """LocAteR on a model of `transformers`: for a loop of one's own (`Locater`) and for the Trainer (`LocaterCallback`).
 
-The penalty itself is in `locater.py`, and where a model keeps its factors is found by `models/projections.py`.
+The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/projections.py`.
 Nothing here computes either. No weight is changed: the optimizer does that.
 """
 
@@ -22,7 +22,7 @@ from theodolite.models.open import small_input
 from theodolite.models.projections import Projection, find_projections
 from theodolite.models.structure import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
-from theodolite.train.locater_penalty import (
+from theodolite.train.penalty import (
     Gradient,
     check_gradient,
     check_strength,

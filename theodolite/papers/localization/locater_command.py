@@ -14,7 +14,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
 from theodolite.papers.localization.locater_training import Recipe
-from theodolite.train.locater_penalty import Gradient
+from theodolite.train.penalty import Gradient
 
 PUBLISHED_STEPS = 50_000
 WORDS = "words"

@@ -37,7 +37,7 @@ from theodolite.papers.training.loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import write_text, writing
 from theodolite.system.interrupt import interruptible
-from theodolite.train.locater_penalty import Gradient
+from theodolite.train.penalty import Gradient
 
 ROUND = 5000
 """Steps by which every training goes on before any goes further."""

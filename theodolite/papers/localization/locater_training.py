@@ -29,7 +29,7 @@ from theodolite.papers.training.loop import SEEDS, read_checkpoint
 from theodolite.system.checksums import write_checked
 from theodolite.system.files import write_text, write_whole, writing
 from theodolite.theory import empirical_propagation, qk_moments
-from theodolite.train.locater_penalty import Gradient, locater_penalty
+from theodolite.train.penalty import Gradient, locater_penalty
 
 BETAS = (0.9, 0.999)
 EARLY = (1, 2, 5, 10, 20, 50, 100)
