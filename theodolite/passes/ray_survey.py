@@ -8,9 +8,9 @@ too, on the same kind of device. What a worker does is in `ray_workers.py`.
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,17 @@ from theodolite.models import OpenModel
 from theodolite.models.open import EMBEDDED_ID
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.ray_workers import (
+    DEATHS,
     LOCAL,
     Job,
+    WorkerLost,
+    Workers,
     connected,
     fetched,
+    given_up,
     imported_ray,
     offered,
     packed,
-    started_workers,
     unpacked,
 )
 from theodolite.passes.run import Run
@@ -50,12 +53,6 @@ AHEAD = 2
 
 SECONDS = 0.2
 """How long the driver waits for workers before it shows progress, and hears of Ctrl-C."""
-
-PATIENCE = 60.0
-"""Seconds after which, and twice the time of the slowest shard, one is given to an idle worker as well.
-
-Ray starts a dead worker again where there is room; where there is none, its shard would be waited for forever.
-"""
 
 
 def survey_on_ray(
@@ -84,7 +81,7 @@ def survey_on_ray(
         address: of a running cluster, as `ray.init` takes it ("auto": the one on this machine); "local" starts one here
             and stops it at the end. A process that is connected to a cluster already uses that one.
         actors: workers at most; None: as many as the cluster has room for.
-        say: told in one line of every worker that was started again, and of what is read twice because it is late.
+        say: told in one line of every worker that died or was lost.
 
     Raises:
         UsageError: as `survey`; Ray is missing, no cluster answers, or a node has another checkpoint or other packages;
@@ -103,14 +100,14 @@ def survey_on_ray(
         device, room = offered(torch.get_num_threads())
         job = _job(model, corpus, device, batch, seed, extra)
         count = min(room, actors or room, len(list(shards(len(corpus.contexts), batch))))
-        workers = _Workers(job, count, say)
+        workers = Workers(job, count)
         fingerprint = survey_fingerprint(model, corpus, batch, seed, extra) | {"device": device}
 
         def remote(name: str) -> Stage:
             return Stage(name, TITLES[name], lambda states: _RemotePass(name, workers, given(name, states)))
 
         stages = [
-            Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, job, workers)),
+            Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, workers, say)),
             survey_facts(model, corpus, seed, fingerprint),
             *map(remote, LATER),
         ]
@@ -124,29 +121,13 @@ def survey_on_ray(
         )
 
 
-class _Workers:
-    """The workers, started when the first call is made."""
-
-    def __init__(self, job: Job, count: int, say: Callable[[str], None]) -> None:
-        self.job = job
-        self.count = count
-        self.say = say
-        self._handles: list[Any] = []
-
-    def __getitem__(self, number: int) -> Any:
-        if not self._handles:
-            self._handles = started_workers(self.job, self.count)
-        return self._handles[number]
-
-
-@dataclass
-class _Reading:
-    """A shard that a worker reads: since when, and the reference to its answer."""
+@dataclass(frozen=True)
+class _Shard:
+    """Contexts that a worker reads, and the reference to its answer."""
 
     first: int
     last: int
     worker: int
-    since: float
     answer: Any
 
     @property
@@ -157,70 +138,74 @@ class _Reading:
 class _ShardedPass(SurveyPass):
     """A pass whose batches are read elsewhere, and whose sums are merged here."""
 
-    def __init__(self, model: OpenModel, job: Job, workers: _Workers) -> None:
+    def __init__(self, model: OpenModel, workers: Workers, say: Callable[[str], None]) -> None:
+        job = workers.job
         super().__init__(model, job.corpus, job.seed, job.batch, job.extra)
-        self._workers = workers
+        self._workers, self._say = workers, say
         self._directions: Any = None
         self._places: dict[int, str] = {}
-        self._slowest = 0.0
+        self._lost: Counter[int] = Counter()  # by the first context of a shard
+        self._gone: set[int] = set()  # workers that went with their node
 
     def run(self, progress: Progress) -> None:
         """As `CorpusPass.run`: the sums are whole between shards."""
         done = progress.done
         todo = deque(shards(self.total, self.batch, done))
-        under_way: list[_Reading] = []
+        under_way: list[_Shard] = []
         progress.whole(done)
         while done < self.total:
-            self._assign(todo, under_way, done)
-            head = [reading for reading in under_way if reading.first == done]
-            ray = imported_ray()
-            ready, _ = ray.wait([reading.answer for reading in head], timeout=SECONDS)
-            if not ready:
+            under_way += self._given(todo, under_way, done)
+            head = next(shard for shard in under_way if shard.first == done)
+            if not imported_ray().wait([head.answer], timeout=SECONDS)[0]:
                 progress.moved(done)
                 continue
-            answered = next(reading for reading in head if reading.answer == ready[0])
-            self._merge(answered)
-            under_way = [reading for reading in under_way if reading.first != done]
-            done = answered.last
+            under_way.remove(head)
+            try:
+                self._merge(head)
+            except WorkerLost as error:
+                self._lose(head, error)
+                todo.appendleft((head.first, head.last))
+                continue
+            done = head.last
             progress.whole(done)
 
-    def _assign(self, todo: deque[tuple[int, int]], under_way: list[_Reading], done: int) -> None:
-        """Give shards to workers that have none; where no shard is left, the one that is waited for, if it is late."""
+    def _given(self, todo: deque[tuple[int, int]], under_way: list[_Shard], done: int) -> list[_Shard]:
+        """Shards for the workers that have answered; those that are gone get none while there are others."""
         if done and self._directions is None:
             self._directions = imported_ray().put(self.sketches.state()["directions"])
         # The directions that all sketches see are those of the first shard, which is one batch.
-        most = AHEAD * self._workers.count if done else 1
-        _, unanswered = imported_ray().wait(
-            [reading.answer for reading in under_way] or [imported_ray().put(None)],
-            num_returns=max(len(under_way), 1),
-            timeout=0,
-            fetch_local=False,
-        )
-        busy = {reading.worker for reading in under_way if reading.answer in unanswered}
-        for worker in sorted(set(range(self._workers.count)) - busy):
-            if todo and len({reading.first for reading in under_way}) < most:
-                under_way.append(self._give(worker, *todo.popleft()))
-                continue
-            head = [reading for reading in under_way if reading.first == done]
-            late = max(PATIENCE, 2 * self._slowest)
-            if len(head) == 1 and head[0].answer in unanswered and time.monotonic() - head[0].since > late:
-                self._workers.say(
-                    f"contexts {head[0].first} to {head[0].last - 1} are late: another worker reads them"
-                )
-                under_way.append(self._give(worker, head[0].first, head[0].last))
+        room = (AHEAD * self._workers.count if done else 1) - len(under_way)
+        busy = {shard.worker for shard in under_way if not _answered(shard)}
+        everybody = set(range(self._workers.count))
+        free = sorted((everybody - self._gone or everybody) - busy)
+        if not under_way and not free:
+            free = sorted(everybody)
+        return [self._assigned(worker, *todo.popleft()) for worker in free[: min(room, len(todo))]]
 
-    def _give(self, worker: int, first: int, last: int) -> _Reading:
+    def _assigned(self, worker: int, first: int, last: int) -> _Shard:
         answer = self._workers[worker].read.remote(first, last, self._directions)
-        return _Reading(first, last, worker, time.monotonic(), answer)
+        return _Shard(first, last, worker, answer)
 
-    def _merge(self, reading: _Reading) -> None:
-        place, state = fetched(reading.answer, reading.doing)
+    def _merge(self, shard: _Shard) -> None:
+        place, state = fetched(shard.answer, shard.doing)
         self.merge(unpacked(state))
-        self._slowest = max(self._slowest, time.monotonic() - reading.since)
-        before = self._places.setdefault(reading.worker, place)
+        self._gone.discard(shard.worker)
+        before = self._places.setdefault(shard.worker, place)
         if before != place:
-            self._places[reading.worker] = place
-            self._workers.say(f"the worker on {before} died; one on {place} {reading.doing}")
+            self._places[shard.worker] = place
+            self._say(f"the worker on {before} died; one on {place} {shard.doing}")
+
+    def _lose(self, shard: _Shard, error: WorkerLost) -> None:
+        self._lost[shard.first] += 1
+        if self._lost[shard.first] >= DEATHS:
+            raise given_up(shard.doing) from error
+        self._gone.add(shard.worker)
+        place = self._places.get(shard.worker, "a node")
+        self._say(f"the worker on {place} was lost when it {shard.doing}; another takes over")
+
+
+def _answered(shard: _Shard) -> bool:
+    return bool(imported_ray().wait([shard.answer], timeout=0, fetch_local=False)[0])
 
 
 class _RemotePass:
@@ -228,7 +213,7 @@ class _RemotePass:
 
     total = 1
 
-    def __init__(self, name: str, workers: _Workers, tensors: State) -> None:
+    def __init__(self, name: str, workers: Workers, tensors: State) -> None:
         self.notes: dict[str, Any] = {}
         self._name, self._workers, self._tensors = name, workers, tensors
         self._state: State = {}
@@ -236,12 +221,17 @@ class _RemotePass:
     def run(self, progress: Progress) -> None:
         """Wait for the worker, and hear of Ctrl-C."""
         progress.whole(0)
-        ray = imported_ray()
-        answer = self._workers[0].later.remote(self._name, packed(self._tensors))
-        while not ray.wait([answer], timeout=SECONDS)[0]:
-            progress.moved(0)
-        self._state, self.notes = fetched(answer, f"was {TITLES[self._name]}")
-        progress.whole(1)
+        ray, tensors = imported_ray(), imported_ray().put(packed(self._tensors))
+        doing = f"was {TITLES[self._name]}"
+        for number in range(DEATHS):
+            answer = self._workers[number % self._workers.count].later.remote(self._name, tensors)
+            while not ray.wait([answer], timeout=SECONDS)[0]:
+                progress.moved(0)
+            with suppress(WorkerLost):
+                self._state, self.notes = fetched(answer, doing)
+                progress.whole(1)
+                return
+        raise given_up(doing)
 
     def state(self) -> State:
         """What the worker found."""

@@ -6,7 +6,6 @@ What the answers mean, and in which order they are taken in, is not known here. 
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
@@ -35,7 +34,7 @@ LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
 
 DEATHS = 3
-"""Workers in a row that one call may kill before it is given up: a node may be lost twice by chance."""
+"""Workers in a row that one call may lose before it is given up: a node may be lost twice by chance."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,6 +73,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._model: OpenModel | None = None
 
     def read(self, first: int, last: int, directions: Tensor | None) -> tuple[str, Packed]:
         """Where this runs, and what a pass over these contexts only sums.
@@ -81,7 +81,7 @@ class Worker:
         `directions` are those of the sketches of a pass that began elsewhere.
         """
         job = self.job
-        corpus_pass = SurveyPass(self._model, job.corpus, job.seed, job.batch, job.extra)
+        corpus_pass = SurveyPass(self._opened(), job.corpus, job.seed, job.batch, job.extra)
         if directions is not None:
             corpus_pass.sketches.look_along(directions)
         corpus_pass.read(first, last)
@@ -90,18 +90,19 @@ class Worker:
     def later(self, name: str, given: Packed) -> tuple[State, dict[str, Any]]:
         """The state and the notes of one of the passes that follow the text."""
         job = self.job
-        running = later_pass(name, self._model, job.corpus, job.seed, unpacked(given))
+        running = later_pass(name, self._opened(), job.corpus, job.seed, unpacked(given))
         running.run(Progress(running.total))
         return running.state(), running.notes
 
-    @functools.cached_property
-    def _model(self) -> OpenModel:
-        """The model, found to be the driver's.
+    def _opened(self) -> OpenModel:
+        """The model, opened once and found to be the driver's.
 
         Raises:
             UsageError: it is another model, or other packages; or as `open_model` has it, naming the node.
             WorkError: as `open_model` has it, naming the node.
         """
+        if self._model is not None:
+            return self._model
         job, node = self.job, _node()
         torch.set_num_threads(job.threads)
         try:
@@ -116,18 +117,33 @@ class Worker:
         ]
         if differences:
             raise UsageError(f"node {node} would measure something else: {'; '.join(differences)}")
-        return replace(model, id=job.id)
+        self._model = replace(model, id=job.id)
+        return self._model
 
 
-def started_workers(job: Job, count: int) -> list[Any]:
-    """Handles of workers that Ray starts, and starts again; they end with the handles."""
-    ray = imported_ray()
-    resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
-    actor = ray.remote(Worker).options(
-        scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1, **resources
-    )
-    reference = ray.put(job)
-    return [actor.remote(reference) for _ in range(count)]
+class Workers:
+    """Handles of workers that Ray starts, with the first call, and starts again; they end with the handles."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self.job = job
+        self.count = count
+        self._reference: Any = None  # for as long as a worker may be started again with it
+        self._handles: list[Any] = []
+
+    def __getitem__(self, number: int) -> Any:
+        if not self._handles:
+            ray, job = imported_ray(), self.job
+            resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
+            actor = ray.remote(Worker).options(
+                scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1, **resources
+            )
+            self._reference = ray.put(job)
+            self._handles = [actor.remote(self._reference) for _ in range(self.count)]
+        return self._handles[number]
+
+
+class WorkerLost(Exception):
+    """Ray gave a call up: its worker died too often, or with its node."""
 
 
 def fetched(answer: Any, doing: str) -> Any:
@@ -138,22 +154,28 @@ def fetched(answer: Any, doing: str) -> Any:
         doing: what the call did, in words.
 
     Raises:
-        TheodoliteError, MemoryError: what the worker raised.
-        WorkError: it failed in another way, or the call killed `DEATHS` workers.
+        TheodoliteError, MemoryError, OutOfMemoryError: what the worker raised.
+        WorkError: it failed in another way.
+        WorkerLost: there is no answer any more.
     """
     ray = imported_ray()
     try:
         return ray.get(answer)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, TheodoliteError | MemoryError):
+        if isinstance(error.cause, TheodoliteError | MemoryError | torch.OutOfMemoryError):
             raise error.cause from error
         first = (str(error.cause).strip().splitlines() or [""])[0]
         raise WorkError(f"a worker failed when it {doing}: {type(error.cause).__name__}: {first}") from error
-    except ray.exceptions.RayActorError as error:
-        raise WorkError(
-            f"{DEATHS} workers in a row died when one {doing}: if they ran out of memory, use a smaller --batch or "
-            "larger machines"
-        ) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerLost from error
+
+
+def given_up(doing: str) -> WorkError:
+    """What is raised for a call that has lost `DEATHS` workers."""
+    return WorkError(
+        f"{DEATHS} workers in a row died when one {doing}: if they ran out of memory, use a smaller --batch or larger "
+        "machines"
+    )
 
 
 def _node() -> str:
