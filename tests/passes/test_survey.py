@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from scipy.fft import dctn
 
 from tests import checkpoints, dense
+from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
@@ -438,3 +439,70 @@ def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, 
         tiled = np.linalg.norm(np.tile(pos, (len(x), 1)), 2)
         whole = np.linalg.norm((x - x.mean((0, 1))).reshape(-1, 32), 2)
         assert run.layers.relative_norm[layer] == pytest.approx(tiled / whole, rel=1e-6)
+
+
+class FourthMoment(Extra):
+    """Of the residual stream by layer, and the mean squared query by head."""
+
+    name = "moments"
+
+    def __init__(self, model: OpenModel) -> None:
+        super().__init__(model.layers + 1, {"fourth": (), "count": (), "query": (model.heads,)})
+
+    def stream(self, layer: int, hidden: torch.Tensor) -> None:
+        self.add("fourth", layer, hidden.double().pow(4).sum())
+        self.add("count", layer, torch.tensor(float(hidden.numel())))
+
+    def attention(self, layer: int, inputs) -> None:
+        self.add("query", layer, inputs.query.double().square().sum(dim=(0, 2, 3)))
+
+    def columns(self, state):
+        return {
+            "layers": {"fourth": (state["fourth"] / state["count"]).tolist()},
+            "heads": {"query_squared": state["query"][:-1].flatten().tolist()},
+        }
+
+
+def test_an_accumulator_of_ones_own_adds_columns(tmp_path, checkpoint, opened, corpus):
+    """Oracle: dense hidden states, and queries from weights by parameter name. Stopped in between, twice used."""
+    model = opened("gpt2")
+    extra = [FourthMoment(model)]
+
+    def stop(what, done, total):
+        if done >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        survey(model, corpus, tmp_path / "run", batch=2, extra=extra, show_progress=stop)
+    run = survey(model, corpus, tmp_path / "run", batch=2, extra=extra)
+    reference = open_model(checkpoint("gpt2"))
+    dense_states = _kept(reference, corpus)
+    for layer, hidden in enumerate(dense_states.hidden):
+        assert run.layers.fourth[layer] == pytest.approx((hidden**4).mean(), rel=1e-5)
+    state = reference.hf.state_dict()
+    for row in run.heads.itertuples():
+        w_q, _, _ = _gpt2_weights(state, row.layer, row.head)
+        bias = state[f"transformer.h.{row.layer}.attn.c_attn.bias"].double().numpy()
+        query = dense_states.inputs[row.layer] @ w_q + bias[8 * row.head : 8 * row.head + 8]
+        assert row.query_squared == pytest.approx((query**2).sum(), rel=1e-4)
+    assert run.provenance["fingerprint"]["extra"] == ["moments"]
+    plain = survey(model, corpus, batch=2)
+    assert plain.layers.equals(run.layers.drop(columns="fourth"))
+    assert survey(model, corpus, batch=2, extra=extra).layers.equals(run.layers)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"layers": {"rank": [0.0] * 4}}, "the table of layers has a column 'rank' already"),
+        ({"heads": {"mine": [1.0]}}, "1 values of 'mine' for 12 heads"),
+        ({"sinks": {}}, "gives columns of 'sinks': give them of 'layers' or 'heads'"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(columns, message, opened, corpus):
+    class Wrong(FourthMoment):
+        def columns(self, state):
+            return columns
+
+    with pytest.raises(UsageError, match=message):
+        survey(opened("gpt2"), corpus, extra=[Wrong(opened("gpt2"))])
