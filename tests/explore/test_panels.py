@@ -17,7 +17,7 @@ from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panels
 from theodolite.explore import sentences as words
-from theodolite.explore.evidence import evidence, kind_of, opening_head, shares_line, spectrum_line
+from theodolite.explore.evidence import evidence, roles_of, opening_head, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Place, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
@@ -98,19 +98,19 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
     planted = replace(run, heads=heads)
     found = evidence(planted, measured, 1, 1)
-    by_name = {one.kind.name: one for one in found}
+    by_name = {one.role.title: one for one in found}
     assert by_name["previous-token head"].on_text == 0.49
     assert by_name["previous-token head"].holds
     assert not by_name["induction head"].holds
     assert math.isnan(by_name["induction head"].on_prompt)
     row = measured.heads[(measured.heads["layer"] == 1) & (measured.heads["head"] == 1)].iloc[0]
     assert by_name["previous-token head"].on_prompt == row["previous_token"]
-    assert kind_of(found).startswith("previous-token head")
+    assert roles_of(found).startswith("previous-token head")
     assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
     assert opening_head(
         replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
     ) == (1, 1)
-    assert kind_of([one for one in found if not one.holds]) == "no kind that has a name"
+    assert roles_of([one for one in found if not one.holds]) == "no named role"
     said = words.head_words(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said
     assert "✓ previous-token head" in said

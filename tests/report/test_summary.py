@@ -242,7 +242,7 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
         "keeps 0.60, and without it 0.050 is left." in text
     )
     assert (
-        "L2H0 attends most to what followed the same token before (0.41; even attention pays 0.020): no group of "
+        "L2H0 attends most to the token that followed the earlier copy (0.41; even attention pays 0.020): no group of "
         "constituents keeps half of that alone; most does context (0.12), and without it 0.15 is left."
         in text
     )

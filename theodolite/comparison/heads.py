@@ -19,30 +19,23 @@ from theodolite.comparison.parts import (
     of_all_pairs,
 )
 from theodolite.judging import ERRORS
+from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
-from theodolite.report import summary
 from theodolite.report.data import Floats, column, entropy_limits
-from theodolite.report.health import ENTROPY_COLLAPSE, UNIFORM
+from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 TENTH = 0.1
 """An entropy survives that changes by at most this share of the highest possible (ours)."""
 
 RANGES = np.array(["collapsed", "", "a plain average"])
-"""What a head is whose share of the highest entropy is below `ENTROPY_COLLAPSE`, between, and above `UNIFORM`."""
+"""A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the highest
+entropy."""
 
 NAMED = 4
 """Heads that a sentence names."""
 
-TYPES = {
-    "previous_token": ("previous-token head", summary.PREVIOUS_TOKEN),
-    "induction": ("induction head", summary.INDUCTION),
-    "same_token": ("same-token head", summary.SAME_TOKEN),
-    "sink_first": ("first-token sink head", summary.SINK_HEAD),
-    "sink_later": ("later sink head", summary.LATER_SINK_HEAD),
-    "sink_learned": ("learned sink head", summary.LEARNED_SINK),
-}
-"""Column → what a head with at least so much of it is called."""
+ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
 def entropies(reference: Run, other: Run) -> Part:
@@ -66,7 +59,7 @@ def entropies(reference: Run, other: Run) -> Part:
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the highest possible, and the head "
         f"comes to be neither collapsed (below {percent(ENTROPY_COLLAPSE)} of it) nor a plain average (above "
-        f"{percent(UNIFORM)}), nor ceases to be",
+        f"{percent(UNIFORM_ATTENTION.threshold)}), nor ceases to be",
         table,
         "",
         by_chance=of_all_pairs(holds),
@@ -80,7 +73,7 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def _range(share: Floats | pd.Series) -> np.ndarray:
-    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM])
+    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM_ATTENTION.threshold])
 
 
 def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
@@ -116,15 +109,16 @@ def _moved(row: pd.Series) -> str:
 def head_types(reference: Run, other: Run) -> Part:
     """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
     found = []
-    for name, (kind, least) in TYPES.items():
-        change = changes(_values(reference, name), _values(other, name)).fillna(0.0)
-        table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=kind, least=least)
+    for role in ROLES:
+        least = role.threshold
+        change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
+        table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
         table = table.join(change).assign(status=fates(change, least))
         found.append(table[(table["before"] >= least) | (table["after"] >= least)])
     part = Part(
         "head types",
         "head role",
-        "; ".join(f"{kind}: score of at least {least:g}" for kind, least in TYPES.values())
+        "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
         + "; survives where at least half of the score is left",
         pd.concat(found, ignore_index=True),
         "",
@@ -141,7 +135,7 @@ def _types_sentence(part: Part) -> str:
     ]
     if part.exact and len(table):
         kept = [counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()]
-        return f"All head roles survive, unchanged: {listed(kept, len(TYPES))}."
+        return f"All head roles survive, unchanged: {listed(kept, len(ROLES))}."
     said = []
     if part.decided:
         said.append(part.counts())

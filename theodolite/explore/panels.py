@@ -16,6 +16,7 @@ from theodolite.explore import figures
 from theodolite.explore import sentences as words
 from theodolite.explore.subject import Slow, Subject
 from theodolite.explore.view import tag_colours
+from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.drawing.qk import MOST, qk_panels
@@ -26,7 +27,7 @@ from theodolite.system.wording import head_name, visible
 Ids = tuple[int, ...]
 
 PROMPT, TEXT = "prompt", "text"
-ON_PROMPT = ("entropy", "previous_token", "same_token", "sink_first", "sink_later", "sink_learned")
+ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
 
@@ -70,10 +71,10 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     known = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
     on_text = [name for name in HEAD_MEASURES if all(name in own for own in known)]
     learned = any(
-        bool(subject.run.heads.get("sink_learned", subject.run.heads["layer"] * 0).any())
+        bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
         for subject in subjects
     )
-    on_prompt = [name for name in ON_PROMPT if learned or name != "sink_learned"]
+    on_prompt = [name for name in ON_PROMPT if learned or name != LEARNED_SINK.column]
     both = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
     return [
         (f"{said} · {HEAD_MEASURES[name].title}", f"{where}:{name}")

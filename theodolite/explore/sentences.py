@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
-from theodolite.explore.evidence import Evidence, evidence, kind_of, shares_line, spectrum_line
+from theodolite.explore.evidence import Evidence, evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.view import HeadView, Sink, Tags
 from theodolite.passes.run import Run
 from theodolite.report.content import flowing
@@ -28,14 +28,14 @@ LIGHT = 0.179  # relative luminance of a colour on which black and white have th
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of head in the table of evidence."""
+    """A role in the table of evidence."""
 
     holds: bool
-    kind: str
+    role: str
     meaning: str
     on_text: str
     on_prompt: str
-    least: str
+    threshold: str
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Token:
 
 
 def head_words(view: HeadView, run: Run, measured: Run) -> str:
-    """The head's name, its kind with the evidence, and what its spectrum and its logits are said to be."""
-    found = evidence(run, measured, view.layer, view.head)
+    """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
+    rows = evidence(run, measured, view.layer, view.head)
     return _render(
         "head.html.j2",
         name=head_name(view.layer, view.head),
-        kind=kind_of(found),
-        rows=[_row(one) for one in found],
+        roles=roles_of(rows),
+        rows=[_row(row) for row in rows],
         text=text_line(run),
         lines=[
             line
@@ -136,14 +136,14 @@ def _shape(run: Run) -> str:
     return f"{model.get('layers')} layers × {model.get('heads')} heads"
 
 
-def _row(one: Evidence) -> Row:
+def _row(evidence: Evidence) -> Row:
     return Row(
-        one.holds,
-        one.kind.name,
-        one.kind.meaning,
-        number(one.on_text, 2),
-        number(one.on_prompt, 2),
-        f"{one.kind.least:g}",
+        evidence.holds,
+        evidence.role.title,
+        evidence.role.meaning,
+        number(evidence.on_text, 2),
+        number(evidence.on_prompt, 2),
+        f"{evidence.role.threshold:g}",
     )
 
 

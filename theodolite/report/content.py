@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.report import published, summary
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, INDUCTION, LATER_SINK, PREVIOUS_TOKEN
+from theodolite.report import published
 from theodolite.report.data import column, entropy_share, head_labels, layer_mean, provenance
 from theodolite.report.measures import (
     ABSENT_AT_ZERO,
     ATTENTION,
+    BEHAVIOUR,
     CONSTITUENTS,
     HEAD_MEASURES,
     POSITIONAL,
-    ROLES,
     SINKS,
     SPECTRUM,
     SPECTRUM_DATA,
@@ -50,7 +51,7 @@ LONG_VALUE = 200
 TEXT = "Measured on the text"
 TILE_DIGITS = 2
 CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
-CARDS |= dict.fromkeys((ATTENTION, ROLES, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
+CARDS |= dict.fromkeys((ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
 
 
 @dataclass(frozen=True)
@@ -125,15 +126,10 @@ def tiles(run: Run) -> list[Tile]:
     if share is not None:
         found.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the highest possible"))
     total = f"of {len(run.heads)} heads"
-    for name, label, least in (
-        ("sink_first", "first-token sinks", summary.SINK_HEAD),
-        ("sink_later", "later sinks", summary.LATER_SINK_HEAD),
-        ("previous_token", "previous-token heads", summary.PREVIOUS_TOKEN),
-        ("induction", "induction heads", summary.INDUCTION),
-    ):
-        values = column(run.heads, name)
+    for role in (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, INDUCTION):
+        values = column(run.heads, role.column)
         if values is not None:
-            found.append(Tile(label, str(int((values >= least).sum())), total))
+            found.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))
     if share is None:
         found += _weight_tiles(run)
     return found
@@ -367,7 +363,7 @@ def _short_count(amount: float) -> str:
 
 
 def first_head(run: Run) -> str:
-    """The head that the page opens with: the strongest first-token sink, else the first."""
+    """The head that the page opens with: the one with the strongest induction, else the first."""
     names = [name.removeprefix("L").replace("H", ",") for name in head_labels(run)]
-    scores = column(run.heads, "induction")
+    scores = column(run.heads, INDUCTION.column)
     return names[0 if scores is None else int(np.nanargmax(scores))] if names else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.report.data import column, entropy_share, head_labels, provenance
 from theodolite.system.wording import counted, listed, number, percent, visible
 
@@ -22,14 +23,11 @@ if TYPE_CHECKING:
 
 RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
 ENTROPY_COLLAPSE = 0.05  # share of the highest entropy below which a head looks at one key
-RESTING = 0.90  # share of contexts with a first-token sink that explains a low entropy
-FIXED_ROLE = 0.60  # previous-, same-token or induction score that explains a low entropy
 VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
 DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
 UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script
 CONSTANT = 0.95  # share of the logits' variance in pairs with a mean or bias above which nothing else counts
 REASON = 160  # characters of a reason that are told
-UNIFORM = 0.995  # share of the highest entropy above which a head takes a plain average
 
 
 @dataclass(frozen=True)
@@ -92,15 +90,10 @@ def _entropy_collapse(run: Run) -> Check | None:
             False,
         )
     explained = np.zeros(len(share), dtype=bool)
-    for name, least in (
-        ("sink_first", RESTING),
-        ("previous_token", FIXED_ROLE),
-        ("same_token", FIXED_ROLE),
-        ("induction", FIXED_ROLE),
-    ):
-        values = column(run.heads, name)
+    for role in (*PATTERN_ROLES, *SINK_ROLES):
+        values = column(run.heads, role.column)
         if values is not None:
-            explained |= low & (values >= least)
+            explained |= low & (values >= role.explains_low_entropy)
     rest = low & ~explained
     heads = counted(int(low.sum()), "head")
     text = f"{heads} with less than {limit} of the highest entropy: {_named(run, low)}."
@@ -148,7 +141,9 @@ def _dead_heads(run: Run) -> Check | None:
         return None
     dead = size <= DEAD_SHARE * float(np.nanmedian(size))
     share = entropy_share(run)
-    plain = np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM) & ~dead
+    plain = (
+        np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~dead
+    )
     found = []
     if dead.any():
         found.append(f"W_QK is as good as zero in {_named(run, dead)}")
@@ -170,8 +165,8 @@ def _constant_logits(run: Run) -> Check | None:
             f"{percent(1 - CONSTANT)} of the logits' variance depends on position or context."
         )
         return Check("constant logits", text, False)
-    resting = column(run.heads, "sink_first")
-    rest = constant if resting is None else constant & ~(resting >= RESTING)
+    resting = column(run.heads, FIRST_TOKEN_SINK.column)
+    rest = constant if resting is None else constant & ~(resting >= FIRST_TOKEN_SINK.explains_low_entropy)
     text = (
         f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone carry at least "
         f"{percent(CONSTANT)} of the logits' variance, whatever position and context: {_named(run, constant)}."

@@ -9,6 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from theodolite.measure.head_roles import (
+    FIRST_TOKEN_SINK,
+    INDUCTION,
+    LATER_SINK,
+    LEARNED_SINK,
+    PREVIOUS_TOKEN,
+    SAME_TOKEN,
+    HeadRole,
+)
+
 BAO = "Bao et al. 2024"
 SONG = "Song & Zhong 2024"
 ZHANG = "Zhang et al. 2025"
@@ -41,9 +51,14 @@ class Measure:
         return f"{self.name} (with Σ̂)" if self.group == SPECTRUM_DATA else self.name
 
 
-ATTENTION, ROLES, SINKS = "Attention on the text", "What the head does", "Sinks"
+ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "What the head does", "Sinks"
 CONSTITUENTS, POSITIONAL = "Constituents of its logits", "What it makes of position"
 SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
+
+
+def _of_role(role: HeadRole, group: str, source: str) -> Measure:
+    return Measure(role.column, role.name, group, role.meaning, "share", source)
+
 
 _MEASURED = [
     Measure(
@@ -75,55 +90,12 @@ _MEASURED = [
         "share",
         f"{BAO}, section 3",
     ),
-    Measure(
-        "previous_token",
-        "previous token",
-        ROLES,
-        "Mean attention that a token pays to the token just before it.",
-        "share",
-        OLSSON,
-    ),
-    Measure(
-        "same_token",
-        "same token",
-        ROLES,
-        "Mean attention that a token pays to earlier copies of itself.",
-        "share",
-        f"{SONG}, section 5",
-    ),
-    Measure(
-        "induction",
-        "induction",
-        ROLES,
-        "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
-        "share",
-        OLSSON,
-    ),
-    Measure(
-        "sink_first",
-        "first-token sink",
-        SINKS,
-        "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on "
-        "average.",
-        "share",
-        f"{XIAO}; {ZHANG}",
-    ),
-    Measure(
-        "sink_later",
-        "later sink",
-        SINKS,
-        "Share of contexts in which a token after the first is a sink.",
-        "share",
-        ZHANG,
-    ),
-    Measure(
-        "sink_learned",
-        "learned sink",
-        SINKS,
-        "Mean attention that goes to a learned sink column of the model, which is no token at all.",
-        "share",
-        "models with a sink column, such as gpt-oss",
-    ),
+    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON),
+    _of_role(SAME_TOKEN, BEHAVIOUR, f"{SONG}, section 5"),
+    _of_role(INDUCTION, BEHAVIOUR, OLSSON),
+    _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}"),
+    _of_role(LATER_SINK, SINKS, ZHANG),
+    _of_role(LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss"),
 ]
 
 _CONSTITUENTS = [
@@ -311,7 +283,7 @@ HEAD_MEASURES: dict[str, Measure] = {
     measure.column: measure for measure in [*_MEASURED, *_CONSTITUENTS, *_SPECTRAL, *_SPECTRAL_DATA]
 }
 
-ABSENT_AT_ZERO = ("sink_learned", "share_additive")
+ABSENT_AT_ZERO = (LEARNED_SINK.column, "share_additive")
 """Measures of what most models do not have: not offered where they are 0 in every head."""
 
 LAYER_TITLES: dict[str, str] = {

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report import content, health
 from theodolite.report.data import column, head_labels
 from theodolite.report.summary import health_line
-from theodolite.report.terminal import HEAD_MEASURES
 from theodolite.system.wording import number, visible
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def as_html(run: Run) -> str:
 
 def strongest(run: Run) -> list[tuple[str, str]]:
     """Of each kind of head, the one that has most of it: ("previous token", "L3H0 (0.45)")."""
-    found = []
-    for name, kind in HEAD_MEASURES.items():
-        values = column(run.heads, name)
+    strongest_heads = []
+    for role in COMMON_ROLES:
+        values = column(run.heads, role.column)
         if values is None:
             continue
         best = int(np.nanargmax(values))
         if values[best] > 0:
-            found.append((kind, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
-    return found
+            strongest_heads.append((role.name, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
+    return strongest_heads

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK, PATTERN_ROLES, HeadRole
 from theodolite.report import health, published
 from theodolite.report.data import (
     Floats,
@@ -46,12 +47,6 @@ CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
 WEAK_SEPARATION = 1.2
 NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
 ENTANGLED = 0.30
-SINK_HEAD = 0.5  # share of contexts in which a head must have a sink to be named for it
-LATER_SINK_HEAD = 0.1
-LEARNED_SINK = 0.3  # mean attention to a learned sink column
-PREVIOUS_TOKEN = 0.4  # mean attention that makes a head a previous-token head
-SAME_TOKEN = 0.3
-INDUCTION = 0.3
 
 
 @dataclass(frozen=True)
@@ -217,23 +212,21 @@ def _localization(run: Run) -> list[str]:
     return told
 
 
-def _strongest(run: Run, name: str, least: float) -> list[str]:
-    """Heads whose `name` is at least `least`, strongest first, each with its score."""
-    values = column(run.heads, name)
+def _heads_of(run: Run, role: HeadRole) -> list[str]:
+    """Heads that have the role, strongest first, each with its score."""
+    values = column(run.heads, role.column)
     if values is None:
         return []
-    order = [
-        int(i) for i in np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable") if values[i] >= least
-    ]
+    order = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable")
     names = head_labels(run)
-    return [f"{names[i]} ({number(values[i], 2)})" for i in order]
+    return [f"{names[i]} ({number(values[i], 2)})" for i in order if values[i] >= role.threshold]
 
 
 def _sinks(run: Run) -> list[str]:
     told = []
-    total, half = len(run.heads), percent(SINK_HEAD)
+    total, half = len(run.heads), percent(FIRST_TOKEN_SINK.threshold)
     if column(run.heads, "sink_first") is not None:
-        first = _strongest(run, "sink_first", SINK_HEAD)
+        first = _heads_of(run, FIRST_TOKEN_SINK)
         if first:
             told.append(
                 f"{len(first)} of {counted(total, 'head')} use the first token as a sink in at least {half} "
@@ -243,21 +236,21 @@ def _sinks(run: Run) -> list[str]:
         else:
             told.append(f"No head uses the first token as a sink in {half} or more of the contexts.")
     if column(run.heads, "sink_later") is not None:
-        later = _strongest(run, "sink_later", LATER_SINK_HEAD)
+        later = _heads_of(run, LATER_SINK)
         if later:
             tokens = _later_tokens(run)
             told.append(
                 f"{counted(len(later), 'head')} {'makes' if len(later) == 1 else 'make'} a sink of a later "
                 f"token in at "
-                f"least {percent(LATER_SINK_HEAD)} of the contexts: {listed(later)}"
+                f"least {percent(LATER_SINK.threshold)} of the contexts: {listed(later)}"
                 + (f"; most often {listed(tokens, 3)}." if tokens else ".")
             )
         else:
             told.append("Later tokens hardly ever become sinks.")
-    learned = _strongest(run, "sink_learned", LEARNED_SINK)
+    learned = _heads_of(run, LEARNED_SINK)
     if learned:
         told.append(
-            f"A learned sink takes more than {number(LEARNED_SINK)} of the attention of {listed(learned)}."
+            f"A learned sink takes more than {number(LEARNED_SINK.threshold)} of the attention of {listed(learned)}."
         )
     return told
 
@@ -323,20 +316,16 @@ def _spans(numbers: list[int]) -> str:
 
 def _heads(run: Run) -> list[str]:
     told = []
-    for name, kind, least in (
-        ("previous_token", "previous-token", PREVIOUS_TOKEN),
-        ("induction", "induction", INDUCTION),
-        ("same_token", "same-token", SAME_TOKEN),
-    ):
-        values = column(run.heads, name)
+    for role in PATTERN_ROLES:
+        values = column(run.heads, role.column)
         if values is None:
             continue
-        found = _strongest(run, name, least)
+        heads = _heads_of(run, role)
         best = int(np.nanargmax(values))
         strongest = f"{head_labels(run)[best]} ({number(values[best], 2)})"
         told.append(
-            f"{kind.capitalize()} heads: {listed(found)}."
-            if found
-            else f"No {kind} head stands out; the strongest is {strongest}."
+            f"{role.plural.capitalize()}: {listed(heads)}."
+            if heads
+            else f"No {role.title} stands out; the strongest is {strongest}."
         )
     return told

@@ -11,15 +11,13 @@ import numpy as np
 import pandas as pd
 
 from theodolite.measure.constituents import DISJOINT
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, SLIGHT
 from theodolite.report.data import Floats, column
 from theodolite.report.drawing.constituents import ADDITIVE, attributed
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
-
-SLIGHT = 0.1  # a score below it is no pattern worth taking apart
-KEEPS = 0.5  # share of the score above even attention that a group alone must keep to be what makes the head
 
 SHARES = {
     "share_position": "position",
@@ -28,16 +26,11 @@ SHARES = {
     "share_constant": "constant",
     "share_additive": "additive bias",
 }
-PATTERNS = {
-    "previous": "to the previous token",
-    "induction": "to what followed the same token before",
-    "same": "to the earlier copy of the same token",
-}
 
 
 def constituents(run: Run) -> list[str]:
     """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
-    told = [sentence for pattern in PATTERNS if (sentence := _pattern(run, pattern)) is not None]
+    told = [sentence for pattern in ATTENTION_PATTERNS if (sentence := _pattern(run, pattern)) is not None]
     return _shares(run) + told
 
 
@@ -76,7 +69,10 @@ def _pattern(run: Run, pattern: str) -> str | None:
     rows = heads[0]
     score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
     name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
-    where, paid = PATTERNS[pattern], f"{number(score, 2)}; even attention pays {number(uniform, 2)}"
+    where, paid = (
+        ATTENTION_PATTERNS[pattern].target,
+        f"{number(score, 2)}; even attention pays {number(uniform, 2)}",
+    )
     if score < SLIGHT or score <= uniform:
         return f"On random tokens no head attends much {where}; {name} does most ({paid})."
     return f"On random tokens {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
@@ -86,7 +82,7 @@ def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     apart = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
     best = apart.sort_values("only", kind="stable").iloc[-1]
     group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
-    enough = KEEPS * (score - uniform)
+    enough = RETAINED * (score - uniform)
     left = f"without it {number(without, 2)} is left"
     if only - uniform < enough:
         return f"no group of constituents keeps half of that alone; most does {group} ({number(only, 2)}), and {left}"

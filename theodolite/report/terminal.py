@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import rounded_with_error
 
@@ -26,13 +27,6 @@ LAYER_COLUMNS = {
     "rank_collapse": "resid.",
     "massive_activations_first": "mass.",
     "outlier_dimensions": "outl.",
-}
-HEAD_MEASURES = {
-    "sink_first": "first-token sink",
-    "sink_later": "later sink",
-    "previous_token": "previous token",
-    "same_token": "same token",
-    "induction": "induction",
 }
 SPECTRUM_COLUMNS = {
     "trace": "trace",
@@ -103,10 +97,10 @@ def _strongest_heads(heads: pd.DataFrame) -> Table:
     table.add_column("measure")
     for place in range(STRONGEST):
         table.add_column(str(place + 1))
-    for column, title in HEAD_MEASURES.items():
-        best = heads[heads[column] > 0].nlargest(STRONGEST, column)
-        cells = [f"L{row.layer}H{row.head} {_number(getattr(row, column))}" for row in best.itertuples()]
-        table.add_row(title, *(cells or ["none"]))
+    for role in COMMON_ROLES:
+        best = heads[heads[role.column] > 0].nlargest(STRONGEST, role.column)
+        cells = [f"L{row.layer}H{row.head} {_number(getattr(row, role.column))}" for row in best.itertuples()]
+        table.add_row(role.name, *(cells or ["none"]))
     return table
 
 

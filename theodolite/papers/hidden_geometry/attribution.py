@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
-from theodolite.logits.attribution import STRONG
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.papers.experiment import Experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
@@ -35,7 +35,7 @@ TIMES_EVEN = 2.0
 """A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
 
 KEEPS = Criterion(
-    "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
+    "at least", RETAINED, "of what the score has over even attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
 OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
@@ -43,8 +43,8 @@ REFUSALS_SAID = 2
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent.
+class PatternClaims:
+    """What is claimed of one of `ATTENTION_PATTERNS`: its name there, the paper's, the claims, their constituents.
 
     `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
     bias on the other side, which `ours` claims. Both are judged, each by its own words.
@@ -52,36 +52,32 @@ class Pattern:
 
     name: str
     title: str
-    meaning: str
     claim: str
     strict: str
     ours: str
     group: str
 
 
-PATTERNS = [
-    Pattern(
+CLAIMS = [
+    PatternClaims(
         "same",
         "identical tokens",
-        "to the same token of the first copy",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
         "cvec-cvec",
         "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
         "context",
     ),
-    Pattern(
+    PatternClaims(
         "previous",
         "the token before",
-        "to the token before",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
         "pos-pos",
         "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
         "position",
     ),
-    Pattern(
+    PatternClaims(
         "induction",
         "shifted tokens",
-        "to the token after the same one of the first copy",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
         "cvec-cvec",
         "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
@@ -119,7 +115,7 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, pattern: Pattern, group: str) -> bool:
+    def determined_by(self, pattern: PatternClaims, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
         return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
 
@@ -161,7 +157,7 @@ def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
 
-def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
     if not heads or not heads[0].found:
         return [_none_found(pattern.claim, heads, pattern.strict)]
@@ -175,11 +171,11 @@ def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
     ]
 
 
-def _claims(pattern: Pattern) -> list[tuple[str, str]]:
+def _claims(pattern: PatternClaims) -> list[tuple[str, str]]:
     return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
 
 
-def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     found = [head for head in heads if head.found]
     if not found:
         return [_none_found(pattern.claim, heads, pattern.strict)]
@@ -196,14 +192,14 @@ def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
     return verdicts
 
 
-def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
+def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
     return exhibit(
         pattern.name,
         f"Attention to {pattern.title}: with one constituent only, and without it",
         figures_constituents.attribution(run, pattern.name),
-        f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
-        "line), recomputed from the logits of one group of constituents only and without them, and even attention "
-        "(dotted line).",
+        f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the heads that "
+        "pay most: as measured (solid line), recomputed from the logits of one group of constituents alone and with "
+        "that group ablated, and uniform attention (dotted line).",
         f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
         "without mean and bias.",
         f"{SONG}, section 5.2; the recomputation is ours",
@@ -212,10 +208,10 @@ def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
 
 
 def _attribution(study: Study) -> Outcome:
-    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in PATTERNS}
-    verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
+    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in CLAIMS}
+    verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
     comparisons = []
-    for pattern in PATTERNS:
+    for pattern in CLAIMS:
         found = sum(head.found for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
         comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
@@ -225,7 +221,7 @@ def _attribution(study: Study) -> Outcome:
     excess = excess.where(excess > 0)
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
-    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in PATTERNS if heads[pattern.name]]
+    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in CLAIMS if heads[pattern.name]]
     return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
 
 

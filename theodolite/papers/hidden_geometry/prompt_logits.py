@@ -23,10 +23,10 @@ from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry.attribution import (
-    PATTERNS,
+    CLAIMS,
     TIMES_EVEN,
     Head,
-    Pattern,
+    PatternClaims,
     attributed_heads,
     refusals,
     top_head_verdicts,
@@ -57,12 +57,12 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-Chosen = dict[tuple[int, int], list[Pattern]]
+Chosen = dict[tuple[int, int], list[PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 
 def _top_heads(run: Run) -> dict[str, list[Head]]:
-    return {pattern.name: attributed_heads(run, pattern.name) for pattern in PATTERNS}
+    return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
 
 
 def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
@@ -71,7 +71,7 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
     chosen: Chosen = {}
-    for pattern in PATTERNS:
+    for pattern in CLAIMS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
     if not chosen:
@@ -140,7 +140,7 @@ def _tables(
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
 
 
-def _title(place: tuple[int, int], followed: list[Pattern], top: dict[str, list[Head]]) -> str:
+def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
     """`L3H5: attends most to the token before (0.26)`."""
     said = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
     return head_name(*place) + (f": attends most to {listed(said)}" if said else "")
@@ -160,7 +160,7 @@ def _figure_6(study: Study) -> Outcome:
         comparisons.append(
             Comparison(f"{name}: largest shares of the logits' variance on this prompt", "", named)
         )
-    verdicts = [v for pattern in PATTERNS for v in top_head_verdicts(pattern, top[pattern.name])]
+    verdicts = [v for pattern in CLAIMS for v in top_head_verdicts(pattern, top[pattern.name])]
     return Outcome([*comparisons, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
 
 
@@ -218,7 +218,7 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
+def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims) -> list[Comparison]:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
     own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
     if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():

@@ -33,7 +33,6 @@ SHARES = {
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
 ADDITIVE = "additive"
 NAMED = 0.005  # a share below it has no number in its cell
-PATTERNS = {"induction": "induction", "previous": "previous-token", "same": "same-token"}
 PANELS = 6
 """Heads of one pattern that are drawn; the table has them all."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, AttentionPattern
 from theodolite.report.data import blocks, evenly
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import geometry
@@ -31,25 +32,20 @@ _GROUPS = (
     "cross: position on one side, context on the other; constant: mean and bias only. pos-pos and cvec-cvec are the "
     "parts of the first two without mean and bias. Solid line: the head as it is; dotted: even attention."
 )
-_PAID = {
-    "previous": "from a token to the one before it",
-    "induction": "from the second copy of a token to what followed the first",
-    "same": "from the second copy of a token to the first",
-}
 
 
-def _attribution(pattern: str) -> Exhibit:
+def _attribution(name: str, pattern: AttentionPattern) -> Exhibit:
     return Exhibit(
-        f"attribution-{pattern}",
+        f"attribution-{name}",
         "constituents",
-        f"What makes {drawing.PATTERNS[pattern]} heads",
+        f"What makes {pattern.role.plural}",
         ("attribution.score",),
-        lambda run: drawing.attribution(run, pattern),
-        f"Mean attention {_PAID[pattern]}, on random tokens twice, by the heads that pay most: recomputed "
-        f"{_RECOMPUTED}." + (f" {_GROUPS}" if pattern == "previous" else ""),
-        _LOOKS[pattern],
+        lambda run: drawing.attribution(run, name),
+        f"Mean attention {pattern.target}, on random tokens twice, by the heads that pay most: recomputed "
+        f"{_RECOMPUTED}." + (f" {_GROUPS}" if name == next(iter(ATTENTION_PATTERNS)) else ""),
+        _LOOKS[name],
         f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
-        when=lambda run: bool(drawing.attributed(run, pattern)),
+        when=lambda run: bool(drawing.attributed(run, name)),
     )
 
 
@@ -71,7 +67,7 @@ CONSTITUENT_EXHIBITS = [
         choice=_BY_BLOCK,
         wide=True,
     ),
-    *(_attribution(pattern) for pattern in _PAID),
+    *(_attribution(name, pattern) for name, pattern in ATTENTION_PATTERNS.items()),
     Exhibit(
         "inherited-smoothness",
         "constituents",

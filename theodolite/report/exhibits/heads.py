@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import heads as maps
@@ -16,7 +17,7 @@ from theodolite.report.style import Patch
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-OVERVIEW = ("entropy", "sink_first", "sink_later", "previous_token", "same_token", "induction")
+OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
 
 
 def _by_head(patch: Callable[[Run, int, int], list[Patch]]) -> Choice:
