@@ -100,7 +100,14 @@ def test_a_tie_is_no_more_and_no_less(value, error, expected):
 
 @pytest.mark.parametrize(
     "criterion",
-    [compression.MORE, compression_sweep.GAIN, shots.GROWS, shots.WIDENS, criteria.LARGER, criteria.SMALLER],
+    [
+        compression.MORE,
+        compression_sweep.GAIN,
+        shots.EXAMPLES_HELP,
+        shots.WIDENS,
+        criteria.LARGER,
+        criteria.SMALLER,
+    ],
     ids=str,
 )
 def test_nothing_is_larger_than_itself(criterion):

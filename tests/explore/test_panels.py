@@ -17,7 +17,7 @@ from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panels
 from theodolite.explore import sentences as words
-from theodolite.explore.evidence import evidence, roles_of, opening_head, shares_line, spectrum_line
+from theodolite.explore.evidence import evidence, opening_head, roles_of, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Place, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids

@@ -16,6 +16,7 @@ from scipy import stats
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.localization.locater_grid import Point
 from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 from theodolite.system.wording import number
 
@@ -162,21 +163,22 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
     return Effect(paired.sort_index().to_numpy(dtype=np.float64))
 
 
-def rank_correlation(rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = "") -> Effect:
-    """Spearman's correlation of a measure with κ₂, or with another measure, over settings: one value a seed.
+def rank_correlation_by_seed(
+    rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = ""
+) -> Effect:
+    """Rank correlation of a measure with κ₂, or with another measure, over settings: one value a seed.
 
     Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
     """
-    found = []
+    by_seed = []
     for _, group in rows.groupby("seed"):
         own = group.set_index("setting")
         if not all(setting in own.index for setting in settings):
             continue
-        values = [float(own.at[setting, name]) for setting in settings]
+        values = np.array([float(own.at[setting, name]) for setting in settings])
         others = [float(own.at[setting, against]) if against else setting.mean for setting in settings]
-        constant = len(set(values)) == 1 or len(set(others)) == 1
-        found.append(0.0 if constant else float(stats.spearmanr(others, values).statistic))
-    return Effect(np.array(found, dtype=np.float64))
+        by_seed.append(float(np.nan_to_num(rank_correlation(np.array(others), values))))
+    return Effect(np.array(by_seed, dtype=np.float64))
 
 
 @dataclass(frozen=True)

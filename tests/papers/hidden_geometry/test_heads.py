@@ -10,7 +10,7 @@ import pytest
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.papers import Study
-from theodolite.papers.hidden_geometry.heads import HEADS, _rank_correlation
+from theodolite.papers.hidden_geometry.heads import HEADS, _over_heads
 
 FIGURE_25 = HEADS[0]
 
@@ -58,14 +58,14 @@ def test_a_run_without_the_column_says_so(run):
         Study(bare).outcome(FIGURE_25)
 
 
-def test_rank_correlation_is_that_of_the_ranks():
+def test_over_heads_is_that_of_the_ranks():
     """Oracle: Pearson's correlation of the ranks, by numpy; heads without a value are left out."""
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=30), generator.normal(size=30)
     x[3] = np.nan
     ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
-    found, count = _rank_correlation(x, y)
+    found, count = _over_heads(x, y)
     assert found == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert count == 29
-    assert np.isnan(_rank_correlation(x[:6], y[:6])[0])
-    assert np.isnan(_rank_correlation(np.ones(30), y)[0])
+    assert np.isnan(_over_heads(x[:6], y[:6])[0])
+    assert np.isnan(_over_heads(np.ones(30), y)[0])

@@ -21,7 +21,13 @@ from theodolite.papers.experiment import Study
 from theodolite.papers.localization.locater_figures import REGULARISED, grid_run, judge_effect, outcome_of
 from theodolite.papers.localization.locater_grid import Point, read_grid
 from theodolite.papers.localization.locater_training import Setting
-from theodolite.papers.paired_effects import Effect, at_step, common_step, difference, rank_correlation
+from theodolite.papers.paired_effects import (
+    Effect,
+    at_step,
+    common_step,
+    difference,
+    rank_correlation_by_seed,
+)
 from theodolite.report.outcome_page import write_outcome
 
 STEPS = [0, 1, 2, 5, 10]
@@ -135,15 +141,15 @@ def test_intervals_and_correlations() -> None:
     assert effect.mean + effect.half_width == pytest.approx(interval.high)
     rows = at_step(grid(1.0), 10)
     settings = [Setting(scale=100.0, mean=mean) for mean in MEANS]
-    np.testing.assert_allclose(rank_correlation(rows, settings, "entropy").values, 1)
-    np.testing.assert_allclose(rank_correlation(rows, settings, "final_loss", "entropy").values, -1)
-    assert rank_correlation(rows, settings, "trace").mean == 0
+    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "entropy").values, 1)
+    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "final_loss", "entropy").values, -1)
+    assert rank_correlation_by_seed(rows, settings, "trace").mean == 0
     found = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
     np.testing.assert_allclose(found.values, expected)
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
     assert len(difference(missing, settings[-1], settings[0], "entropy", relative=False).values) == 2
-    assert len(rank_correlation(missing, settings, "entropy").values) == 2
+    assert len(rank_correlation_by_seed(missing, settings, "entropy").values) == 2
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ CALIBRATION = 512
 ASKED_WITH = 1
 """Seed of the prompts that all models answer."""
 
-GROWS = Criterion("more than", 0.0, "more right answers with five examples than with none")
+EXAMPLES_HELP = Criterion("more than", 0.0, "more right answers with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
@@ -110,7 +110,7 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
             "More examples help the dense model (section 3.5)",
             "accuracy with five examples less that with none",
             dense[:, -1] - dense[:, 0],
-            GROWS,
+            EXAMPLES_HELP,
         )
     ]
     for sparsity in SPARSITIES:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
+from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, evenly, need, provenance, value_of
 from theodolite.report.drawing import experiments as drawing
@@ -21,7 +22,8 @@ from theodolite.report.outcome import Comparison, Outcome
 from theodolite.system.wording import number
 
 if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
+    from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
+from theodolite.papers.experiment import Study
 
 DOCUMENTS, CONTEXTS_A_DOCUMENT = 4, 32
 """As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
@@ -153,15 +155,15 @@ def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
     claim = "The blocks become progressively clear with depth (appendix C.3)"
     if not np.isfinite(gap).all():
         return [*verdicts, Verdict(claim, UNTESTABLE, "no label has two contexts")]
-    if len(gap) < LEAST_LAYERS or np.ptp(gap) == 0:
+    correlation = float(rank_correlation(np.arange(float(len(gap))), gap))
+    if len(gap) < LEAST_LAYERS or math.isnan(correlation):
         return [
             *verdicts,
             Verdict(claim, UNTESTABLE, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can"),
         ]
-    correlation = float(spearmanr(np.arange(len(gap)), gap).statistic)
     what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
-    # The standard error of a rank correlation under independence.
-    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, (len(gap) - 1) ** -0.5)]
+    error = error_under_independence(len(gap))
+    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, error)]
 
 
 CONTEXTS = [

@@ -88,7 +88,7 @@ def _figure_8(study: Study) -> Outcome:
             "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
             f"norm at layer {last} over layer 0, {length - 1} random tokens",
             float(ratios[last]),
-            criteria.GROWS,
+            criteria.TENFOLD,
             float(ratio_errors[last]),
         ),
         judge(

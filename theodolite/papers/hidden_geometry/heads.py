@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.experiment import Experiment
+from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
@@ -20,7 +20,8 @@ from theodolite.report.outcome import Comparison, Outcome
 from theodolite.system.wording import number, percent
 
 if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
+    from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
+from theodolite.papers.experiment import Study
 
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""
@@ -46,21 +47,18 @@ MEANT = {
 BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
 
 
-def _rank_correlation(x: Floats, y: Floats) -> tuple[float, int]:
-    """Spearman's, over heads that have both; NaN where there are too few or one does not vary."""
+def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
+    """Rank correlation over the heads that have both, and their number; NaN where they are too few."""
     both = np.isfinite(x) & np.isfinite(y)
     count = int(both.sum())
-    if count < LEAST_HEADS or np.ptp(x[both]) == 0 or np.ptp(y[both]) == 0:
-        return math.nan, count
-    return float(spearmanr(x[both], y[both]).statistic), count
+    return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
 
 
 def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion) -> Verdict:
-    correlation, count = _rank_correlation(x, y)
+    correlation, count = _over_heads(x, y)
     if math.isnan(correlation):
         return Verdict(claim, UNTESTABLE, f"{what}: {count} heads with both, or no difference between them")
-    # The standard error of a rank correlation under independence.
-    return judge(claim, f"{what}, {count} heads", correlation, criterion, (count - 1) ** -0.5)
+    return judge(claim, f"{what}, {count} heads", correlation, criterion, error_under_independence(count))
 
 
 def _map(run: Run, name: str) -> Exhibit:
@@ -83,7 +81,7 @@ def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
     for name, values in shares.items():
         for measure in ("previous_token", "entropy", "layer"):
             other = column(run.heads, measure)
-            correlation, count = (math.nan, 0) if other is None else _rank_correlation(values, other)
+            correlation, count = (math.nan, 0) if other is None else _over_heads(values, other)
             rows.append((name, measure, correlation, count))
     return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
 

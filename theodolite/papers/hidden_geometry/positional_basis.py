@@ -217,7 +217,7 @@ def _figure_1(study: Study) -> Outcome:
     widest = int(scale.argmax())
     what = f"scale of the largest component at layer {widest} over that at layer 0"
     claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    made.verdicts.append(judge(claim, what, growth, criteria.GROWS))
+    made.verdicts.append(judge(claim, what, growth, criteria.TENFOLD))
     return made
 
 

@@ -20,7 +20,7 @@ from theodolite.papers.localization.head_predictions import (
     from_survey,
     mean_of,
     others_mean,
-    rank_correlation,
+    rank_correlation_of_heads,
     regime_of_curve,
     width_of,
 )
@@ -89,7 +89,7 @@ def _behaviour(study: Study) -> Outcome:
         name: agreement(one.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
         for name, one in predictions.items()
     }
-    localized = rank_correlation(numbers["width"], numbers["entropy"], seed)
+    localized = rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
     verdicts = [
         *_order_verdicts(found),
         *_curve_verdicts(errors),
@@ -139,7 +139,7 @@ def _correlations(
     for name, one in predictions.items():
         own = _predicted_numbers(one)
         for predicted, measured, said, of in COMPARED:
-            estimate = rank_correlation(own[predicted], numbers[measured], seed)
+            estimate = rank_correlation_of_heads(own[predicted], numbers[measured], seed)
             found[name, predicted, measured] = estimate
             rows.append({"from": SOURCES[name], "predicted": said, "measured": of} | vars(estimate))
     table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})

@@ -29,7 +29,7 @@ from theodolite.papers.paired_effects import (
     difference,
     label_of,
     profile,
-    rank_correlation,
+    rank_correlation_by_seed,
     without_seed,
 )
 from theodolite.passes.provenance import versions
@@ -89,7 +89,7 @@ def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> li
     found = []
     for words, name, sign, relative in CLAIMS:
         effect = difference(data.rows, strongest, weakest, name, relative=relative)
-        rank = rank_correlation(data.rows, settings, name)
+        rank = rank_correlation_by_seed(data.rows, settings, name)
         found.append(
             judge_effect(
                 f"With stronger κ₂ {words}{how}",
@@ -140,7 +140,7 @@ def linked(data: Comparable) -> list[Verdict]:
         judge_effect(
             f"{claim} (section 7)",
             f"rank correlation over {len(settings)} settings, step {data.step}",
-            rank_correlation(data.rows, settings, name, against),
+            rank_correlation_by_seed(data.rows, settings, name, against),
             -1,
         )
         for claim, name, against in pairs

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from theodolite.judging import Criterion, Verdict, judge
@@ -23,6 +22,7 @@ from theodolite.papers.localization.walk_simulation import (
     over_draws,
     simulate,
 )
+from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats, provenance
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
@@ -34,7 +34,8 @@ from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.regimes import regime
 
 if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
+    from theodolite.papers.rank_correlation import rank_correlation
+from theodolite.papers.experiment import Study
 
 SETTING = WalkSetting()
 
@@ -273,11 +274,8 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
 
 def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Spearman's correlation over pairs of two numbers (P, D): mean over draws, and its standard error."""
-    found = torch.tensor(
-        [float(spearmanr(a, b).statistic) for a, b in zip(first.T, second.T, strict=True)],
-        dtype=torch.float64,
-    )
-    return float(found.mean()), float(over_draws(found[None])[0])
+    by_draw = torch.from_numpy(rank_correlation(first.T.numpy(), second.T.numpy())).double()
+    return float(by_draw.mean()), float(over_draws(by_draw[None])[0])
 
 
 def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Comparison]:

@@ -48,7 +48,9 @@ EXPLAINS = Criterion(
 UNCORRELATED = Criterion(
     "at most", 0.1, "in size; Assumption 1 has 0, vectors independent of each other −½; the tenth is ours"
 )
-GROWS = Criterion("at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours")
+GROWTH_EXPONENT = Criterion(
+    "at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours"
+)
 NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
 DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
 
@@ -256,7 +258,12 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
         _judged(
             "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
         ),
-        _judged("Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)", text, "growth", GROWS),
+        _judged(
+            "Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            text,
+            "growth",
+            GROWTH_EXPONENT,
+        ),
         _judged("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
