@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from theodolite.system import embedded
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
@@ -87,7 +89,7 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
     html = next(
         o["data"]["text/html"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o
     )
-    assert "theodolite/topics" in html
+    assert embedded.ID in html
 
 
 def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_path) -> None:

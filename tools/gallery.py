@@ -18,11 +18,11 @@ from typing import Any
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
+from theodolite.system import embedded
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
 ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
-EMBEDDED = "theodolite/topics"
 GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks"}
 
 LOCATER = "theodolite train locater --text wikitext-2/valid.txt --held-out wikitext-2/test.txt --out grid"
@@ -161,7 +161,11 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
     shown = [trained[0]] if trained else []
     lines = ["```bash", *shown, f"theodolite reproduce {name}{where}{options}", "```", ""]
     of = (
-        "no model" if name in _alone() else model["id"] if model["id"] == EMBEDDED else Path(model["id"]).name
+        "no model"
+        if name in _alone()
+        else model["id"]
+        if model["id"] == embedded.ID
+        else Path(model["id"]).name
     )
     made = (
         f"Made of: {of}, seed {provenance['seed']}."

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from theodolite.cli.options import (
     DEFAULT_CONTEXTS,
-    EMBEDDED,
     AsJson,
     Batch,
     CorpusSpec,
@@ -31,6 +30,7 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.errors import UsageError
+from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def compare_command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help=f"Two or more run folders, or folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the "
+            help=f"Two or more run folders, or folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the "
             "package); all are compared with the first.",
             show_default=False,
         ),

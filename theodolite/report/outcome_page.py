@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, place_of
 from theodolite.passes.run import Run
 from theodolite.report import content
+from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
 from theodolite.system.files import write_text, writing
@@ -26,10 +27,8 @@ from theodolite.system.wording import visible
 
 RESULT = "result.json"
 SOURCES = {
-    "geometry": "Song & Zhong 2024: Uncovering hidden geometry in Transformers via disentangling position and context.",
-    "localization": "Bao et al. 2024: Self-attention networks localize when QK-eigenspectrum concentrates.",
-    "sinks": "Zhang, Khan & Papyan 2025: Attention sinks and outlier features: a ‘catch, tag, and release’ mechanism "
-    "for embeddings.",
+    group: f"{paper}: {TITLES[paper]}."
+    for group, paper in (("geometry", SONG), ("localization", BAO), ("sinks", ZHANG))
 }
 """The paper of each group of experiments."""
 

@@ -21,6 +21,7 @@ from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
+from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import write_text, writing
@@ -109,6 +110,8 @@ def render(run: Run) -> str:
             "glossary": measure_glossary(run),
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
+            "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
+            "publications": TITLES,
             "outliers": content.outlier_table(run),
             "layers": content.layers_table(run),
             "heads": content.heads_table(run),
