@@ -116,7 +116,7 @@ def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str
     rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
     for group, members in of_group.items():
         counted = Counter(
-            verdict["verdict"] for name in members if name in found for verdict in found[name][0]["verdicts"]
+            verdict["answer"] for name in members if name in found for verdict in found[name][0]["verdicts"]
         )
         rows.append(f"| {GROUPS[group]} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
     return rows
@@ -135,9 +135,9 @@ def _verdicts(result: dict[str, Any]) -> list[str]:
         return ["No claim is judged here; the page has the numbers."]
     rows = []
     for verdict in result["verdicts"]:
-        kind = KINDS[verdict["verdict"]]
+        kind = KINDS[verdict["answer"]]
         rows.append(
-            f'- <span class="verdict {kind}">{verdict["verdict"]}</span> {_plain(verdict["claim"])}'
+            f'- <span class="verdict {kind}">{verdict["answer"]}</span> {_plain(verdict["claim"])}'
             f"<br><small>{_plain(verdict['evidence'])}</small>"
         )
     return rows

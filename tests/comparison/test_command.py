@@ -56,8 +56,8 @@ def test_run_folders(folders, tmp_path):
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())
     (pair,) = told["comparisons"]
-    assert (pair["reference"], pair["other"], pair["verdict"]) == ("dense", "destroyed", "in part")
-    assert {part["name"]: part["verdict"] for part in pair["parts"]}["sinks"] == "in part"
+    assert (pair["reference"], pair["other"], pair["answer"]) == ("dense", "destroyed", "in part")
+    assert {part["name"]: part["answer"] for part in pair["parts"]}["sinks"] == "in part"
     sinks = pd.read_parquet(page / "table-sinks.parquet")
     assert (sinks["status"] == "lost").sum() == 2
     assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()

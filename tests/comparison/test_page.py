@@ -138,7 +138,7 @@ def test_outputs_of_several_models_have_the_same_dimensions():
 
 def test_the_page_tells_every_part_and_every_model(audits):
     made = outcome(audits)
-    claims = {verdict.claim: verdict.verdict for verdict in made.verdicts}
+    claims = {verdict.claim: verdict.answer for verdict in made.verdicts}
     assert (
         claims["The mechanism of planted survives in destroyed"] == "in part"
     )  # 3 of 5 sinks, 15 of 16 heads

@@ -38,8 +38,8 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     texts = " ".join(text for kind in reader.texts.values() for text in kind)
     if len(outcome.verdicts) > 1:
         assert f"{len(outcome.verdicts)} claims: " in texts
-        for answer in {verdict.verdict for verdict in outcome.verdicts}:
-            count = sum(verdict.verdict == answer for verdict in outcome.verdicts)
+        for answer in {verdict.answer for verdict in outcome.verdicts}:
+            count = sum(verdict.answer == answer for verdict in outcome.verdicts)
             several = {"holds": "hold", "fails": "fail"}.get(answer, answer)
             assert f"{count} {several if count > 1 else answer}" in texts
     for verdict in outcome.verdicts:

@@ -44,8 +44,8 @@ def compare_command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help=f"Two or more run folders, or folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the "
-            "package); all are compared with the first.",
+            help="Two or more run folders, or folders or hub names of checkpoints "
+            f"(`{embedded.ARGUMENT}`: the model inside the package); all are compared with the first.",
             show_default=False,
         ),
     ],

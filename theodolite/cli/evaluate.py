@@ -41,8 +41,8 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the package, which is meant too "
-            "if none is named).",
+            help=f"Folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the package, which is "
+            "also the default).",
             show_default=False,
         ),
     ] = None,

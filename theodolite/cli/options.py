@@ -87,7 +87,9 @@ class BareRay(TyperCommand):
 def opened_model(
     model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
 ) -> OpenModel:
-    """Open the model, saying so on the screen; None, or `embedded.ARGUMENT` where nothing has that name: the embedded one.
+    """Open the model, saying so on the screen; the embedded one where none is named.
+
+    `embedded` names it too, where no file is called so.
 
     A hub name may bring its revision along, NAME@REVISION, so that several models can each have one.
     """

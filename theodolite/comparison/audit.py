@@ -90,7 +90,7 @@ class Audit:
         counts = pd.DataFrame(
             {
                 "part": [part.name for part in self.parts],
-                "verdict": [part.answer for part in self.parts],
+                "answer": [part.answer for part in self.parts],
                 "survived": [part.count(SURVIVED) for part in self.parts],
                 "lost": [part.count(LOST) for part in self.parts],
                 "new": [part.count(NEW) for part in self.parts],

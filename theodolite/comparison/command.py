@@ -26,7 +26,7 @@ from theodolite.report.outcome_page import MARKS, result, write_index, write_out
 from theodolite.system.files import write_text, writing
 from theodolite.system.wording import percent
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE = "comparison.json"
 
 
@@ -120,12 +120,12 @@ def as_json(compared: Compared) -> dict[str, Any]:
         {
             "reference": audit.reference,
             "other": audit.other,
-            "verdict": audit.answer,
+            "answer": audit.answer,
             "summary": audit.summary,
             "parts": [
                 {
                     "name": part.name,
-                    "verdict": part.answer,
+                    "answer": part.answer,
                     "criterion": part.criterion,
                     "sentence": part.sentence,
                 }
@@ -170,18 +170,18 @@ def show(compared: Compared, console: Console) -> None:
                 )
     for verdict in compared.outcome.verdicts:
         if verdict.claim == TERM:
-            told = f"{MARKS[verdict.verdict]} {TERM}: {verdict.verdict}\n  {harmless(verdict.evidence)}"
+            told = f"{MARKS[verdict.answer]} {TERM}: {verdict.answer}\n  {harmless(verdict.evidence)}"
             console.print(f"\n{told}", markup=False, highlight=False)
 
 
 def _counts(audit: Audit) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "verdict", "survived", "lost", "new", "undecided", "by chance", "left"):
-        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right")
+    for heading in ("part", "answer", "survived", "lost", "new", "undecided", "by chance", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "answer") else "right")
     for row in audit.tables["parts"].to_dict("records"):
         counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
         by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
-        there = row["verdict"] != UNTESTABLE  # else the reference has nothing of the part
-        told = f"{MARKS[row['verdict']]} {row['verdict']}" if there else ""
+        there = row["answer"] != UNTESTABLE  # else the reference has nothing of the part
+        told = f"{MARKS[row['answer']]} {row['answer']}" if there else ""
         table.add_row(row["part"], told, *counts, by_chance, percent(row["left"]))
     return table

@@ -18,7 +18,7 @@ from theodolite.comparison.parts import (
     fates,
     of_all_pairs,
 )
-from theodolite.judging import ERRORS
+from theodolite.judging import SIGMAS
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, entropy_limits
@@ -85,7 +85,7 @@ def _entropies_sentence(part: Part) -> str:
     table = part.table
     if part.exact:
         return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
-    near = (table["difference"].abs() <= ERRORS * table["se"]).sum()
+    near = (table["difference"].abs() <= SIGMAS * table["se"]).sum()
     kept = part.count(SURVIVED)
     said = [
         f"{kept} of {counted(len(table), 'head')} {'keeps its' if kept == 1 else 'keep their'} entropy "

@@ -15,7 +15,7 @@ from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import Look, Measured
 from theodolite.comparison.parts import HALF
 from theodolite.comparison.sinks import KEY
-from theodolite.judging import ERRORS, FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, SIGMAS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
@@ -133,7 +133,7 @@ def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict
         "criterion: less than half without the term, at least half without the random part, by more than two "
         "standard errors (ours)"
     )
-    near = ERRORS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
+    near = SIGMAS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
     if abs(without - HALF) <= near:
         return Verdict(TERM, UNDECIDED, f"{said}; within two standard errors of it")
     if without > HALF:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.judging import (
-    ERRORS,
     FAILS,
     HOLDS,
     IN_PART,
+    SIGMAS,
     UNTESTABLE,
     Answer,
 )
@@ -119,7 +119,7 @@ def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
     error = np.nan_to_num(changed["se"].to_numpy()) if "se" in changed else 0.0
-    clear = np.abs(after - before) > ERRORS * error
+    clear = np.abs(after - before) > SIGMAS * error
     known = np.where(after >= HALF * before, SURVIVED, np.where(clear, LOST, UNDECIDED))
     unknown = np.where((before < HALF * after) & clear, NEW, UNDECIDED)
     return np.where(before >= least, known, unknown)
@@ -141,5 +141,5 @@ def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -
 
 def within_errors(difference: float, error: float) -> str:
     """` (within two standard errors)`, where a difference is so small; else nothing."""
-    near = math.isfinite(error) and error > 0 and abs(difference) <= ERRORS * error
+    near = math.isfinite(error) and error > 0 and abs(difference) <= SIGMAS * error
     return " (within two standard errors)" if near else ""

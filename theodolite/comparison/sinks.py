@@ -19,7 +19,7 @@ from theodolite.comparison.parts import (
     changes,
     fates,
 )
-from theodolite.judging import ERRORS
+from theodolite.judging import SIGMAS
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.traces import sink_name
@@ -158,7 +158,7 @@ def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
     """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
     before, after = table["share_before"], table["share_after"]
     error = _error(before, after, contexts)
-    return (after - before).abs() > ERRORS * error
+    return (after - before).abs() > SIGMAS * error
 
 
 def _tagging(run: Run) -> pd.DataFrame:

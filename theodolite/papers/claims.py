@@ -37,7 +37,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
                 verdicts.append(verdict)
                 rows.append({"experiment": experiment.name, **vars(verdict)})
         counted = [
-            Comparison(f"claims: {answer}", "", str(sum(verdict.verdict == answer for verdict in verdicts)))
+            Comparison(f"claims: {answer}", "", str(sum(verdict.answer == answer for verdict in verdicts)))
             for answer in get_args(Answer)
         ]
         return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)

@@ -121,7 +121,7 @@ def show_outcome(
     for verdict in outcome.verdicts:
         if verdict in said:
             continue
-        mark = MARKS[verdict.verdict]
-        line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.verdict}"
+        mark = MARKS[verdict.answer]
+        line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.answer}"
         console.print(line, highlight=False)
         console.print(f"  {harmless(verdict.evidence)}", style="dim", markup=False, highlight=False)

@@ -73,7 +73,7 @@ def judge_interval(claim: str, what: str, effect: Effect, criterion: Criterion, 
         )
     # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
     verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
-    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
+    return Verdict(claim, verdict.answer, f"{what}: {effect}; {criterion}")
 
 
 def label_of(setting: Setting) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, place_of
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
 from theodolite.passes.run import Run
 from theodolite.report import content
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
@@ -34,7 +34,7 @@ SOURCES = {
 
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def folder_of(name: str, place: Path) -> Path:
@@ -133,7 +133,7 @@ def write_index(place: str | Path) -> Path | None:
     found = [entry for path in sorted(place.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
     if not found:
         return None
-    found.sort(key=lambda entry: place_of(entry["name"]))
+    found.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
     values = {
         "entries": found,
@@ -163,7 +163,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 def _tally(verdicts: list[Verdict]) -> str:
     """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
-    counts = {answer: sum(verdict.verdict == answer for verdict in verdicts) for answer in MARKS}
+    counts = {answer: sum(verdict.answer == answer for verdict in verdicts) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
     told = ", ".join(
         f"{count} {many.get(answer, answer) if count > 1 else answer}"
@@ -176,10 +176,10 @@ def _tally(verdicts: list[Verdict]) -> str:
 def _shown(verdict: Verdict) -> dict[str, str]:
     return {
         "claim": harmless(verdict.claim),
-        "verdict": verdict.verdict,
+        "answer": verdict.answer,
         "evidence": harmless(verdict.evidence),
-        "mark": MARKS[verdict.verdict],
-        "kind": KINDS[verdict.verdict],
+        "mark": MARKS[verdict.answer],
+        "kind": KINDS[verdict.answer],
     }
 
 

@@ -57,7 +57,7 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
 
 
 def _answers(outcome) -> list[str]:
-    return [verdict.verdict for verdict in outcome.verdicts]
+    return [verdict.answer for verdict in outcome.verdicts]
 
 
 def test_planted_parts_are_found_where_they_are(run):

@@ -126,7 +126,7 @@ def test_the_page_compares_three_predictions_with_every_head(opened):
     assert len(outcome.verdicts) == 11
     assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     if len(run.heads) < 8:
-        assert outcome.verdicts[0].verdict == UNTESTABLE
+        assert outcome.verdicts[0].answer == UNTESTABLE
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(run)
         if exhibit.choice:
@@ -149,7 +149,7 @@ def test_other_families_give_every_verdict(opened, family):
         found = from_increments(study)
         assert np.isnan(found.curve).all()
         assert set(found.regime) == {"undefined"}
-        assert {verdict.verdict for verdict in outcome.verdicts[:3]} == {UNTESTABLE}
+        assert {verdict.answer for verdict in outcome.verdicts[:3]} == {UNTESTABLE}
         assert outcome.tables["heads"]["error_increments"].isna().all()
     else:
         assert outcome.tables["heads"]["error_increments"].notna().all()

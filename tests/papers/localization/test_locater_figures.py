@@ -69,7 +69,7 @@ def grid(direction: float, seeds: int = 3, **place: int) -> list[Point]:
 
 
 def verdicts(points: list[Point]) -> dict[str, str]:
-    return {verdict.claim: verdict.verdict for verdict in outcome_of(points, RECIPE).verdicts}
+    return {verdict.claim: verdict.answer for verdict in outcome_of(points, RECIPE).verdicts}
 
 
 CAPTIONS = (
@@ -110,7 +110,7 @@ def test_the_printed_gradient_is_judged_apart() -> None:
         replace(p, setting=replace(p.setting, gradient="published")) for p in grid(-1.0) if p.setting.mean > 0
     ]
     outcome = outcome_of([*grid(1.0), *other], RECIPE)
-    found = {verdict.claim: verdict.verdict for verdict in outcome.verdicts}
+    found = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     assert [found[claim] for claim in CAPTIONS] == [HOLDS] * 4
     assert [found[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
@@ -165,8 +165,8 @@ def test_intervals_and_correlations() -> None:
 def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
     effect = Effect(np.array(values))
-    assert judge_effect("x", "difference", effect, 1).verdict == verdict
-    assert judge_effect("x", "difference", Effect(-effect.values), -1).verdict == verdict
+    assert judge_effect("x", "difference", effect, 1).answer == verdict
+    assert judge_effect("x", "difference", Effect(-effect.values), -1).answer == verdict
 
 
 def write(folder: Path, points: list[Point]) -> None:
@@ -212,6 +212,6 @@ def test_pages(tmp_path: Path) -> None:
     experiment = next(one for one in REGULARISED if one.name == "localization/figure8")
     page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
-    assert {v["verdict"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
+    assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
     assert "21 trainings in grid" in page.read_text(encoding="utf-8")
     assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -30,9 +30,9 @@ from theodolite.system.wording import counted, head_name, number, percent, with_
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
-ERRORS = 2.0
+SIGMAS = 2.0
 
-MORE = f"criterion: {ERRORS:g} standard errors of the paired difference more than on others (ours)"
+MORE = f"criterion: {SIGMAS:g} standard errors of the paired difference more than on others (ours)"
 
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
@@ -148,7 +148,7 @@ def _against_control(
 def _criterion(least: float) -> str:
     part = f"{percent(least)} of what it was and " if least else ""
     return (
-        f"criterion: {part}{ERRORS:g} standard errors of the paired difference more than the control (ours)"
+        f"criterion: {part}{SIGMAS:g} standard errors of the paired difference more than the control (ours)"
     )
 
 
@@ -166,7 +166,7 @@ def _against_others(table: pd.DataFrame) -> Verdict:
 def _decided(claim: str, said: str, gain: float, error: float, criterion: str) -> Verdict:
     if not math.isfinite(gain) or not math.isfinite(error):
         return Verdict(claim, UNTESTABLE, f"{said}: too few contexts; {criterion}")
-    return Verdict(claim, HOLDS if gain > ERRORS * error else FAILS, f"{said}; {criterion}")
+    return Verdict(claim, HOLDS if gain > SIGMAS * error else FAILS, f"{said}; {criterion}")
 
 
 CAUSAL = [

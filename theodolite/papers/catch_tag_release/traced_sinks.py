@@ -10,9 +10,9 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.judging import (
-    ERRORS,
     FAILS,
     HOLDS,
+    SIGMAS,
     UNDECIDED,
     UNTESTABLE,
     Criterion,
@@ -156,10 +156,10 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
         return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
-    chance = NormalDist().cdf(-ERRORS)
+    chance = NormalDist().cdf(-SIGMAS)
     needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
     yes = int((clear["gain"] > needed * clear["gain_se"]).sum())
-    no = int((clear["gain"] < -ERRORS * clear["gain_se"]).sum())
+    no = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
     evidence = (
         f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {yes} of "

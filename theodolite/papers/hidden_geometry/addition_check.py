@@ -67,4 +67,4 @@ def why_no_adder(study: Study) -> str | None:
     share = task.accuracy(on_cpu(study.model))
     what = f"share of {GLANCED} sums of {spelled(task.digits)} that are right in every character"
     verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
-    return None if verdict.verdict == HOLDS else f"this model is not known to add: {verdict.evidence}"
+    return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"

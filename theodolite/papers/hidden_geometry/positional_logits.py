@@ -149,7 +149,7 @@ def _figure_19(study: Study) -> Outcome:
         said = next(iter(found.refused.values()))
         comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
-    if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
+    if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
     return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
 

@@ -270,7 +270,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
         NO_GENERALISATION,
         float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
     )
-    if learned.verdict != HOLDS:
+    if learned.answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
         shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
     return [learned, shorter]

@@ -185,7 +185,7 @@ def _figure_5(study: Study) -> Outcome:
         verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-        if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
+        if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
             verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
     comparisons = [
         Comparison(

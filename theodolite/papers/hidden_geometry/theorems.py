@@ -272,7 +272,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
     ).replace("  ", " ")
     why = (
         f"; at width {SETTING.width} the noise of size 1/√d rules at every incoherence"
-        if verdict.verdict == FAILS
+        if verdict.answer == FAILS
         else ""
     )
     return replace(verdict, evidence=f"{verdict.evidence}{why} (mean error {errors})")
