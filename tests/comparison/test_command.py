@@ -16,7 +16,7 @@ from tests import checkpoints, planted
 from tests.comparison.conftest import CORPUS, IDS
 from theodolite.cli.app import app
 from theodolite.comparison import read_outputs
-from theodolite.comparison.candidates import candidates_of, look, without_term
+from theodolite.comparison.candidates import candidates_of, trace_head, without_term
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -267,7 +267,7 @@ def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
-    seen = look(candidates, open_model, None, 0, 2)
+    seen = trace_head(candidates, open_model, None, 0, 2)
     expected = planted.attention(IDS[0].numpy(), 2)
     torch.testing.assert_close(
         seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0

@@ -240,19 +240,19 @@ def test_outlier_dimensions_from_shares_by_loops():
         for run, shares in ((first, share), (second, other))
     ]
     table = compare(*runs).part("outlier dimensions").table
-    fates = {(row["layer"], row["dimension"]): row["status"] for row in table.to_dict("records")}
+    statuses = {(row["layer"], row["dimension"]): row["status"] for row in table.to_dict("records")}
     for layer in range(share.shape[0]):
         for dimension in range(share.shape[1]):
             before, after = float(share[layer, dimension]), float(other[layer, dimension])
             if max(before, after) < 0.06:
-                assert (layer, dimension) not in fates
+                assert (layer, dimension) not in statuses
             elif before < 0.06:
-                assert fates[layer, dimension] == ("new" if before < after / 2 else "undecided")
+                assert statuses[layer, dimension] == ("new" if before < after / 2 else "undecided")
             else:
-                assert fates[layer, dimension] == ("survived" if after >= before / 2 else "lost")
-    assert fates[2, 3] == "lost"
-    assert fates[0, 7] == "new"
-    assert fates[3, 5] == "survived"
+                assert statuses[layer, dimension] == ("survived" if after >= before / 2 else "lost")
+    assert statuses[2, 3] == "lost"
+    assert statuses[0, 7] == "new"
+    assert statuses[3, 5] == "survived"
 
 
 def test_massive_activations_are_counted_by_place():
@@ -306,13 +306,13 @@ def test_entropies_by_hand():
     highest = np.log(np.arange(1, 25)).mean()
     before = np.array([0.5, 0.5, 0.06, 0.04, 0.99, 0.999])
     after = np.array([0.59, 0.61, 0.04, 0.06, 0.997, 0.97])
-    fates = ["survived", "lost", "lost", "lost", "lost", "lost"]
+    statuses = ["survived", "lost", "lost", "lost", "lost", "lost"]
     runs = [
         replace(first, heads=first.heads.assign(entropy=share * highest, entropy_se=0.03 * highest))
         for share in (before, after)
     ]
     part = compare(*runs).part("entropies")
-    assert part.table["status"].tolist() == fates
+    assert part.table["status"].tolist() == statuses
     assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "a plain average", ""]
 
     def survives(i: int, j: int) -> bool:

@@ -41,9 +41,9 @@ OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 @pytest.fixture(scope="module")
 def serving() -> Callable[..., str]:
     """serving(subject, …) → the address of a page of theirs."""
-    from theodolite.explore.server_log import quieten
+    from theodolite.explore.telemetry import disable_telemetry
 
-    quieten()
+    disable_telemetry()
     from theodolite.explore.server import application, listen, serve
 
     known: dict[tuple[str, ...], str] = {}

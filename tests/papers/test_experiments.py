@@ -113,7 +113,7 @@ def test_additions_are_known_by_their_tokens(run, monkeypatch):
 def test_table_3_takes_the_rows_that_the_run_has(run):
     missing = reproduce("geometry/table3", run)
     assert answers(missing) == [HOLDS, UNTESTABLE, UNTESTABLE]
-    assert [row.here for row in missing.comparisons[1:]] == ["missing in this run"] * 2
+    assert [row.here for row in missing.readings[1:]] == ["missing in this run"] * 2
     shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
     full = reproduce("geometry/table3", replace(run, heads=run.heads.assign(**shares)))
     assert answers(full) == [HOLDS] * 3
@@ -212,7 +212,7 @@ def test_small_models_of_other_families_give_every_verdict(opened, family):
     outcome = Study(survey(model, corpus), model, corpus).outcome(CLAIMS)
     table = outcome.tables["claims"]
     assert set(table["experiment"]) == {made.name for made in OF_THE_SURVEY}
-    assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.comparisons)
+    assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.readings)
 
 
 def test_claims_collect_all_and_say_what_is_missing(run):

@@ -18,7 +18,7 @@ from theodolite.papers.claims import claims
 from theodolite.papers.hidden_geometry.context_basis import CONTEXTS
 from theodolite.papers.hidden_geometry.tables import TABLES
 from theodolite.passes.run import Run
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 
 CLAIMS = replace(claims("geometry", "all", [*TABLES, *CONTEXTS]), name="geometry/some-claims")
 FIGURE_2 = EXPERIMENTS["geometry/figure2"]
@@ -81,7 +81,7 @@ def test_hostile_text_stays_text(run, tmp_path):
     hostile = replace(run, provenance=provenance)
     outcome = outcome_of(hostile, "geometry/figure2")
     said = Outcome(
-        [Comparison(*HOSTILE[:3])],
+        [Reading(*HOSTILE[:3])],
         [Verdict(text, HOLDS, text) for text in HOSTILE],
         {"table": pd.DataFrame({HOSTILE[0]: HOSTILE})},
         outcome.exhibits,

@@ -17,7 +17,7 @@ import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.parts import LOST, NEW, SURVIVED, UNDECIDED, Part
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Survival
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
 from theodolite.passes.run import Run
@@ -57,7 +57,7 @@ class Audit:
 
     reference: str
     other: str
-    parts: tuple[Part, ...]
+    parts: tuple[Survival, ...]
     summary: str
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
@@ -73,7 +73,7 @@ class Audit:
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> Survival:
         """The part of this name.
 
         Raises:
@@ -217,7 +217,7 @@ def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[
             )
 
 
-def answer_of(parts: Sequence[Part]) -> Answer:
+def answer_of(parts: Sequence[Survival]) -> Answer:
     """Of all parts together; those of which the reference has nothing, or nothing that is decided, do not count."""
     answers = {part.answer for part in parts} - set(OPEN)
     if not answers:
@@ -225,7 +225,7 @@ def answer_of(parts: Sequence[Part]) -> Answer:
     return answers.pop() if len(answers) == 1 else IN_PART
 
 
-def summarise(parts: tuple[Part, ...], other: str, loss: Loss | None = None) -> str:
+def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
     """What survived and what did not, the heads that were hit hardest, the loss, and what was not looked at."""
     same = loss is None or loss.unchanged
     said = [_verdict(parts, other, same)]
@@ -238,7 +238,7 @@ def summarise(parts: tuple[Part, ...], other: str, loss: Loss | None = None) -> 
     return " ".join(said)
 
 
-def _verdict(parts: tuple[Part, ...], other: str, same_loss: bool) -> str:
+def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     """One sentence, in the words of each part's `answer`."""
     there = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
@@ -260,7 +260,7 @@ def _verdict(parts: tuple[Part, ...], other: str, same_loss: bool) -> str:
     return f"{text}."
 
 
-def hit_hardest(parts: tuple[Part, ...]) -> list[str]:
+def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
     """The heads that lost something in most parts, each with these parts; none where many are alike.
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.

@@ -214,7 +214,7 @@ def _each(
 
 
 @dataclass(frozen=True)
-class Look:
+class HeadOnPrompt:
     """One head of every candidate on one prompt: name → trace."""
 
     layer: int
@@ -223,8 +223,10 @@ class Look:
     traces: dict[str, PromptTrace]
 
 
-def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int) -> Look:
-    """Look at a head of each candidate on a prompt; None: one of a kind with the paper's.
+def trace_head(
+    candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int
+) -> HeadOnPrompt:
+    """HeadOnPrompt at a head of each candidate on a prompt; None: one of a kind with the paper's.
 
     Raises:
         UsageError: no such layer or head, or a prompt that a model cannot read.
@@ -238,7 +240,9 @@ def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, laye
             return trace_prompt(model, ids, layer, head)
 
     traces = _each(candidates, opened, work)
-    return Look(layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)})
+    return HeadOnPrompt(
+        layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)}
+    )
 
 
 def _ids(model: OpenModel, prompt: str | None) -> Int[Tensor, " positions"]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.comparison.audit import Audit, compare, most_lost
-from theodolite.comparison.candidates import Work, candidates_of, check, look, measure, without_term
+from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import TERM, experiment_of, outcome
 from theodolite.errors import UsageError
@@ -110,7 +110,7 @@ def compare_models(
         audits.append(compare(*runs, outputs_of=outputs, names=names))
     place = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
     place = place or most_lost(audits, layer)
-    seen = None if place is None else look(candidates, work.opened, focus.prompt, *place)
+    seen = None if place is None else trace_head(candidates, work.opened, focus.prompt, *place)
     return Compared(audits, outcome(audits, measured, seen), measured[0].run)
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
     Flags,
-    Part,
+    Survival,
     changes,
-    fates,
-    of_all_pairs,
+    expected_by_chance,
+    statuses,
 )
 from theodolite.judging import SIGMAS
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
@@ -38,7 +38,7 @@ NAMED = 4
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
-def entropies(reference: Run, other: Run) -> Part:
+def entropies(reference: Run, other: Run) -> Survival:
     """Mean attention entropy of every head, its share of the highest possible, and propagation."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     before, after = (_values(run, "entropy") for run in (reference, other))
@@ -54,7 +54,7 @@ def entropies(reference: Run, other: Run) -> Part:
     ranges = _range(first)[:, None] == _range(second)
     holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "entropies",
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the highest possible, and the head "
@@ -62,7 +62,7 @@ def entropies(reference: Run, other: Run) -> Part:
         f"{percent(UNIFORM_ATTENTION.threshold)}), nor ceases to be",
         table,
         "",
-        by_chance=of_all_pairs(holds),
+        by_chance=expected_by_chance(holds),
     )
     return replace(part, sentence=_entropies_sentence(part))
 
@@ -81,7 +81,7 @@ def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
     return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
 
 
-def _entropies_sentence(part: Part) -> str:
+def _entropies_sentence(part: Survival) -> str:
     table = part.table
     if part.exact:
         return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
@@ -106,16 +106,16 @@ def _moved(row: pd.Series) -> str:
     return f"{head_name(row['layer'], row['head'])} ({moved})"
 
 
-def head_types(reference: Run, other: Run) -> Part:
+def head_types(reference: Run, other: Run) -> Survival:
     """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
     found = []
     for role in ROLES:
         least = role.threshold
         change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
-        table = table.join(change).assign(status=fates(change, least))
+        table = table.join(change).assign(status=statuses(change, least))
         found.append(table[(table["before"] >= least) | (table["after"] >= least)])
-    part = Part(
+    part = Survival(
         "head types",
         "head role",
         "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
@@ -126,7 +126,7 @@ def head_types(reference: Run, other: Run) -> Part:
     return replace(part, sentence=_types_sentence(part))
 
 
-def _types_sentence(part: Part) -> str:
+def _types_sentence(part: Survival) -> str:
     table = part.table
     names = [
         f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
@@ -148,7 +148,7 @@ def _types_sentence(part: Part) -> str:
     return "; ".join(said) + "."
 
 
-def spectra(reference: Run, other: Run) -> Part:
+def spectra(reference: Run, other: Run) -> Survival:
     """W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     sizes = [np.sqrt(_values(run, "frobenius_squared")) for run in (reference, other)]
@@ -166,19 +166,19 @@ def spectra(reference: Run, other: Run) -> Part:
     sized = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
     holds: Flags = alike & sized
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "spectra",
         "head",
         "W_QK of a head: survives where its Frobenius norm is at least half and at most twice what it was, and its "
         "regime (of the weights alone) is the same",
         table,
         "",
-        by_chance=of_all_pairs(holds),
+        by_chance=expected_by_chance(holds),
     )
     return replace(part, sentence=_spectra_sentence(part))
 
 
-def _spectra_sentence(part: Part) -> str:
+def _spectra_sentence(part: Survival) -> str:
     table = part.table
     if not len(table):
         return "No head has a W_QK to compare: queries and keys are no affine functions of the input."

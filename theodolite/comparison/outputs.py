@@ -2,7 +2,7 @@
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
 they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
-context. Whether they survive is decided by the rule of `parts.py`.
+context. Whether they survive is decided by the rule of `survival.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.comparison.parts import LOST, SURVIVED, Part, changes, fates
+from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
@@ -191,7 +191,7 @@ def _result(done: OutputsPass, fingerprint: dict[str, Any], seconds: float) -> R
     return Run(empty, empty, empty, empty, empty, arrays, describe_model(done.model) | described)
 
 
-def head_outputs(reference: Run, other: Run) -> Part:
+def head_outputs(reference: Run, other: Run) -> Survival:
     """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
     _, context = torch.unique(reference.arrays["context"], return_inverse=True)
     layers = [
@@ -200,8 +200,8 @@ def head_outputs(reference: Run, other: Run) -> Part:
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    table["status"] = fates(table, 1.0)
-    part = Part(
+    table["status"] = statuses(table, 1.0)
+    part = Survival(
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
@@ -242,7 +242,7 @@ def _by_context(
     return values.new_zeros(len(values), count).index_add_(1, context, values)
 
 
-def _sentence(part: Part) -> str:
+def _sentence(part: Survival) -> str:
     table = part.table
     if not len(table):
         return "No head writes anything on this text."

@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 
 import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
-from theodolite.comparison.candidates import Look, Measured
-from theodolite.comparison.parts import HALF
+from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.sinks import KEY
+from theodolite.comparison.survival import HALF
 from theodolite.judging import FAILS, HOLDS, SIGMAS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
@@ -37,7 +37,9 @@ FEWEST_SINKS = 8
 """Times that keys of the layer are sinks in the text, below which nothing is said of them."""
 
 
-def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Look | None = None) -> Outcome:
+def outcome(
+    audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: HeadOnPrompt | None = None
+) -> Outcome:
     """The page's content.
 
     Args:
@@ -143,7 +145,7 @@ def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict
     return Verdict(TERM, HOLDS, said)
 
 
-def _side_by_side(seen: Look) -> list[Exhibit]:
+def _side_by_side(seen: HeadOnPrompt) -> list[Exhibit]:
     head = head_name(seen.layer, seen.head)
     sinks = {name: [int(place) for place in trace.sinks if place >= 0] for name, trace in seen.traces.items()}
     attention = {

@@ -9,15 +9,15 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
     UNDECIDED,
-    Part,
+    Survival,
     changes,
-    fates,
+    statuses,
 )
 from theodolite.judging import SIGMAS
 from theodolite.passes.run import Run
@@ -36,7 +36,7 @@ NAMED = 4
 """Sinks that a sentence names."""
 
 
-def sinks(reference: Run, other: Run) -> Part:
+def sinks(reference: Run, other: Run) -> Survival:
     """Sinks by layer, head, kind and token: share of contexts before and after."""
     table = _joined(_shares(reference), _shares(other), ["share"])
     table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
@@ -44,10 +44,10 @@ def sinks(reference: Run, other: Run) -> Part:
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
     table["se"] = _error(change["before"], change["after"], contexts)
-    table["status"] = fates(table, LEAST_SHARE)
+    table["status"] = statuses(table, LEAST_SHARE)
     table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
     table = table.reset_index(drop=True)
-    part = Part(
+    part = Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
@@ -85,7 +85,7 @@ def _error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
     return np.asarray(np.sqrt(variance.clip(lower=0)))  # a sum of shares may be a rounding above 1
 
 
-def _sinks_sentence(part: Part) -> str:
+def _sinks_sentence(part: Survival) -> str:
     table = part.table
     if not part.decided:
         said = ["The reference has no sinks in this text"]
@@ -117,7 +117,7 @@ def _moved(rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def tags(reference: Run, other: Run) -> Part:
+def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
     values = ["share", "tag", "tag_se", "released", "released_se", "tagged", "row"]
     table = _joined(_tagging(reference), _tagging(other), values)
@@ -134,12 +134,12 @@ def tags(reference: Run, other: Run) -> Part:
     found = found.join(release)
     found["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     found["tagged_before"], found["tagged_after"] = table["tagged_before"], table["tagged_after"]
-    status = fates(found, TAGGED)
+    status = statuses(found, TAGGED)
     turned = (status == SURVIVED) & ~(found["cosine"].to_numpy() >= HALF**0.5)
     unknown = found["cosine"].isna() & ~_clearly_moved(found, reference.provenance["corpus"]["contexts"])
     found["status"] = np.where(unknown, UNDECIDED, np.where(turned, LOST, status))
     found = found.sort_values(["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4)
-    part = Part(
+    part = Survival(
         "tags",
         "tag",
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
@@ -183,7 +183,7 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     return (first * second).sum(dim=1).numpy()
 
 
-def _tags_sentence(part: Part) -> str:
+def _tags_sentence(part: Survival) -> str:
     table = part.table
     if not part.decided:
         said = ["No sink of the reference tags the tokens that it catches"]

@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
-    Part,
+    Survival,
     changes,
-    fates,
+    statuses,
     within_errors,
 )
 from theodolite.measure.geometry import OUTLIER_SHARE
@@ -29,14 +29,14 @@ NAMED = 5
 """Dimensions that a sentence names."""
 
 
-def outlier_dimensions(reference: Run, other: Run) -> Part:
+def outlier_dimensions(reference: Run, other: Run) -> Survival:
     """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after."""
     before, after = (need(run, "outlier_share").astype(np.float64) for run in (reference, other))
     layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
-    table["status"] = fates(change, OUTLIER_SHARE)
-    part = Part(
+    table["status"] = statuses(change, OUTLIER_SHARE)
+    part = Survival(
         "outlier dimensions",
         "outlier dimension",
         f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
@@ -48,7 +48,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Part:
     return replace(part, sentence=_dimensions_sentence(part, "outlier dimension", "shares"))
 
 
-def massive_activations(reference: Run, other: Run) -> Part:
+def massive_activations(reference: Run, other: Run) -> Survival:
     """Massive activations by residual layer, dimension, and place: their number before and after."""
     names = {"massive_first": "first", "massive": "later"}
     keys = ["layer", "dimension", "position"]
@@ -63,8 +63,8 @@ def massive_activations(reference: Run, other: Run) -> Part:
     filled = table.reset_index(drop=True).fillna({"count_before": 0, "count_after": 0})
     change = changes(filled["count_before"], filled["count_after"])
     table = filled[keys].join(change)
-    table["status"] = fates(change, 1)
-    part = Part(
+    table["status"] = statuses(change, 1)
+    part = Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
@@ -75,7 +75,7 @@ def massive_activations(reference: Run, other: Run) -> Part:
     return replace(part, sentence=_dimensions_sentence(part, "massive activation", "numbers"))
 
 
-def _dimensions_sentence(part: Part, noun: str, same: str) -> str:
+def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
     table = part.table
     if not len(table):
         return f"Neither has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
@@ -99,7 +99,7 @@ def _dimensions(rows: pd.DataFrame) -> list[str]:
     return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
 
 
-def positions(reference: Run, other: Run) -> Part:
+def positions(reference: Run, other: Run) -> Survival:
     """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
     table = pd.DataFrame({"layer": reference.layers["layer"].to_numpy(dtype=int)})
     for name in ("rank", "relative_norm", "low_frequency_10"):
@@ -110,7 +110,7 @@ def positions(reference: Run, other: Run) -> Part:
     table["overlap"], table["curve"] = shared, _curves(reference, other)
     norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
     table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "positional basis",
         "layer",
         "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
@@ -133,7 +133,7 @@ def _curves(reference: Run, other: Run) -> Floats:
     return np.array(found)
 
 
-def _positions_sentence(part: Part, chance: float) -> str:
+def _positions_sentence(part: Survival, chance: float) -> str:
     table = part.table
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."

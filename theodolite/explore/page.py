@@ -10,10 +10,9 @@ from typing import Any
 import gradio as gr
 
 from theodolite.errors import TheodoliteError
-from theodolite.explore import panels
-from theodolite.explore import sentences as words
+from theodolite.explore import panel_html, panels
 from theodolite.explore.evidence import opening_head
-from theodolite.explore.panels import Place, Switches
+from theodolite.explore.panels import Selection, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
 from theodolite.system.wording import head_name
@@ -34,7 +33,7 @@ start();
 
 
 @dataclass(frozen=True)
-class _Side:
+class _ModelPanels:
     """The panels of one model."""
 
     map: gr.HTML
@@ -72,25 +71,25 @@ class _Controls:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """The values of `_Controls`."""
 
     ids: tuple[int, ...]
-    place: Place
+    selection: Selection
     switches: Switches
     first: int
 
     @classmethod
-    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Asked:
+    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Settings:
         where, _, column = measure.partition(":")
-        place = Place(*panels.parse_head(head), (where, column))
-        return cls(tuple(ids), place, Switches(log, hide), int(window or 1))
+        selection = Selection(*panels.parse_head(head), (where, column))
+        return cls(tuple(ids), selection, Switches(log, hide), int(window or 1))
 
 
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
     """The page of one model, or of two side by side."""
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
-        _words(words.title([s.name for s in subjects], [s.run for s in subjects]))
+        _words(panel_html.title([s.name for s in subjects], [s.run for s in subjects]))
         prompts = offered_prompts(subjects)
         prompt, picked, look = _prompt_row(prompts)
         message = _words(elem_id="message")
@@ -145,11 +144,11 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
         )
 
 
-def _side(subject: Subject, *, alone: bool) -> _Side:
+def _side(subject: Subject, *, alone: bool) -> _ModelPanels:
     made: dict[str, gr.HTML] = {}
     with gr.Column(elem_classes="side"):
         unseen = " only-heard" if alone else ""  # one model's name is the page's own heading
-        _words(f'<h2 class="side-name{unseen}">{words.escaped(subject.name)}</h2>')
+        _words(f'<h2 class="side-name{unseen}">{panel_html.escaped(subject.name)}</h2>')
         with gr.Row(elem_classes="pair"):
             with _panel("Heads", "Rows are layers, columns heads. Click one to look at it."):
                 made["map"] = _figure("layer × head map", picks=True)
@@ -173,7 +172,7 @@ def _side(subject: Subject, *, alone: bool) -> _Side:
                 made["spectrum"] = _figure("eigenvalues of the head")
             with _panel("Signal propagation", "ρ predicted from the spectrum, and measured on the text."):
                 made["propagation"] = _figure("predicted and measured signal propagation")
-    return _Side(**made)
+    return _ModelPanels(**made)
 
 
 def _wire(
@@ -182,7 +181,7 @@ def _wire(
     prompts: dict[str, str],
     prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML],
     controls: _Controls,
-    sides: list[_Side],
+    sides: list[_ModelPanels],
 ) -> None:
     prompt, picked, look, message = prompt_row
     quick = [panel for side in sides for panel in side.quick]
@@ -195,25 +194,25 @@ def _wire(
         choices = panels.windows(ids)
         window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
         name = next((name for name, own in prompts.items() if own == text), None)
-        yield from (ids, window, name, *_quick(subjects, _Asked.of(*[ids, *values[1:5], 1])))
+        yield from (ids, window, name, *_quick(subjects, _Settings.of(*[ids, *values[1:5], 1])))
 
     def show(*values: Any) -> Iterator[Any]:
-        yield from _quick(subjects, _Asked.of(*values))
+        yield from _quick(subjects, _Settings.of(*values))
 
     def parts(*values: Any) -> Iterator[Any]:
-        yield from _slow(subjects, _Asked.of(*values))
+        yield from _slow(subjects, _Settings.of(*values))
 
     def maps(*values: Any) -> Iterator[Any]:
-        now = _Asked.of(*values)
-        yield from panels.head_map(subjects, now.ids, now.place)
+        settings = _Settings.of(*values)
+        yield from panels.head_map(subjects, settings.ids, settings.selection)
 
     def attention(*values: Any) -> Iterator[Any]:
-        now = _Asked.of(*values)
-        yield from panels.attention(subjects, now.ids, now.place, now.switches)
+        settings = _Settings.of(*values)
+        yield from panels.attention(subjects, settings.ids, settings.selection, settings.switches)
 
     def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
         head = str(evt._data["head"])
-        yield from (head, *_quick(subjects, _Asked.of(values[0], head, *values[2:])))
+        yield from (head, *_quick(subjects, _Settings.of(values[0], head, *values[2:])))
 
     reads = [controls.ids, controls.window, picked, *quick]
     for trigger in (look.click, prompt.submit, page.load):
@@ -232,23 +231,23 @@ def _wire(
     event(controls.window.input, parts, asked, slow)
 
 
-def _quick(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    of = (subjects, asked.ids, asked.place)
+def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
+    of = (subjects, settings.ids, settings.selection)
     made = [
         panels.head_map(*of),
         panels.head(*of),
-        panels.attention(*of, asked.switches),
+        panels.attention(*of, settings.switches),
         panels.sinks(*of),
-        panels.spectrum(subjects, asked.place),
-        panels.propagation(subjects, asked.place),
+        panels.spectrum(subjects, settings.selection),
+        panels.propagation(subjects, settings.selection),
     ]
     for side in zip(*made, strict=True):
         yield from side
 
 
-def _slow(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    of = (subjects, asked.ids, asked.place)
-    for parts, tags in zip(panels.constituents(*of, asked.first), panels.tags(*of), strict=True):
+def _slow(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
+    of = (subjects, settings.ids, settings.selection)
+    for parts, tags in zip(panels.constituents(*of, settings.first), panels.tags(*of), strict=True):
         yield from (*parts, tags)
 
 
@@ -272,7 +271,7 @@ def _then(
         try:
             return ["" if first else gr.skip(), *work(*values)]
         except TheodoliteError as error:
-            return [words.message(str(error)), *(gr.skip() for _ in outputs)]
+            return [panel_html.message(str(error)), *(gr.skip() for _ in outputs)]
 
     return {
         "fn": answered,

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.explore import figures
-from theodolite.explore import sentences as words
-from theodolite.explore.subject import Slow, Subject
+from theodolite.explore import figures, panel_html
+from theodolite.explore.subject import Subject
 from theodolite.explore.view import tag_colours
 from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
@@ -32,7 +31,7 @@ ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column 
 
 
 @dataclass(frozen=True)
-class Place:
+class Selection:
     """A head, and the measure of the map: (`PROMPT` or `TEXT`, column)."""
 
     layer: int
@@ -83,66 +82,72 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     ]
 
 
-def head_map(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def head_map(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The layer × head map with the head framed; empty where no head has the measure."""
-    where, measure = place.measure
+    where, measure = selection.measure
     try:
         drawn = [
             figures.chosen_map(
                 subject.run if where == TEXT else subject.read(ids).measured,
                 measure,
-                place.layer,
-                place.head,
+                selection.layer,
+                selection.head,
             )
             for subject in subjects
         ]
     except UsageError:
         return [""] * len(subjects)
     of = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
-    return _sent(drawn, f"layer × head map of {of}, {_name(place)} framed")
+    return _sent(drawn, f"layer × head map of {of}, {_name(selection)} framed")
 
 
-def head(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def head(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The head's name, kind and evidence."""
     return [
-        words.head_words(subject.view(ids, place.layer, place.head), subject.run, subject.read(ids).measured)
+        panel_html.head_html(
+            subject.view(ids, selection.layer, selection.head), subject.run, subject.read(ids).measured
+        )
         for subject in subjects
     ]
 
 
-def attention(subjects: Sequence[Subject], ids: Ids, place: Place, switches: Switches) -> list[str]:
+def attention(subjects: Sequence[Subject], ids: Ids, selection: Selection, switches: Switches) -> list[str]:
     """The head's attention map."""
-    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
+    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
     drawn = [figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks) for view in views]
-    return _sent(drawn, f"attention map of {_name(place)} on this prompt")
+    return _sent(drawn, f"attention map of {_name(selection)} on this prompt")
 
 
-def sinks(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def sinks(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The tokens with their sinks."""
-    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
-    most = words.most_received(views)
-    return [words.sink_words(view, most) for view in views]
+    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
+    most = panel_html.most_received(views)
+    return [panel_html.sinks_html(view, most) for view in views]
 
 
-def tags(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def tags(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    found = [subject.slow(ids, place.layer, place.head) for subject in subjects]
+    found = [subject.constituents_and_tags(ids, selection.layer, selection.head) for subject in subjects]
     colours = tag_colours([each.tags for each in found])
     return [
-        words.tag_words(subject.view(ids, place.layer, place.head), each.tags, own, each.no_tags)
+        panel_html.tags_html(subject.view(ids, selection.layer, selection.head), each.tags, own, each.no_tags)
         for subject, each, own in zip(subjects, found, colours, strict=True)
     ]
 
 
-def constituents(subjects: Sequence[Subject], ids: Ids, place: Place, first: int) -> list[tuple[str, str]]:
+def constituents(
+    subjects: Sequence[Subject], ids: Ids, selection: Selection, first: int
+) -> list[tuple[str, str]]:
     """The head's constituents, their sum and its attention, from position `first` on; or why there are none."""
     drawn, refused = [], []
     for subject in subjects:
-        found: Slow = subject.slow(ids, place.layer, place.head)
-        refused.append("" if found.split else words.message(f"The logits cannot be split: {found.not_split}"))
-        if found.split:
-            drawn.append(qk_panels(found.split, place.head, subject.read(ids).tokens, first=first))
-    sent = iter(_sent(drawn, f"constituents of the logits of {_name(place)} on this prompt"))
+        detail = subject.constituents_and_tags(ids, selection.layer, selection.head)
+        refused.append(
+            "" if detail.split else panel_html.message(f"The logits cannot be split: {detail.not_split}")
+        )
+        if detail.split:
+            drawn.append(qk_panels(detail.split, selection.head, subject.read(ids).tokens, first=first))
+    sent = iter(_sent(drawn, f"constituents of the logits of {_name(selection)} on this prompt"))
     return [("", why) if why else (next(sent), "") for why in refused]
 
 
@@ -154,28 +159,30 @@ def windows(ids: Ids) -> list[tuple[str, int]]:
     ]
 
 
-def spectrum(subjects: Sequence[Subject], place: Place) -> list[str]:
+def spectrum(subjects: Sequence[Subject], selection: Selection) -> list[str]:
     """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
     drawn = [
         figures_spectra.spectrum(
             subject.run,
-            place.layer,
-            place.head,
+            selection.layer,
+            selection.head,
             "spectrum_data" if "spectrum_data" in subject.run.arrays else "spectrum",
         )
         for subject in subjects
     ]
-    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(place)}")
+    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(selection)}")
 
 
-def propagation(subjects: Sequence[Subject], place: Place) -> list[str]:
+def propagation(subjects: Sequence[Subject], selection: Selection) -> list[str]:
     """The propagation that the spectrum predicts, and the one measured on the text."""
-    drawn = [figures_spectra.propagation(subject.run, place.layer, place.head) for subject in subjects]
-    return _sent(drawn, f"signal propagation of {_name(place)}, predicted and measured")
+    drawn = [
+        figures_spectra.propagation(subject.run, selection.layer, selection.head) for subject in subjects
+    ]
+    return _sent(drawn, f"signal propagation of {_name(selection)}, predicted and measured")
 
 
-def _name(place: Place) -> str:
-    return head_name(place.layer, place.head)
+def _name(selection: Selection) -> str:
+    return head_name(selection.layer, selection.head)
 
 
 def _sent(drawn: Sequence[go.Figure], label: str) -> list[str]:

@@ -45,7 +45,7 @@ KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Slow:
+class ConstituentsAndTags:
     """What is asked for apart; None with a reason where it cannot be had."""
 
     split: Constituents | None
@@ -85,7 +85,7 @@ class Subject:
         with self._lock:
             return head_view(self.read(ids), self._caught(ids, layer), layer, head)
 
-    def slow(self, ids: tuple[int, ...], layer: int, head: int) -> Slow:
+    def constituents_and_tags(self, ids: tuple[int, ...], layer: int, head: int) -> ConstituentsAndTags:
         """A layer's constituents on the prompt, and what the head writes."""
         with self._lock:
             read, view = self.read(ids), self.view(ids, layer, head)
@@ -93,7 +93,9 @@ class Subject:
                 lambda: self._remembered("split", KEPT_LAYERS, self._split)(ids, layer)
             )
             tags, no_tags = _or_reason(lambda: head_tags(self.model, read, self._caught(ids, layer), view))
-            return Slow(split, tags, not_split, no_tags or ("" if tags else "too few tokens are no sinks"))
+            return ConstituentsAndTags(
+                split, tags, not_split, no_tags or ("" if tags else "too few tokens are no sinks")
+            )
 
     def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
         return self._remembered("caught", KEPT_LAYERS, self._catch)(ids, layer)

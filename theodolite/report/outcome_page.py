@@ -50,7 +50,7 @@ def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
         "title": experiment.title,
         "paper": experiment.paper,
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
-        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: _records(table) for name, table in outcome.tables.items()},
         "provenance": run.provenance,
         "other_runs": outcome.runs,
@@ -106,9 +106,8 @@ def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
             "text_line": content.text_line(run),
             "tally": _tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
-            "comparisons": [
-                {key: harmless(value) for key, value in vars(comparison).items()}
-                for comparison in outcome.comparisons
+            "readings": [
+                {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
             ],
             "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
             "tables": {name: table for name, table in tables.items() if table is not None},

@@ -67,7 +67,7 @@ def test_a_disturbed_head_is_judged(model, run):
     changes = outcome.tables["changes"].set_index(["disturbance", "measure"])["change"]
     assert changes["tag removed", "η² in layer 1"] < -0.3
     assert changes["tag removed", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
-    assert outcome.comparisons[0].here == "L0H1, in 6 contexts"
+    assert outcome.readings[0].here == "L0H1, in 6 contexts"
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
 

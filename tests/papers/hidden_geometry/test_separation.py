@@ -84,7 +84,7 @@ def test_random_directions_are_incoherent_and_shared_ones_are_not(run):
     drawn = replace(run, arrays=run.arrays | {"positional_basis": random})
     outcome = Study(_measured(drawn, 40.0)).outcome(INCOHERENCE)
     assert outcome.verdicts[0].answer == HOLDS
-    ratio = float(outcome.comparisons[-1].here)
+    ratio = float(outcome.readings[-1].here)
     assert ratio == pytest.approx(1, abs=0.05)
     measured = _measured(drawn, 40.0)
     table = measured.layers.assign(incoherence_mean=0.9, incoherence_max=1.0)

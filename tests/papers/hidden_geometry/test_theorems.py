@@ -69,7 +69,7 @@ def test_on_a_smooth_arc_the_bound_is_of_use_and_on_noise_it_is_not(run):
     rough = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     outcome = Study(_with_basis(run, rough)).outcome(THEOREM_1)
     assert [v.answer for v in outcome.verdicts] == [HOLDS, FAILS, FAILS]
-    assert outcome.comparisons[0].here == "none up to 48"
+    assert outcome.readings[0].here == "none up to 48"
 
 
 def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
@@ -89,5 +89,5 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     assert (table["error"].diff()[1:] > 0).all()
     noise = np.abs(np.expm1(np.random.default_rng(0).normal(scale=(12 / 128) ** 0.5, size=100_000))).mean()
     assert abs(table["noisy_error"][0] - noise) < 4 * table["noisy_error_se"][0]
-    shown = [comparison.here for comparison in outcome.comparisons]
+    shown = [reading.here for reading in outcome.readings]
     assert float(shown[2]) == pytest.approx(run.layers["incoherence_mean"].mean(), rel=1e-2)

@@ -109,7 +109,7 @@ def test_figure_3_follows_lemma_2():
     assert [round(xi * eta, 9) for xi, eta in READINGS_3] == [1.28, 5.12, 5.12]
     outcome = reproduce("localization/figure3")
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 3
-    text = " ".join(row.here for row in outcome.comparisons)
+    text = " ".join(row.here for row in outcome.readings)
     assert "262\u202f144" in text
 
 

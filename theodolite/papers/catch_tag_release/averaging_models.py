@@ -31,7 +31,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, percent, with_error
 
 if TYPE_CHECKING:
@@ -73,11 +73,10 @@ def _averaging(study: Study) -> Outcome:
     return Outcome(_compared(models), judged(models), {"models": models}, exhibits)
 
 
-def _compared(models: pd.DataFrame) -> list[Comparison]:
+def _compared(models: pd.DataFrame) -> list[Reading]:
     found = [
-        Comparison(
+        Reading(
             "variance left by predicting the mean of all numbers; by 0",
-            "",
             f"{_range(models['left_mean_of_all'])}; 1",
         )
     ]
@@ -88,7 +87,7 @@ def _compared(models: pd.DataFrame) -> list[Comparison]:
         seeds = f"{int(rows['solved'].sum())} of {len(rows)} seeds solve the task"
         unsolved = rows.loc[~rows["solved"], "seed"].astype(str).tolist()
         seeds += f" (not: {listed(unsolved, 10)})" if unsolved else ""
-        found.append(Comparison(str(kind), "", "; ".join([seeds, *parts])))
+        found.append(Reading(str(kind), "; ".join([seeds, *parts])))
     return found
 
 

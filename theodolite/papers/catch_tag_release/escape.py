@@ -35,7 +35,7 @@ from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.report.drawing import escape as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number
 
@@ -191,8 +191,8 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
                 SAME,
             )
         )
-    comparisons = [
-        Comparison(what, "", "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
+    readings = [
+        Reading(what, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
         for name, what in MEASURES.items()
     ]
     figure = exhibit(
@@ -204,7 +204,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"models": table}, [figure], {"trainings": kept})
+    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": kept})
 
 
 def _level(table: pd.DataFrame, escape: str, name: str) -> str:

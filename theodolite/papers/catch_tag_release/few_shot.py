@@ -32,7 +32,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.wording import counted, number, percent
 
@@ -131,10 +131,9 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
                     WIDENS,
                 ),
             ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{name}, {percent(sparsity)} removed" if name != DENSE else name,
-            "",
             ", ".join(percent(value) for value in _by_shots(table, name, sparsity).mean(axis=0)) + " by k",
         )
         for sparsity in SPARSITIES
@@ -142,7 +141,7 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         if name != DENSE or sparsity == SPARSITIES[0]
     ]
     return Outcome(
-        comparisons,
+        readings,
         verdicts,
         {"accuracy": table},
         [_chart(table, s) for s in SPARSITIES],

@@ -35,7 +35,7 @@ from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.system.wording import head_name, with_error
@@ -88,11 +88,10 @@ def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> 
     return pd.DataFrame(rows)
 
 
-def _told(table: pd.DataFrame) -> list[Comparison]:
+def _told(table: pd.DataFrame) -> list[Reading]:
     return [
-        Comparison(
+        Reading(
             row.model,
-            "",
             f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of the dense model's sinks, has "
             f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new ones; loss "
             f"{with_error(row.loss_more, row.loss_more_se)} nats more",

@@ -28,7 +28,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import sweep as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, listed, number, percent, with_error
 
@@ -84,17 +84,17 @@ def _sweep(study: Study) -> Outcome:
     cost = table["bytes"].to_numpy()
     table["front_loss"] = front(cost, -table["loss_more"].to_numpy())
     table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
-    comparisons = []
+    readings = []
     for sparsity in SPARSITIES:
         own = table[table["sparsity"] == sparsity]
         least, most = own.loc[own["loss_more"].idxmin()], own.loc[own["sinks_kept"].fillna(0).idxmax()]
-        comparisons.append(
-            Comparison(
+        readings.append(
+            Reading(
                 f"{percent(sparsity)} removed, {percent(own['bytes'].mean())} of the bytes",
-                "rank ratio 0.25",
                 f"least loss at rank ratio {number(least['rank_ratio'])} "
                 f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
                 f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
+                "rank ratio 0.25",
             )
         )
     figure = exhibit(
@@ -107,7 +107,7 @@ def _sweep(study: Study) -> Outcome:
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
     )
-    return Outcome(comparisons, [], {"prunings": table}, [figure])
+    return Outcome(readings, [], {"prunings": table}, [figure])
 
 
 def tagging_layers(study: Study) -> list[int]:
@@ -149,13 +149,12 @@ def _allocation(study: Study) -> Outcome:
         ]
     table = pd.DataFrame(rows)
     by_plan = {name: table[table["plan"] == name] for name in plans}
-    comparisons = [
-        Comparison("layers whose heads tag", "", listed([str(layer) for layer in tagging], 20)),
-        Comparison("layers of the control", "", listed([str(layer) for layer in control], 20)),
+    readings = [
+        Reading("layers whose heads tag", listed([str(layer) for layer in tagging], 20)),
+        Reading("layers of the control", listed([str(layer) for layer in control], 20)),
         *(
-            Comparison(
+            Reading(
                 name,
-                "",
                 f"sinks kept {_level(own, 'sinks_kept')}, loss {_level(own, 'loss_more')} nats more, bytes "
                 f"{number(float(own['bytes'].mean()))} of the dense",
             )
@@ -186,7 +185,7 @@ def _allocation(study: Study) -> Outcome:
         "ours",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"prunings": table}, [figure])
+    return Outcome(readings, verdicts, {"prunings": table}, [figure])
 
 
 def _better(claim: str, gains: Floats) -> Verdict:

@@ -16,7 +16,7 @@ from theodolite.report.drawing import causal as drawing
 from theodolite.report.drawing.traces import sink_name
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.ablation import (
     LATER_SINKS,
     LOSS_BETWEEN,
@@ -72,13 +72,10 @@ def _make(study: Study) -> Outcome:
     name = head_name(layer, head)
     return Outcome(
         [
-            Comparison(
-                "disturbed head", "", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"
-            ),
+            Reading("disturbed head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
             *(
-                Comparison(
+                Reading(
                     f"{row.disturbance}: {row.measure}",
-                    "",
                     f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
                     f"{with_error(row.control, row.control_se)}",
                 )

@@ -26,7 +26,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import traces as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number, percent, with_error
 
@@ -63,13 +63,13 @@ def traced_outcome(run: Run) -> Outcome:
         claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
         return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
     later = traces[traces["kind"] == "later"]
-    comparisons = [
-        Comparison("heads that have a sink", "", f"{len(heads)} of {_heads_of(run)}"),
+    readings = [
+        Reading("heads that have a sink", f"{len(heads)} of {_heads_of(run)}"),
         *(
-            Comparison(f"sinks: {name}", "", _counted(traces[traces["kind"] == kind]))
+            Reading(f"sinks: {name}", _counted(traces[traces["kind"] == kind]))
             for kind, name in drawing.KIND_NAMES.items()
         ),
-        *(Comparison(_place(row), "", _told(row)) for _, row in traces.head(3).iterrows()),
+        *(Reading(_place(row), _told(row)) for _, row in traces.head(3).iterrows()),
     ]
     weights = traces["tagged"].fillna(0).to_numpy()
     verdicts = [
@@ -84,7 +84,7 @@ def traced_outcome(run: Run) -> Outcome:
         _copied(traces["alignment"], weights),
         _outlying(traces["outlier_dimensions"] != "", weights),
     ]
-    return Outcome(comparisons, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
+    return Outcome(readings, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
 
 
 def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:

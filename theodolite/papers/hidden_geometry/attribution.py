@@ -24,7 +24,7 @@ from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
 
@@ -210,28 +210,28 @@ def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
 def _attribution(study: Study) -> Outcome:
     heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in CLAIMS}
     verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
-    comparisons = []
+    readings = []
     for pattern in CLAIMS:
         found = sum(head.found for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
-    comparisons += refusals(study.run)
+        readings.append(Reading(f"heads found that attend to {pattern.title}", f"{found}{top}"))
+    readings += refusals(study.run)
     table = study.run.attribution.copy()
     excess = table["score"] - table["uniform"]
     excess = excess.where(excess > 0)
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
     exhibits = [_attribution_exhibit(study.run, pattern) for pattern in CLAIMS if heads[pattern.name]]
-    return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
+    return Outcome(readings, verdicts, {"attribution": table}, exhibits)
 
 
-def refusals(run: Run) -> list[Comparison]:
+def refusals(run: Run) -> list[Reading]:
     """A line where layers could not be split, with the reason."""
     refused = provenance(run, "constituents_refused") or {}
     if not refused:
         return []
     said = "; ".join(list(refused.values())[:REFUSALS_SAID])
-    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {said}")]
+    return [Reading("layers whose logits cannot be split", f"{len(refused)}: {said}")]
 
 
 def share_grids(run: Run) -> dict[str, Floats]:
@@ -320,11 +320,11 @@ def _constituents(study: Study) -> Outcome:
             OFTEN,
         ),
     ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
-            "“important, often dominant”" if group == "pos-pos" else "",
             percent(means[group]) + (f"; {percent(largest[group])} of the heads" if group in apart else ""),
+            "“important, often dominant”" if group == "pos-pos" else "",
         )
         for group in grids
     ]
@@ -334,7 +334,7 @@ def _constituents(study: Study) -> Outcome:
         for head in range(heads_per_block(run))
     ]
     return Outcome(
-        [*comparisons, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
+        [*readings, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
     )
 
 

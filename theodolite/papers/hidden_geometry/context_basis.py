@@ -18,7 +18,7 @@ from theodolite.report.data import Floats, error_of, evenly, need, provenance, v
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.exhibit import by_layer, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 
 if TYPE_CHECKING:
@@ -112,20 +112,18 @@ def _figure_2(study: Study) -> Outcome:
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
     )
-    comparisons = [
-        Comparison(
-            "labels and contexts", "4 documents of 32", f"{len(set(of))} labels, {len(places)} contexts"
-        ),
-        Comparison("mean cosine within a label", "", number(float(blocks["within"].mean()))),
-        Comparison("mean cosine between labels", "", number(float(blocks["between"].mean()))),
-        Comparison(
+    readings = [
+        Reading("labels and contexts", f"{len(set(of))} labels, {len(places)} contexts", "4 documents of 32"),
+        Reading("mean cosine within a label", number(float(blocks["within"].mean()))),
+        Reading("mean cosine between labels", number(float(blocks["between"].mean()))),
+        Reading(
             "mean |cosine| of positions and contexts",
-            "“values close to 0”",
             number(float(blocks["position_context"].mean())),
+            "“values close to 0”",
         ),
     ]
     return Outcome(
-        comparisons,
+        readings,
         _verdicts(run, blocks, gap_errors(grams, len(positions), of)),
         {"blocks": blocks},
         [figure],

@@ -16,7 +16,7 @@ from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent
 
 if TYPE_CHECKING:
@@ -117,16 +117,16 @@ def _figure_25(study: Study) -> Outcome:
     shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
     published = shares["argmax_property"]
     correlations = _correlations(run, shares)
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
-            "GPT-2: more than 43 %" if name == "argmax_property" else "",
             percent(float((values > MOSTLY).mean())),
+            "GPT-2: more than 43 %" if name == "argmax_property" else "",
         )
         for name, values in shares.items()
     ]
-    comparisons += [
-        Comparison(f"rank correlation with {said}, {MEANT[name]}", "", number(found))
+    readings += [
+        Reading(f"rank correlation with {said}, {MEANT[name]}", number(found))
         for name, measure, found, _ in correlations.itertuples(index=False)
         if (said := LOCALITY.get(measure))
     ]
@@ -148,7 +148,7 @@ def _figure_25(study: Study) -> Outcome:
     names = ["layer", "head", *shares, *(name for name in LOCALITY if name in run.heads)]
     tables = {"heads": run.heads[names].copy(), "correlations": correlations}
     return Outcome(
-        comparisons, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
+        readings, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
     )
 
 

@@ -34,7 +34,7 @@ from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 from theodolite.theory.decomposition import PARTS
 
@@ -138,20 +138,20 @@ def _figure_19(study: Study) -> Outcome:
         ),
         wide=True,
     )
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             "share of energy at K = 10 of pos-pos, median over heads",
-            "“visibly discontinuous”",
             number(median),
+            "“visibly discontinuous”",
         )
     ]
     if found.refused:
         said = next(iter(found.refused.values()))
-        comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
+        readings.append(Reading("layers that cannot be split", f"{len(found.refused)}: {said}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
     if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
-    return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
+    return Outcome(readings, [verdict], {"smoothness": table}, [figure])
 
 
 POSITIONAL_LOGITS = [

@@ -32,7 +32,7 @@ from theodolite.report.data import Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, with_error
 
 if TYPE_CHECKING:
@@ -242,16 +242,16 @@ def _training(study: Study) -> Outcome:
         wide=True,
     )
     chosen = sorted({1, (layers - 1) // 2} - {0})
-    comparisons = []
+    readings = []
     for title, (means, _) in panels.items():
         pairs = zip(steps, means, strict=True)
         values = [
             f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()
         ]
-        comparisons.append(Comparison(f"{title}, mean over layers, by step", "", ", ".join(values)))
+        readings.append(Reading(f"{title}, mean over layers, by step", ", ".join(values)))
     verdicts = [verdict for layer in chosen for verdict in _verdicts(table, layer, run)]
     runs = {f"step {entry.step}": entry.run.provenance for entry in series}
-    return Outcome(comparisons, verdicts, {"steps": table}, [_curves(series), measures], runs)
+    return Outcome(readings, verdicts, {"steps": table}, [_curves(series), measures], runs)
 
 
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
@@ -296,11 +296,11 @@ def _addition(study: Study) -> Outcome:
         "“above 99 %”",
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
-    comparisons = [
-        Comparison(f"right answers, {name}", said, with_error(float(value), float(e)))
+    readings = [
+        Reading(f"right answers, {name}", with_error(float(value), float(e)), said)
         for name, said, value, e in zip(names, printed, values, errors, strict=True)
     ]
-    comparisons.append(Comparison("positions of this model", "absolute; rotary", model.positions))
+    readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
     figure = exhibit(
         "accuracy",
@@ -314,7 +314,7 @@ def _addition(study: Study) -> Outcome:
         wide=True,
     )
     return Outcome(
-        comparisons, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
+        readings, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
     )
 
 

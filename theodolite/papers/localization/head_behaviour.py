@@ -31,7 +31,7 @@ from theodolite.report.drawing.localization import Line
 from theodolite.report.drawing.theory import head_scatter
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def _behaviour(study: Study) -> Outcome:
         _curves(run, predictions, measured),
         _bars(found),
     ]
-    comparisons = _comparisons(found, errors, regimes)
-    return Outcome(comparisons, verdicts, {"heads": heads, "correlations": correlations}, figures)
+    readings = _readings(found, errors, regimes)
+    return Outcome(readings, verdicts, {"heads": heads, "correlations": correlations}, figures)
 
 
 def _heads(
@@ -214,9 +214,9 @@ def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
     ]
 
 
-def _comparisons(
+def _readings(
     found: Found, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
-) -> list[Comparison]:
+) -> list[Reading]:
     rows = []
     for name, said in SOURCES.items():
         mean, entropy = found[name, "mean", "ρ"], found[name, "eta", "entropy"]
@@ -225,11 +225,9 @@ def _comparisons(
             f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
             f"same regime: {percent(regimes[name][1])}"
         )
-        rows.append(Comparison(f"rank correlations over heads and errors, from {said}", "", shown))
+        rows.append(Reading(f"rank correlations over heads and errors, from {said}", shown))
     others = errors["others"]
-    rows.append(
-        Comparison("error of the mean curve of all other heads", "", with_error(others.value, others.error))
-    )
+    rows.append(Reading("error of the mean curve of all other heads", with_error(others.value, others.error)))
     return rows
 
 

@@ -39,7 +39,7 @@ from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 
 if TYPE_CHECKING:
@@ -250,14 +250,14 @@ def _compared_at(data: Comparable) -> str:
     return number(data.step) + further
 
 
-def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
+def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
     table = by_setting(data.rows)
     found = [
-        Comparison("step at which all are compared", "50 000", _compared_at(data)),
-        Comparison(
+        Reading("step at which all are compared", _compared_at(data), "50 000"),
+        Reading(
             "tokens",
-            "words of WikiText-2",
             "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE",
+            "words of WikiText-2",
         ),
     ]
     for row in table.to_dict(orient="records"):
@@ -266,7 +266,7 @@ def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
             f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
             f"{number(row['entropy'], 4)}"
         )
-        found.append(Comparison(f"{row['setting']}, {counted(row['seeds'], 'seed')}", "", here))
+        found.append(Reading(f"{row['setting']}, {counted(row['seeds'], 'seed')}", here))
     return found
 
 
@@ -289,7 +289,7 @@ def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
     trainings = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
     tables = {"settings": by_setting(data.rows), "trainings": trainings}
     runs: dict[str, dict[str, object]] = {"grid": dict(recipe)}
-    return Outcome(_comparisons(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
+    return Outcome(_readings(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
 
 
 def _of_shape(study: Study, layers: int, width: int) -> Outcome:
@@ -312,7 +312,7 @@ def _figure_7(study: Study) -> Outcome:
     whole = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
     shown = [one for one in whole.exhibits if one.key in ("maps", "profiles")]
     verdicts = [verdict for verdict in whole.verdicts if "stripes" in verdict.claim]
-    return Outcome(whole.comparisons, verdicts, whole.tables, shown, whole.runs)
+    return Outcome(whole.readings, verdicts, whole.tables, shown, whole.runs)
 
 
 def _grid_of(study: Study) -> Path:

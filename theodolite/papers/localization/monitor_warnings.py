@@ -21,7 +21,7 @@ from theodolite.report.drawing import locater as figures_locater
 from theodolite.report.drawing import monitor as figures_monitor
 from theodolite.report.drawing.locater import Panel
 from theodolite.report.exhibit import Exhibit, exhibit
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _monitor(study: Study) -> Outcome:
     return Outcome(_compared(runs), judged(runs), tables, exhibits)
 
 
-def _compared(runs: pd.DataFrame) -> list[Comparison]:
+def _compared(runs: pd.DataFrame) -> list[Reading]:
     found = []
     for pace, rows in runs.groupby("pace", sort=False):
         moments = (
@@ -86,7 +86,7 @@ def _compared(runs: pd.DataFrame) -> list[Comparison]:
             for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
         )
         final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
-        found.append(Comparison(str(pace), "", "; ".join([*moments, final])))
+        found.append(Reading(str(pace), "; ".join([*moments, final])))
     return found
 
 

@@ -27,7 +27,7 @@ from theodolite.report.data import Floats, provenance
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 from theodolite.theory.exact_propagation import propagation_exact
 from theodolite.theory.propagation import propagation, propagation_finite
@@ -96,7 +96,7 @@ def _figure_5(study: Study) -> Outcome:
     ]
     verdicts = [*_of_predictions(sims, predicted), *_of_localization(sims), *_of_entropy(sims)]
     tables = {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
-    return Outcome(_comparisons(sims, predicted), verdicts, tables, figures)
+    return Outcome(_readings(sims, predicted), verdicts, tables, figures)
 
 
 def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit:
@@ -278,23 +278,23 @@ def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
     return float(by_draw.mean()), float(over_draws(by_draw[None])[0])
 
 
-def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Comparison]:
+def _readings(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Reading]:
     rows = []
     for name, sim in sims.items():
         means = ", ".join(
             f"{key} {number(float((curve - sim.propagation).abs().mean()))}"
             for key, curve in predicted[name].items()
         )
-        rows.append(Comparison(f"mean |predicted − simulated| ρ, {name} Σ", "", means))
+        rows.append(Reading(f"mean |predicted − simulated| ρ, {name} Σ", means))
         shares = ", ".join(f"{key} {beyond(sim, curve):.3f}" for key, curve in predicted[name].items())
-        rows.append(Comparison(f"share of points beyond {FAR:g} standard errors, {name} Σ", "", shares))
+        rows.append(Reading(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares))
     iso = sims["isotropic"]
     by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
     for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
         said = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
         scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
-        rows.append(Comparison(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", "", said))
-    rows.append(Comparison("pairs of mean and scale; temperature", "not printed", "ours; λ = √d"))
+        rows.append(Reading(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", said))
+    rows.append(Reading("pairs of mean and scale; temperature", "ours; λ = √d", "not printed"))
     return rows
 
 

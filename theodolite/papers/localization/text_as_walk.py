@@ -28,7 +28,7 @@ from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.exhibit import Exhibit, by_layer, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _walk(study: Study) -> Outcome:
     layers = layers[["tokens", "vectors", *(name for name in layers if name not in ("tokens", "vectors"))]]
     figures = [_maps(walks), _growth(walks), _autocorrelation(walks), _by_layer(tables)]
     return Outcome(
-        _comparisons(tables, residual),
+        _readings(tables, residual),
         _verdicts(tables, residual),
         {"layers": layers, "pairs": pair_table(*walks.sums[TEXT])},
         figures,
@@ -275,7 +275,7 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
     ]
 
 
-def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Comparison]:
+def _readings(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Reading]:
     expected = {
         "r_squared": "1",
         "r_squared_centred": "1",
@@ -293,13 +293,13 @@ def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> lis
             values, errors = _column(table, name)
             middle = len(values) // 2
             here.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
-        rows.append(Comparison(f"{MEASURES[name]}, middle layer", f"a walk: {said}", "; ".join(here)))
+        rows.append(Reading(f"{MEASURES[name]}, middle layer", "; ".join(here), f"a walk: {said}"))
     simulated = tables[WALK]
     rows.append(
-        Comparison(
+        Reading(
             "lowest R² of the simulated walk over layers: what this test gives a true walk",
-            "a walk: 1",
             number(float(simulated["r_squared"].min())),
+            "a walk: 1",
         )
     )
     return rows

@@ -34,7 +34,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Part:
+class Survival:
     """One part of the mechanism, before and after.
 
     Attributes:
@@ -105,7 +105,7 @@ class Part:
         return said
 
 
-def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
+def statuses(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     """The status of each unit by the rule of halves.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left; it is lost
@@ -125,7 +125,7 @@ def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     return np.where(before >= least, known, unknown)
 
 
-def of_all_pairs(holds: Flags) -> float:
+def expected_by_chance(holds: Flags) -> float:
     """How many of N units would survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
 
     This is the mean over all orders of what is after, exactly.

@@ -50,7 +50,7 @@ class Token:
     style: str
 
 
-def head_words(view: HeadView, run: Run, measured: Run) -> str:
+def head_html(view: HeadView, run: Run, measured: Run) -> str:
     """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
     rows = evidence(run, measured, view.layer, view.head)
     return _render(
@@ -79,7 +79,7 @@ def most_received(views: Sequence[HeadView]) -> float:
     return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
 
 
-def sink_words(view: HeadView, most: float) -> str:
+def sinks_html(view: HeadView, most: float) -> str:
     """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence.
 
     `most`: what the deepest shade means.
@@ -97,7 +97,7 @@ def sink_words(view: HeadView, most: float) -> str:
     )
 
 
-def tag_words(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
+def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
     """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
     tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(colours)]
     return _render(
