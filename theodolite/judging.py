@@ -114,7 +114,7 @@ def error_of_share(count: float) -> float:
 def judge_layers(
     claim: str, what: str, values: Floats, criterion: Criterion, errors: Floats | None = None
 ) -> Verdict:
-    """Compare one number a layer with a criterion that more than half of the layers must meet.
+    """Compare one number per layer with a criterion that more than half of the layers must meet.
 
     A layer within `SIGMAS` standard errors of the limit counts for neither side.
     """

@@ -392,7 +392,7 @@ def test_refusals(pair):
     )
     cases = [
         ((run, provenance(run, layers=7)), "has 7 layers, .* only models of one shape"),
-        ((run, provenance(run, heads=7)), "has 7 heads a layer, .* 4: only"),
+        ((run, provenance(run, heads=7)), "has 7 heads per layer, .* 4: only"),
         ((run, provenance(run, width=7)), "has 7 dimensions of the residual stream"),
         ((run, provenance(run, vocabulary=7)), "has 7 tokens in the vocabulary"),
         ((run, other_text), "did not read the same tokens"),

@@ -14,7 +14,7 @@ from theodolite.explore.brief_survey import brief_survey
 from theodolite.explore.subject import Subject
 from theodolite.models import OpenModel, open_model
 
-SURVEYED = 32  # tokens a context
+SURVEYED = 32  # tokens per context
 PROMPT = "the cat sat on the mat"
 
 

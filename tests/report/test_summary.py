@@ -238,21 +238,21 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
     """The three cases that the synthetic table was made for, and a pattern that nobody follows."""
     text = told(run, "Constituents")
     assert (
-        "On random tokens L2H0 attends most to the previous token (0.62; even attention pays 0.020): position alone "
+        "On random tokens L2H0 attends most to the previous token (0.62; uniform attention pays 0.020): position alone "
         "keeps 0.60, and without it 0.050 is left." in text
     )
     assert (
-        "L2H0 attends most to the token that followed the earlier copy (0.41; even attention pays 0.020): no group of "
+        "L2H0 attends most to the token that followed the earlier copy (0.41; uniform attention pays 0.020): no group of "
         "constituents keeps half of that alone; most does context (0.12), and without it 0.15 is left."
         in text
     )
     assert (
-        "L2H0 attends most to the earlier copy of the same token (0.33; even attention pays 0.020): context alone "
+        "L2H0 attends most to the earlier copy of the same token (0.33; uniform attention pays 0.020): context alone "
         "keeps 0.31, but without it 0.30 is left, so that others carry it too." in text
     )
     faint = run.attribution.assign(score=0.05)
     assert (
-        "On random tokens no head attends much to the previous token; L2H0 does most (0.050; even attention pays "
+        "On random tokens no head attends much to the previous token; L2H0 does most (0.050; uniform attention pays "
         "0.020)." in told(replace(run, attribution=faint), "Constituents")
     )
 

@@ -14,7 +14,7 @@ from theodolite.cli.screen import one_line_errors, screen
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, models with an escape from attention, or a grid with LocAteR.\n\n"
+    "examples, models with a no-op option, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -169,7 +169,7 @@ def escape_command(
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Train models whose heads have an escape from attention, and models whose heads have none.
+    """Train models whose heads have a no-op option, and models whose heads have none.
 
     The escape is in the softmax and carries no value: off by one, or a learned logit. Sinks would be one too; whether
     they are still grown is for `theodolite reproduce sinks/escape OUT` to say. Can be stopped and started again.

@@ -35,7 +35,7 @@ SAID: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "keeps in part", FAILS: "los
 
 SHAPE = {
     "layers": "layers",
-    "heads": "heads a layer",
+    "heads": "heads per layer",
     "width": "dimensions of the residual stream",
     "vocabulary": "tokens in the vocabulary",
 }

@@ -64,7 +64,7 @@ class Outputs:
     Attributes:
         context, position: of each token at which outputs are kept.
         written: the outputs there.
-        loss: next-token loss of each context, nats a token; NaN of a model that predicts none.
+        loss: next-token loss of each context, nats per token; NaN of a model that predicts none.
     """
 
     def __init__(self, layers: int, heads: int, width: int, contexts: int, length: int) -> None:
@@ -218,7 +218,7 @@ def _of_layer(
     new: Float[Tensor, "heads tokens directions"],
     context: Int[Tensor, " tokens"],
 ) -> pd.DataFrame:
-    """One row a head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
+    """One row per head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
     old, new = old.double(), new.double()
     squares = [_by_context(each.square().sum(dim=2), context) for each in (new - old, old, new)]
     changed, whole = squares[:2]
@@ -270,7 +270,7 @@ def _named(row: pd.Series) -> str:
 
 @dataclass(frozen=True)
 class Loss:
-    """Next-token loss of two models on the same contexts, in nats a token; `se` of the difference, paired."""
+    """Next-token loss of two models on the same contexts, in nats per token; `se` of the difference, paired."""
 
     before: float
     after: float

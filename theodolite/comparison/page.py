@@ -130,7 +130,7 @@ def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict
     )
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (aimed[0].taken or {}).items()]
     said = (
-        f"layer {layer} has {number(before)} sinks a context with the term; {percent(without)} of them are left "
+        f"layer {layer} has {number(before)} sinks per context with the term; {percent(without)} of them are left "
         f"without it ({listed(shares)}), {percent(at_random)} without a random part with the same singular values; "
         "criterion: less than half without the term, at least half without the random part, by more than two "
         "standard errors (ours)"
@@ -234,7 +234,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Sinks before and after",
             lambda table: drawing.scatter(table, drawing.SINK_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.SINK_DOTS),
-            "A dot a sink (layer, head, kind and token): the share of contexts in which it is one.",
+            "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
             "dots at the lower edge, which are gone; at the left edge, new ones. On the line nothing changed.",
             f"{ZHANG}, section 3.3",
         ),
@@ -243,7 +243,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Tags before and after",
             lambda table: drawing.scatter(table, drawing.TAG_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.TAG_DOTS),
-            "A dot a sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
+            "One dot per sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
             "dots at the lower edge. A lost dot near the line has turned: it tags in another direction.",
             f"{ZHANG}, sections 2 and 3.4",
         ),
@@ -252,7 +252,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "What heads write, before and after",
             lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.OUTPUT_DOTS),
-            "A dot a head: root mean square over tokens of the length of what it adds to the residual stream.",
+            "One dot per head: root mean square over tokens of the length of what it adds to the residual stream.",
             "dots at the lower edge, which write nothing any more. A lost dot near the line writes something else.",
             "ours",
         ),
@@ -292,7 +292,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Size of W_QK before and after",
             lambda table: drawing.scatter(table, drawing.SPECTRUM_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.SPECTRUM_DOTS),
-            "A dot a head: the Frobenius norm of its query-key matrix.",
+            "One dot per head: the Frobenius norm of its query-key matrix.",
             "dots far below the line: heads whose logits no longer tell keys apart.",
             f"{BAO}, section 3",
         ),

@@ -61,7 +61,7 @@ def sinks(reference: Run, other: Run) -> Survival:
 
 
 def _shares(run: Run) -> pd.DataFrame:
-    """How often each sink is one, in sinks a context."""
+    """How often each sink is one, in sinks per context."""
     rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
     rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
     return rows.groupby(KEY, as_index=False).agg(token=("token", "first"), share=("share", "sum"))

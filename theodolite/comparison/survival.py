@@ -41,7 +41,7 @@ class Survival:
         name: `sinks`, `tags`, …
         unit: what is counted, in the singular.
         criterion: when a unit survives, and what is a unit.
-        table: one row a unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
+        table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
         sentence: what became of the part, with its numbers.
         weight: the column by which units count; empty: each counts once.
         by_chance: of how many units the criterion holds where heads are matched at random; 0: of none.
@@ -113,7 +113,7 @@ def statuses(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     is new where there was less than half of it before, by more than two standard errors, else undecided.
 
     Args:
-        changed: a row a unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
+        changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
             standard error of the difference: without that column every difference is taken for certain.
         least: what makes a unit.
     """

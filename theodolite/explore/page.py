@@ -308,7 +308,7 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
     return gr.HTML(
         "",
         html_template=f'<div class="plot {kind}" role="figure" aria-label="{label}"{picking}></div>'
-        '<details class="numbers"><summary>Its numbers</summary></details>',
+        '<details class="numbers"><summary>Data table</summary></details>',
         js_on_load=_START.replace("{what}", "figure"),
         apply_default_css=False,
         **more,

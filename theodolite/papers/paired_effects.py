@@ -23,8 +23,8 @@ from theodolite.system.wording import number
 CONFIDENCE = 0.95
 
 MEASURES = {
-    "final_loss": "held-out loss, nats a token",
-    "lowest_loss": "lowest held-out loss, nats a token",
+    "final_loss": "held-out loss, nats per token",
+    "lowest_loss": "lowest held-out loss, nats per token",
     "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
     "trace_of_square": "tr(W_QK²)",
     "trace": "tr W_QK",
@@ -36,7 +36,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Effect:
-    """One number a seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
+    """One number per seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
 
     values: Floats
 
@@ -166,7 +166,7 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
 def rank_correlation_by_seed(
     rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = ""
 ) -> Effect:
-    """Rank correlation of a measure with κ₂, or with another measure, over settings: one value a seed.
+    """Rank correlation of a measure with κ₂, or with another measure, over settings: one value per seed.
 
     Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
     """

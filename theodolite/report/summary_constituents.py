@@ -71,7 +71,7 @@ def _pattern(run: Run, pattern: str) -> str | None:
     name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
     where, paid = (
         ATTENTION_PATTERNS[pattern].target,
-        f"{number(score, 2)}; even attention pays {number(uniform, 2)}",
+        f"{number(score, 2)}; uniform attention pays {number(uniform, 2)}",
     )
     if score < SLIGHT or score <= uniform:
         return f"On random tokens no head attends much {where}; {name} does most ({paid})."

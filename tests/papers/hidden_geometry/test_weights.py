@@ -26,7 +26,7 @@ def run():
 
 
 def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
-    """Three heads a block: so many with a positional part, so many that are diagonal, the rest noise."""
+    """Three heads per block: so many with a positional part, so many that are diagonal, the rest noise."""
     generator = torch.Generator().manual_seed(0)
     basis = run.arrays["positional_basis"][:, 1:].double()
 

@@ -278,7 +278,7 @@ def _dots(models: pd.DataFrame, column: str) -> Exhibit:
             (SOLVED.limit, limit.limit),
             logarithmic=column == "outlier",
         ),
-        "A dot a seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
+        "One dot per seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
         look,
         f"{ZHANG}, section 4; the trainings are ours",
         wide=True,

@@ -56,7 +56,7 @@ NAMES = {
 }
 
 MEASURES = {
-    "loss": "held-out loss, nats a token",
+    "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
     "stretches": "the same, sinks of a stretch counted",
     "caught": "share of queries that a token catches",
@@ -143,7 +143,7 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
 
 
 def escape_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row a model: escape, seed and the `MEASURES`."""
+    """One row per model: escape, seed and the `MEASURES`."""
     rows = []
     for seed in seeds_of(folder):
         for escape in ESCAPES:
@@ -199,7 +199,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         "escape",
         "With an escape and without",
         drawing.by_escape(table, NAMES, MEASURES),
-        "A dot a model, lines join those of a seed, which saw the same tokens in the same order.",
+        "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
@@ -263,7 +263,7 @@ def escapes_run(folder: str | Path) -> Run:
 ESCAPE = [
     Experiment(
         "sinks/escape",
-        "Do sinks need the tag? Models with an escape from attention, and without",
+        "Do sinks need the tag? Models with a no-op option, and without",
         "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
         "needed for that",
         (),

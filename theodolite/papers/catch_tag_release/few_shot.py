@@ -57,7 +57,7 @@ SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of acc
 
 
 def shots_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row a model, sparsity, method and number of examples: accuracy with its binomial standard error.
+    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
 
     The dense model stands at every sparsity.
     """

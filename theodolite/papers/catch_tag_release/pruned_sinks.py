@@ -70,7 +70,7 @@ def _prompt(study: Study) -> Prompt:
 
 
 def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> pd.DataFrame:
-    """One row a model: sinks kept and new over the dense model's, and the loss beyond its own."""
+    """One row per model: sinks kept and new over the dense model's, and the loss beyond its own."""
     rows = []
     for name, look in looks.items():
         kept, new, loss = kept_sinks(dense, look, layer), new_sinks(dense, look), loss_difference(dense, look)

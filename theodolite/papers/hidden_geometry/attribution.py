@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 TIMES_EVEN = 2.0
-"""A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
+"""A head has a pattern that gets `STRONG` of its attention, and so many times what uniform attention would pay (ours)."""
 
 KEEPS = Criterion(
-    "at least", RETAINED, "of what the score has over even attention, and more than any other group (ours)"
+    "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
 OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
@@ -91,7 +91,7 @@ CLAIMS = [
 class Head:
     """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
 
-    kept, left: what is left of the score's excess over even attention with this group only, and without it.
+    kept, left: what is left of the score's excess over uniform attention with this group only, and without it.
     """
 
     layer: int
@@ -122,7 +122,7 @@ class Head:
     def said(self, group: str) -> str:
         """The head's numbers in a line."""
         row = self.groups.loc[group]
-        evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
+        evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
         if not self.found:
             return evidence
         evidence += (
@@ -152,7 +152,7 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times uniform attention is asked of such a head (ours)"
     why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
@@ -185,7 +185,7 @@ def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
         kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
         what = (
             f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
+            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone keeps at least half of the excess, and no "
             f"other group more (it keeps {percent(kept)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
@@ -266,7 +266,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "shares",
             "Share of logit variance of every head",
             pictures[0],
-            "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
+            "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
             "heads that one group makes: strong in one map, pale in the others.",

@@ -124,7 +124,7 @@ def _surveyed(study: Study) -> list[_Step]:
 
 
 def _table(series: list[_Step]) -> pd.DataFrame:
-    """One row a step and layer."""
+    """One row per step and layer."""
     parts = []
     for entry in series:
         shape = shape_of(entry.run).assign(step=entry.step)
@@ -235,7 +235,7 @@ def _training(study: Study) -> Outcome:
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, panels, limits),
-        f"One line a layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
+        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay.",
         f"{SONG}, sections 2 and 3, at every checkpoint of a training",

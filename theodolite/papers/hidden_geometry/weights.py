@@ -84,7 +84,7 @@ def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[in
 
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
-    """One row a head; `_random` and `_random_sd` are over random rotations in place of V."""
+    """One row per head; `_random` and `_random_sd` are over random rotations in place of V."""
     rows: list[dict[str, Any]] = []
     for layer in layers:
         split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation

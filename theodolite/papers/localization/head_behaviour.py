@@ -108,7 +108,7 @@ def _behaviour(study: Study) -> Outcome:
 def _heads(
     run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Floats
 ) -> pd.DataFrame:
-    """One row a head: what is measured, and what each source predicts."""
+    """One row per head: what is measured, and what each source predicts."""
     columns: dict[str, object] = {
         "propagation": numbers["ρ"],
         "width": numbers["width"],

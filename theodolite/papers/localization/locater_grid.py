@@ -177,7 +177,7 @@ def _say_progress(training: Training, done: int, seconds: float, say: Callable[[
     last = training.tables()[0].iloc[-1]
     say(
         f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
-        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps a second"
+        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps per second"
     )
 
 

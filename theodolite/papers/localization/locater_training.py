@@ -286,7 +286,7 @@ class Training:
             self.history[name] = torch.cat([self.history[name], values.cpu()[None]])
 
     def _held_out(self, windows: Tensor) -> Float[Tensor, " windows"]:
-        """Mean loss of each window in nats a token, dropout off, weights and products in float32."""
+        """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
         return torch.cat(

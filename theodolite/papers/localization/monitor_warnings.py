@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 SHOWN = (
-    ("loss", "loss, nats a character"),
+    ("loss", "loss, nats per character"),
     ("entropy_share_min", "lowest entropy of a head over its maximum"),
     ("propagation_min", "lowest ρ of a head"),
     ("alarms", "alarms that stand"),

@@ -134,7 +134,7 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
 
 
 def _by_scale(values: Tensor) -> Floats:
-    """A number a pair as (means, scales)."""
+    """One number per pair as (means, scales)."""
     grid: Floats = values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
     return grid
 

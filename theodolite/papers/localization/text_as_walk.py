@@ -216,7 +216,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
             values(names[0]),
             ("layer", ""),
         ),
-        "One number a layer: "
+        "One number per layer: "
         + "; ".join(f"{said}: {MEASURES[name]}" for said, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",

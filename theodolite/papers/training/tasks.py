@@ -125,7 +125,7 @@ class Characters:
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Losses in nats a character, float32: all held-out windows, and as many of the training text."""
+        """Losses in nats per character, float32: all held-out windows, and as many of the training text."""
         windows = len(self.validation) // (self.length + 1)
         return {
             "training_tokens": len(self.train),

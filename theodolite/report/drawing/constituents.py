@@ -182,7 +182,7 @@ def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
 def attribution(run: Run, pattern: str) -> go.Figure:
     """Attention along a pattern by its strongest heads: as it is, from one group of logits only, and without it.
 
-    One panel a head, the strongest first. Lines: the score as it is (solid) and of even attention (dotted).
+    One panel per head, the strongest first. Lines: the score as it is (solid) and of uniform attention (dotted).
     """
     heads = attributed(run, pattern)[:PANELS]
     if not heads:
@@ -248,7 +248,7 @@ def _add_panel(
     name = head_name(int(first["layer"]), int(first["head"]))
     layout["annotations"].append(
         {
-            "text": f"<b>{name}</b>  as it is {number(score, 2)}, even attention {number(uniform, 2)}",
+            "text": f"<b>{name}</b>  as it is {number(score, 2)}, uniform attention {number(uniform, 2)}",
             "xref": "paper",
             "yref": "paper",
             "x": 0,

@@ -30,7 +30,7 @@ _RECOMPUTED = "from the logits of one group of constituents alone, and from all 
 _GROUPS = (
     "Position: position on one side or both, with mean and bias but nothing of the context; context: the reverse; "
     "cross: position on one side, context on the other; constant: mean and bias only. pos-pos and cvec-cvec are the "
-    "parts of the first two without mean and bias. Solid line: the head as it is; dotted: even attention."
+    "parts of the first two without mean and bias. Solid line: the head as it is; dotted: uniform attention."
 )
 
 

@@ -52,7 +52,7 @@ _HEADS = [
         "Every head, by any measure",
         ("heads.trace",),
         lambda run: maps.head_map(run, maps.head_measures(run)[0].column),
-        "One cell a head. Hover for what the measure means and for the head's other numbers; click to open "
+        "One cell per head. Hover for what the measure means and for the head's other numbers; click to open "
         "the head "
         "below.",
         "rows or single cells that differ from the rest.",
