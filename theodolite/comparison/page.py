@@ -243,7 +243,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Tags before and after",
             lambda table: drawing.scatter(table, drawing.TAG_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.TAG_DOTS),
-            "One dot per sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
+            "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
             "dots at the lower edge. A lost dot near the line has turned: it tags in another direction.",
             f"{ZHANG}, sections 2 and 3.4",
         ),

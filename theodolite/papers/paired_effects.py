@@ -1,4 +1,4 @@
-"""A grid of LocAteR trainings in numbers: a row for each at one step, means over seeds, effects paired by seed.
+"""A grid of LocAteR training runs in numbers: a row for each at one step, means over seeds, effects paired by seed.
 
 Nothing here judges, draws or trains.
 """
@@ -87,12 +87,12 @@ def label_of(setting: Setting) -> str:
 
 
 def without_seed(setting: Setting) -> Setting:
-    """The same setting of seed 0: what the trainings of all seeds have in common."""
+    """The same setting of seed 0: what the training runs of all seeds have in common."""
     return replace(setting, seed=0)
 
 
 def common_step(points: Sequence[Point]) -> int:
-    """The last step at which every one of the trainings was measured."""
+    """The last step at which every one of the training runs was measured."""
     measured = [set(point.losses["step"].tolist()) for point in points]
     return int(max(set.intersection(*measured)))
 
@@ -183,7 +183,7 @@ def rank_correlation_by_seed(
 
 @dataclass(frozen=True)
 class Comparable:
-    """The trainings of one depth and width, all at one step.
+    """The training runs of one depth and width, all at one step.
 
     Attributes:
         exact, printed: LocAteR settings by rising κ₂, with either gradient of its second term.

@@ -86,7 +86,7 @@ def render(run: Run) -> str:
     blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
     tiles, findings = content.tiles(run), summarise(run)
     checks = [finding for finding in findings if finding.topic == HEALTH]
-    concerns = [finding for finding in checks if finding.status == "look"]
+    flagged = [finding for finding in checks if finding.status == "flagged"]
     sinks = content.sink_texts(run), content.sink_tokens(run)
     shown = {section for section, found in blocks.items() if found} | ({"sinks"} if any(sinks) else set())
     return rendered(
@@ -101,9 +101,9 @@ def render(run: Run) -> str:
                 ("#tables", "Tables"),
                 ("#provenance", "Provenance"),
             ],
-            "health": health_line(len(concerns), len(checks)),
-            "concerns": concerns,
-            "passed": [finding for finding in checks if finding.status == "well"],
+            "health": health_line(len(flagged), len(checks)),
+            "flagged": flagged,
+            "passed": [finding for finding in checks if finding.status == "passed"],
             "topics": _topics([finding for finding in findings if finding.topic != HEALTH], shown),
             "tiles": tiles,
             "blocks": blocks,

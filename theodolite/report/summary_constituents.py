@@ -30,26 +30,28 @@ SHARES = {
 
 def constituents(run: Run) -> list[str]:
     """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
-    told = [sentence for pattern in ATTENTION_PATTERNS if (sentence := _pattern(run, pattern)) is not None]
-    return _shares(run) + told
+    sentences = [
+        sentence for pattern in ATTENTION_PATTERNS if (sentence := _pattern(run, pattern)) is not None
+    ]
+    return _shares(run) + sentences
 
 
 def _shares(run: Run) -> list[str]:
-    found: dict[str, Floats] = {}
+    shares: dict[str, Floats] = {}
     for name in SHARES:
         values = column(run.heads, name)
         if values is not None and np.nan_to_num(values).any():
-            found[name] = values
-    if not found:
+            shares[name] = values
+    if not shares:
         return []
-    table = np.stack(list(found.values()))
+    table = np.stack(list(shares.values()))
     split = np.isfinite(table).all(axis=0)
     if not split.any():
         return []
     means = table[:, split].mean(axis=1)
-    leads = np.bincount(table[:, split].argmax(axis=0), minlength=len(found))
+    leads = np.bincount(table[:, split].argmax(axis=0), minlength=len(shares))
     order = np.argsort(-means, kind="stable")
-    names = list(found)
+    names = list(shares)
     parts = listed([f"{percent(float(means[i]))} {SHARES[names[i]]}" for i in order], limit=len(names))
     leading = [
         f"{SHARES[names[i]]} in {counted(int(leads[i]), 'head')}"
@@ -57,8 +59,8 @@ def _shares(run: Run) -> list[str]:
         if leads[i]
     ]
     return [
-        f"On average over {counted(int(split.sum()), 'head')} the logits' variance is {parts} (mean and bias count "
-        f"with what is on the other side); the largest share is {listed(leading, limit=len(names))}."
+        f"On average over {counted(int(split.sum()), 'head')}, the logits' variance is {parts} (mean and bias count "
+        f"with the constituent on the other side); the largest share is {listed(leading, limit=len(names))}."
     ]
 
 
@@ -71,11 +73,11 @@ def _pattern(run: Run, pattern: str) -> str | None:
     name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
     where, paid = (
         ATTENTION_PATTERNS[pattern].target,
-        f"{number(score, 2)}; uniform attention pays {number(uniform, 2)}",
+        f"{number(score, 2)}; uniform attention: {number(uniform, 2)}",
     )
     if score < SLIGHT or score <= uniform:
-        return f"On random tokens no head attends much {where}; {name} does most ({paid})."
-    return f"On random tokens {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
+        return f"On random tokens, no head attends strongly {where}; {name} has the highest score ({paid})."
+    return f"On random tokens, {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
 
 
 def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
@@ -83,9 +85,10 @@ def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     best = apart.sort_values("only", kind="stable").iloc[-1]
     group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
     enough = RETAINED * (score - uniform)
-    left = f"without it {number(without, 2)} is left"
+    left = f"ablating it leaves {number(without, 2)}"
     if only - uniform < enough:
-        return f"no group of constituents keeps half of that alone; most does {group} ({number(only, 2)}), and {left}"
+        most = f"{group} retains most ({number(only, 2)})"
+        return f"no group of constituents alone retains half of that; {most}, and {left}"
     if without - uniform < enough:
-        return f"{group} alone keeps {number(only, 2)}, and {left}"
-    return f"{group} alone keeps {number(only, 2)}, but {left}, so that others carry it too"
+        return f"{group} alone retains {number(only, 2)}; {left}"
+    return f"{group} alone retains {number(only, 2)}, but {left}, so other groups carry it too"

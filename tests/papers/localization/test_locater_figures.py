@@ -213,5 +213,5 @@ def test_pages(tmp_path: Path) -> None:
     page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
     assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
-    assert "21 trainings in grid" in page.read_text(encoding="utf-8")
+    assert "21 training runs in grid" in page.read_text(encoding="utf-8")
     assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -216,7 +216,7 @@ def _make(study: Study) -> Outcome:
     kept = study.run.provenance.get("escapes")
     if kept is None:
         raise UsageError(
-            f"sinks/escape is read from a folder of trainings: give the one that `{COMMAND}` wrote"
+            f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
         )
     return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
 

@@ -173,7 +173,7 @@ def _make(study: Study) -> Outcome:
     kept = study.run.provenance.get("few_shot")
     if kept is None:
         raise UsageError(
-            f"sinks/figure3 is read from a folder of trainings: give the one that `{COMMAND}` wrote into"
+            f"sinks/figure3 is read from a folder of training runs: give the one that `{COMMAND}` wrote into"
         )
     return shots_outcome(shots_table(Path(kept["folder"]), study.say), kept)
 

@@ -101,8 +101,8 @@ def _sweep(study: Study) -> Outcome:
         "front",
         "Loss and sinks against bytes",
         drawing.fronts(table),
-        "One dot per pruning by OATS, coloured by its rank ratio; bytes as stored (values, a bit per entry, and factors). "
-        "The line joins those that no other beats. Bars are standard errors over contexts.",
+        "One dot per pruning by OATS, coloured by its rank ratio; bytes as stored (values, one bit per entry, "
+        "factors). The line joins those that no other beats. Bars are standard errors over contexts.",
         "the colour of the dots on the line: how much rank pays.",
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
@@ -180,7 +180,7 @@ def _allocation(study: Study) -> Outcome:
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
-        f"One dot per calibration; {percent(SPARSITY)} removed in all, rank ratio {USUAL}, {RAISED} where it is raised.",
+        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {USUAL}, {RAISED} where raised.",
         "dots that lie higher on the left and lower on the right than those of uniform ranks.",
         "ours",
         wide=True,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 TIMES_EVEN = 2.0
-"""A head has a pattern that gets `STRONG` of its attention, and so many times what uniform attention would pay (ours)."""
+"""A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
 
 KEEPS = Criterion(
     "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"

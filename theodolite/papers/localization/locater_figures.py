@@ -271,7 +271,7 @@ def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
 
 
 def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
-    """All that is said of the trainings of one depth and width: verdicts, curves, maps and tables.
+    """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
         points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
@@ -319,8 +319,8 @@ def _grid_of(study: Study) -> Path:
     grid = study.run.provenance.get("grid")
     if grid is None:
         raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of trainings: give the folder that `theodolite train "
-            "locater` wrote"
+            "figures 6 to 12 of localization are read from a grid of training runs: give the folder "
+            "that `theodolite train locater` wrote"
         )
     return Path(grid["folder"])
 
@@ -337,7 +337,7 @@ def grid_run(folder: str | Path) -> Run:
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": f"{len(points)} trainings in {Path(folder).name}",
+            "id": f"{len(points)} training runs in {Path(folder).name}",
             "sha256": None,
             "architecture": "Post-LN decoder",
             "layers": max(point.setting.layers for point in points),
