@@ -35,8 +35,8 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
         low_frequency_10=[0.96, 0.95, 0.95, 0.94],
     )
     assert told(run, "Position") == (
-        "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and lowest "
-        "in layer 3 (10 %). Published for GPT-2: 84 %. "
+        "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and "
+        "lowest in layer 3 (10 %). Published for GPT-2: 84 %. "
         "Its mean rank is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
         "It is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix (GPT-2 99.7 %, a model "
         "trained on addition about 50 %)."
@@ -226,8 +226,8 @@ def test_shares_are_means_over_heads_and_their_leaders_are_counted(run: Run) -> 
     )
     assert told(shared, "Constituents").startswith(
         "On average over 12 heads, the logits' variance is 70 % constant, 30 % position and 0 % context (mean "
-        "and bias count with the constituent on the other side); the largest share is constant in 8 heads and position in "
-        "4 heads. "
+        "and bias count with the constituent on the other side); the largest share is constant in 8 heads and "
+        "position in 4 heads. "
     )
 
 

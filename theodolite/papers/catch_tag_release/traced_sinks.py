@@ -93,7 +93,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "release",
             "Where each tag lives on",
             drawing.release_map(traces, release),
-            "One row per sink, the strongest tags first; η²: the share of the variance within contexts that lies between "
+            "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
             "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
@@ -114,7 +114,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "The grouping before the head and after it",
             drawing.kept(heads),
             "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
-            "largest of all later layers; bars: the standard error of the difference. On the dotted line nothing was added.",
+            "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
             "dots well above the line. On it, the grouping was there before the head looked.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),

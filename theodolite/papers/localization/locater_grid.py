@@ -1,8 +1,8 @@
-"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, and always to go on with.
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable.
 
-All training runs are brought to the same number of steps in rounds, so that a grid which is stopped at any time compares
-equals; the same command goes on, and one that asks for more steps, seeds, layers or settings adds them to the folder.
-Every process trains on one core. How one training works is not known here.
+All training runs advance in rounds of the same number of steps, so that a grid which is stopped at any time compares
+equals; rerunning the command resumes, and one that asks for more steps, seeds, layers or settings adds them to the
+folder. Every process trains on one core. How one run is trained is not known here.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ _SINKS = [
         "Sinks by position",
         ("arrays.sink_by_position",),
         sinks.sinks_by_position,
-        "Share of contexts in which a position is a sink, for the head where that is highest in the layer (neighbouring "
+        "Share of contexts in which a position is a sink, for the layer's head where that is highest (neighbouring "
         "positions are binned by their maximum).",
         "a strong first column, and later columns that persist across layers.",
         f"{XIAO}; {ZHANG}, Fig. 2(a)",
