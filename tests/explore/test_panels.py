@@ -160,8 +160,9 @@ def test_a_learned_sink_is_told(subject):
     own = subject("gpt_oss")
     ids = prompt_ids([own], PROMPT)
     view = own.view(ids, 0, 0)
-    assert f"{view.learned.mean():.2f} of the attention goes to a learned column" in panel_html.sinks_html(
-        view, 1.0
+    assert (
+        f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
+        in panel_html.sinks_html(view, 1.0)
     )
 
 
@@ -198,11 +199,11 @@ def test_prompts_that_cannot_be_shown(subject, sharp):
         ("", "the prompt is empty"),
         (" \n ", "the prompt is empty"),
         ("abc", "the prompt is 3 tokens long: type at least 4"),
-        ("a" * 129, "129 tokens long: 128 can be shown, as many as the model has positions for"),
+        ("a" * 129, "129 tokens long: at most 128 can be shown, the number of positions of the model"),
     ):
         with pytest.raises(UsageError, match=said):
             prompt_ids([gpt2], prompt)
-    with pytest.raises(UsageError, match=r"513 tokens long: 512 can be shown$"):
+    with pytest.raises(UsageError, match=r"513 tokens long: at most 512 can be shown$"):
         prompt_ids([bloom], "a" * 513)
     assert len(prompt_ids([bloom], "a" * 512)) == 512
     assert prompt_ids([gpt2], "half \ud83d a pair") == prompt_ids([gpt2], "half ? a pair")

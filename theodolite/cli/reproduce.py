@@ -67,7 +67,7 @@ def reproduce_command(
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Block of the head shown there, or disturbed by sinks/causal, from 0 [default: the heads found; of "
+            help="Block of the head shown there, or ablated by sinks/causal, from 0 [default: the heads found; of "
             "sinks/…, the one that tags most]."
         ),
     ] = None,

@@ -38,7 +38,7 @@ def one_line_errors() -> Iterator[None]:
         _say_error(str(error))
         raise typer.Exit(error.exit_status) from None
     except KeyboardInterrupt:
-        _say_error("interrupted; run the same command again to go on")
+        _say_error("interrupted; rerun the command to resume")
         raise typer.Exit(130) from None
     except MemoryError:
         _say_error("out of memory: use a smaller --batch or --length")

@@ -36,7 +36,8 @@ def trace_command(
     length: Length = None,
     contexts: Contexts = DEFAULT_CONTEXTS,
     stretches: Annotated[
-        bool, typer.Option("--stretches", help="Also sinks that catch a part of a context only.")
+        bool,
+        typer.Option("--stretches", help="Also local sinks, which dominate a contiguous span only."),
     ] = False,
     seed: Seed = 0,
     out: Annotated[

@@ -1,4 +1,4 @@
-"""Which heads do after what they did before: entropy, type, spectrum of W_QK."""
+"""What survives of each head: attention entropy, roles, spectrum of W_QK."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 TENTH = 0.1
-"""An entropy survives that changes by at most this share of the highest possible (ours)."""
+"""An entropy survives that changes by at most this share of the maximum (ours)."""
 
-RANGES = np.array(["collapsed", "", "a plain average"])
+RANGES = np.array(["collapsed", "", "uniform"])
 """A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the highest
 entropy."""
 
@@ -57,9 +57,9 @@ def entropies(reference: Run, other: Run) -> Survival:
     part = Survival(
         "entropies",
         "head",
-        f"of a head: survives where it changes by at most {percent(TENTH)} of the highest possible, and the head "
-        f"comes to be neither collapsed (below {percent(ENTROPY_COLLAPSE)} of it) nor a plain average (above "
-        f"{percent(UNIFORM_ATTENTION.threshold)}), nor ceases to be",
+        f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
+        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE)} of the maximum) or uniform (above "
+        f"{percent(UNIFORM_ATTENTION.threshold)})",
         table,
         "",
         by_chance=expected_by_chance(holds),
@@ -84,20 +84,22 @@ def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
 def _entropies_sentence(part: Survival) -> str:
     table = part.table
     if part.exact:
-        return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
+        return f"The entropy of all {counted(len(table), 'head')} is unchanged."
     near = (table["difference"].abs() <= SIGMAS * table["se"]).sum()
-    kept = part.count(SURVIVED)
-    said = [
-        f"{kept} of {counted(len(table), 'head')} {'keeps its' if kept == 1 else 'keep their'} entropy "
-        f"({part.by_chance:.1f} would by chance), {near} within two standard errors; mean "
+    survived = part.count(SURVIVED)
+    clauses = [
+        f"{survived} of {counted(len(table), 'head')} {'keeps its' if survived == 1 else 'keep their'} entropy "
+        f"({part.by_chance:.1f} by chance), {near} within two standard errors; mean "
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]
     lost = table[table["status"] == LOST]
     if len(lost):
         order = lost["difference"].abs().sort_values(ascending=False, kind="stable").index
-        said.append(f"changed most: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(
+            f"largest changes: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}"
+        )
+    return "; ".join(clauses) + "."
 
 
 def _moved(row: pd.Series) -> str:
@@ -108,19 +110,19 @@ def _moved(row: pd.Series) -> str:
 
 def head_types(reference: Run, other: Run) -> Survival:
     """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
-    found = []
+    tables = []
     for role in ROLES:
         least = role.threshold
         change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
         table = table.join(change).assign(status=statuses(change, least))
-        found.append(table[(table["before"] >= least) | (table["after"] >= least)])
+        tables.append(table[(table["before"] >= least) | (table["after"] >= least)])
     part = Survival(
         "head types",
         "head role",
         "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
         + "; survives where at least half of the score is left",
-        pd.concat(found, ignore_index=True),
+        pd.concat(tables, ignore_index=True),
         "",
     )
     return replace(part, sentence=_types_sentence(part))
@@ -134,18 +136,20 @@ def _types_sentence(part: Survival) -> str:
         for _, row in table.iterrows()
     ]
     if part.exact and len(table):
-        kept = [counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()]
-        return f"All head roles survive, unchanged: {listed(kept, len(ROLES))}."
-    said = []
+        survivors = [
+            counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()
+        ]
+        return f"All head roles survive, unchanged: {listed(survivors, len(ROLES))}."
+    clauses = []
     if part.decided:
-        said.append(part.counts())
+        clauses.append(part.counts())
     else:
-        said.append("No head of the reference has a role: no score reaches its threshold")
+        clauses.append("No head of the reference has a role: no score reaches its threshold")
     for status in (LOST, NEW):
         chosen = [name for name, is_it in zip(names, table["status"] == status, strict=True) if is_it]
         if chosen:
-            said.append(f"{status}: {listed(chosen, NAMED)}")
-    return "; ".join(said) + "."
+            clauses.append(f"{status}: {listed(chosen, NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def spectra(reference: Run, other: Run) -> Survival:
@@ -169,8 +173,8 @@ def spectra(reference: Run, other: Run) -> Survival:
     part = Survival(
         "spectra",
         "head",
-        "W_QK of a head: survives where its Frobenius norm is at least half and at most twice what it was, and its "
-        "regime (of the weights alone) is the same",
+        "W_QK of a head: survives where its Frobenius norm changes by less than a factor of two and its regime (from the "
+        "weights alone) is the same",
         table,
         "",
         by_chance=expected_by_chance(holds),
@@ -181,25 +185,25 @@ def spectra(reference: Run, other: Run) -> Survival:
 def _spectra_sentence(part: Survival) -> str:
     table = part.table
     if not len(table):
-        return "No head has a W_QK to compare: queries and keys are no affine functions of the input."
+        return "No head has a W_QK to compare: queries and keys are not affine in the input."
     if part.exact:
         return f"W_QK of all {counted(len(table), 'head')} is unchanged."
     changed = round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0  # no −0 %
     regimes = (table["regime_before"] == table["regime_after"]).sum()
-    said = [
-        f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its size and regime "
-        f"({part.by_chance:.1f} would by chance): Frobenius norm {percent(changed)} in the median, trace "
-        f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())} on average, the regime of "
-        f"{regimes} is the same"
+    clauses = [
+        f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its norm and regime "
+        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(changed)}, mean trace "
+        f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())}, same regime in "
+        f"{regimes}"
     ]
     if "regime_data_before" in table:
         same = (table["regime_data_before"] == table["regime_data_after"]).sum()
-        said[0] += f" ({same} where what the head reads is counted in)"
+        clauses[0] += f" ({same} with the covariance of what the head reads)"
     lost = table[table["status"] == LOST]
     if len(lost) > 0:
         order = np.argsort((lost["frobenius_after"] / lost["frobenius_before"]).to_numpy(), kind="stable")
-        said.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _resized(row: pd.Series) -> str:

@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream, and how well the model predicts: read in a pass of its own, and compared.
+"""What each head adds to the residual stream, and how well the model predicts: read in a pass of its chosen, and compared.
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
 they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
@@ -118,11 +118,11 @@ class OutputsPass(Reading):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
         output = attend(inputs)
-        kept = self.outputs
-        own = ((kept.context >= self._first) & (kept.context < self._last)).nonzero().squeeze(1)
-        rows = output[kept.context[own] - self._first, kept.position[own]].double()
+        outputs = self.outputs
+        chosen = ((outputs.context >= self._first) & (outputs.context < self._last)).nonzero().squeeze(1)
+        rows = output[outputs.context[chosen] - self._first, outputs.position[chosen]].double()
         weights = self._weights[layer].to(rows.device)
-        kept.written[layer][:, own] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        outputs.written[layer][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         return output
 
     def forward(self, ids: Tensor) -> None:
@@ -155,7 +155,7 @@ def read_outputs(
 
     Args:
         model: from `open_model`.
-        corpus: from a `Corpus` constructor, with the model's own tokenizer.
+        corpus: from a `Corpus` constructor, with the model's chosen tokenizer.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
@@ -185,8 +185,8 @@ def read_outputs(
 
 def _result(done: OutputsPass, fingerprint: dict[str, Any], seconds: float) -> Run:
     empty = pd.DataFrame()
-    kept = done.outputs
-    arrays = {**kept.state(), "context": kept.context, "position": kept.position}
+    outputs = done.outputs
+    arrays = {**outputs.state(), "context": outputs.context, "position": outputs.position}
     described = describe_pass(done.model, done.corpus, done.seed, fingerprint, seconds)
     return Run(empty, empty, empty, empty, empty, arrays, describe_model(done.model) | described)
 
@@ -205,7 +205,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
-        "half of its squared length is kept, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than two "
+        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than two "
         "standard errors (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         "",
@@ -247,25 +247,25 @@ def _sentence(part: Survival) -> str:
     if not len(table):
         return "No head writes anything on this text."
     if part.exact:
-        return f"All {counted(len(table), 'head')} write what they wrote, unchanged."
-    kept = part.count(SURVIVED)
+        return f"The outputs of all {counted(len(table), 'head')} are unchanged."
+    survived = part.count(SURVIVED)
     middle = table.loc[table["before"] > 0, "relative_difference"].median()
-    said = [
-        f"{kept} of {counted(part.decided, 'head')} {'writes' if kept == 1 else 'write'} what they wrote; the median "
+    clauses = [
+        f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; the median "
         f"relative difference is {number(float(middle))}"
     ]
     lost = table[table["status"] == LOST].sort_values("after", kind="stable")
     if len(lost):
-        said.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _named(row: pd.Series) -> str:
     if row["norm_after"] == 0:
-        return f"{head_name(row['layer'], row['head'])} (writes nothing now)"
-    kept = percent(row["after"]) if row["after"] > 0 else "nothing"
+        return f"{head_name(row['layer'], row['head'])} (writes nothing any more)"
+    retained = percent(row["after"]) if row["after"] > 0 else "nothing"
     size = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
-    return f"{head_name(row['layer'], row['head'])} (keeps {kept}; size {size})"
+    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {size})"
 
 
 @dataclass(frozen=True)

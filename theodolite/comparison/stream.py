@@ -1,4 +1,4 @@
-"""What of the residual stream's geometry one run shares with another: outliers, massive activations, positions."""
+"""What survives of the residual stream's geometry: outliers, massive activations, positions."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
     table = part.table
     if not len(table):
-        return f"Neither has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
+        return f"Neither model has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
     if part.exact:
         places = table.groupby("dimension")["layer"].count()
         return (
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
             f"(of {listed([str(d) for d in places.index], NAMED)})."
         )
-    said = [part.counts() if part.decided else f"The reference has no {noun}"]
+    clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
     for status in (LOST, NEW):
         rows = table[table["status"] == status]
         if len(rows):
-            said.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
-    return "; ".join(said) + "."
+            clauses.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _dimensions(rows: pd.DataFrame) -> list[str]:
@@ -115,7 +115,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "layer",
         "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
         "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm; curve: "
-        "similarity of the matrices of products of positions (linear CKA), the same in any directions",
+        "similarity of the positions' Gram matrices (linear CKA), which is invariant to rotation",
         table,
         "",
     )
@@ -124,32 +124,32 @@ def positions(reference: Run, other: Run) -> Survival:
 
 def _curves(reference: Run, other: Run) -> Floats:
     """⟨PPᵀ, P′P′ᵀ⟩ over the product of their norms, a layer; NaN where a basis is zero."""
-    found = []
+    similarities = []
     pairs = (torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in (reference, other))
     for p, q in zip(*pairs, strict=True):
         norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
         product = torch.linalg.matrix_norm(p.T @ q).square()
-        found.append(float(product / norms) if norms > 0 else math.nan)
-    return np.array(found)
+        similarities.append(float(product / norms) if norms > 0 else math.nan)
+    return np.array(similarities)
 
 
 def _positions_sentence(part: Survival, chance: float) -> str:
     table = part.table
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
-    kept = part.count(SURVIVED)
-    said = [
-        f"the positional basis survives in {kept} of {counted(len(table), 'layer')}: on average its rank is "
-        f"{_moved(table, 'rank')}, its relative norm {_moved(table, 'relative_norm')}",
-        f"its directions overlap by {number(float(table['overlap'].mean()), 2)} (random ones by {number(chance, 2)}), "
-        f"its curve is alike to {number(float(table['curve'].mean()), 2)}",
+    survived = part.count(SURVIVED)
+    clauses = [
+        f"the positional basis survives in {survived} of {counted(len(table), 'layer')}: mean rank "
+        f"{_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
+        f"overlap of its leading directions {number(float(table['overlap'].mean()), 2)} (random: {number(chance, 2)}), "
+        f"similarity of its Gram matrix (linear CKA) {number(float(table['curve'].mean()), 2)}",
     ]
     lost = table.loc[table["status"] == LOST, "layer"]
     if 0 < len(lost) < len(table):
-        said.append(
+        clauses.append(
             f"lost in {'layer' if len(lost) == 1 else 'layers'} {listed([str(n) for n in lost], NAMED)}"
         )
-    text = "; ".join(said)
+    text = "; ".join(clauses)
     return text[0].upper() + text[1:] + "."
 
 
@@ -176,6 +176,7 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
         for run in (first, second)
     ]
     parts = [
-        float((one[:k] @ other[:k].T).square().sum()) / k for one, other, k in zip(*bases, ranks, strict=True)
+        float((before[:k] @ after[:k].T).square().sum()) / k
+        for before, after, k in zip(*bases, ranks, strict=True)
     ]
     return np.array(parts), float(ranks.mean()) / bases[0].shape[2]

@@ -1,4 +1,4 @@
-"""What a part of a comparison is, and the one rule by which something survives. No run is read here."""
+"""The one rule by which something survives, and what of one part of the mechanism did. No run is read here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from theodolite.system.wording import counted, percent
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
 HALF = 0.5
-"""What survives keeps at least so much of what it was (ours)."""
+"""What survives retains at least this share (ours)."""
 
 HARDLY_ANY = 0.1
 """A part is lost with less left."""
@@ -35,7 +35,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Survival:
-    """One part of the mechanism, before and after.
+    """What survives of one part of the mechanism.
 
     Attributes:
         name: `sinks`, `tags`, …
@@ -68,10 +68,10 @@ class Survival:
     def left(self) -> float:
         """Weight that survives, of the weight that is decided, beyond chance: 1 all, 0 none; NaN: there is nothing."""
         weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
-        kept, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
-        if kept == 0 or lost == 0:
-            return math.nan if kept == lost else float(kept > 0)
-        return max(0.0, (kept - self.by_chance) / (kept + lost - self.by_chance))
+        survived, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
+        if survived == 0 or lost == 0:
+            return math.nan if survived == lost else float(survived > 0)
+        return max(0.0, (survived - self.by_chance) / (survived + lost - self.by_chance))
 
     @property
     def answer(self) -> Answer:
@@ -92,17 +92,17 @@ class Survival:
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
-        kept, total = self.count(SURVIVED), self.decided
-        said = f"{kept} of {counted(total, self.unit)} {'survives' if kept == 1 else 'survive'}"
+        survived, total = self.count(SURVIVED), self.decided
+        text = f"{survived} of {counted(total, self.unit)} {'survives' if survived == 1 else 'survive'}"
         if self.by_chance:
-            said += f" ({self.by_chance:.1f} would by chance)"
-        elif self.weight and 0 < kept < total:
-            said += f" ({percent(self.left)} by weight)"
+            text += f" ({self.by_chance:.1f} by chance)"
+        elif self.weight and 0 < survived < total:
+            text += f" ({percent(self.left)} by weight)"
         if added := self.count(NEW):
-            said += f", {added} new"
-        if open_ := self.count(UNDECIDED):
-            said += f", {open_} undecided (within two standard errors)"
-        return said
+            text += f", {added} new"
+        if undecided := self.count(UNDECIDED):
+            text += f", {undecided} undecided (within two standard errors)"
+        return text
 
 
 def statuses(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:

@@ -66,18 +66,18 @@ def roles_of(rows: list[Evidence]) -> str:
 def spectrum_line(run: Run, layer: int, head: int) -> str:
     """What the spectrum predicts for the head, in a sentence."""
     row = _row(run, layer, head)
-    what = str(row.get("spectrum_of", "projection"))
-    if what == "none":
-        return "Its queries and keys are no affine function of its input, so there is no query-key matrix."
-    if what != "projection":
+    source = str(row.get("spectrum_of", "projection"))
+    if source == "none":
+        return "Its queries and keys are not affine in its input, so it has no query-key matrix."
+    if source != "projection":
         return (
             "This family normalises queries and keys after projecting them: the eigenvalues are those of the "
-            "projection before the norm, and predict no propagation."
+            "projection before the norm, and do not predict propagation."
         )
     data = "_data" if "regime_data" in row else ""
     regime, of = str(row[f"regime{data}"]), "W_QK Σ̂" if data else "W_QK"
     if regime == UNDEFINED:
-        return f"The spectrum of {of} names no regime."
+        return f"The spectrum of {of} falls into no regime."
     numbers = ", ".join(
         f"{symbol} = {number(row[f'{name}_symmetric{data}'])}" for symbol, name in (("ξ", "xi"), ("η", "eta"))
     )
@@ -86,16 +86,16 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
 
 
 def shares_line(run: Run, layer: int, head: int) -> str:
-    """What the head's logits are made of on the surveyed text, in a sentence; empty where that is not known."""
+    """The constituents of the head's logits on the surveyed text, in a sentence; empty where they are not known."""
     row = _row(run, layer, head)
     names = {"position": "position", "context": "context", "cross": "both", "constant": "neither"}
-    shares = {said: float(row.get(f"share_{name}", math.nan)) for name, said in names.items()}
+    shares = {label: float(row.get(f"share_{name}", math.nan)) for name, label in names.items()}
     if any(math.isnan(share) for share in shares.values()):
         return ""
-    told = ", ".join(f"{said} {percent(share)}" for said, share in shares.items())
+    listed_shares = ", ".join(f"{label} {percent(share)}" for label, share in shares.items())
     added = float(row.get("share_additive", 0.0))
     bias = f", bias added by the model {percent(added)}" if added else ""
-    return f"Variance of its logits on the text: {told}{bias}."
+    return f"Variance of its logits on the text: {listed_shares}{bias}."
 
 
 def _row(run: Run, layer: int, head: int) -> dict[str, Any]:

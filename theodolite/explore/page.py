@@ -20,10 +20,10 @@ from theodolite.system.wording import head_name
 FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"
 _CONSTITUENTS = (
-    "The query-key product in parts that need the position, the context, both or neither; they sum to QK, the model's "
-    "own logits: pos is what the query's or the key's position adds, cvec what its token and context add, and "
-    "query-key is the order, so that pos-cvec is a position that looks for a content. Of every row its mean is taken "
-    "off, which the softmax does not notice. Position 0 is left out."
+    "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
+    "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
+    "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
+    "excluded."
 )
 _START = """
 const start = () => window.theodolite
@@ -109,11 +109,11 @@ def _prompt_row(prompts: dict[str, str]) -> tuple[gr.Textbox, gr.Dropdown, gr.Bu
             max_lines=8,
             scale=5,
             elem_id="prompt",
-            info="Enter starts a new line; Shift+Enter, or Look, shows it.",
+            info="Enter starts a new line; Shift+Enter or Run runs the model.",
         )
         with gr.Column(scale=1, min_width=170):
             picked = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="picked")
-            look = gr.Button("Look", variant="primary", elem_id="look")
+            look = gr.Button("Run", variant="primary", elem_id="look")
     return prompt, picked, look
 
 
@@ -127,12 +127,12 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
             measure=gr.Dropdown(
                 panels.measures_of(subjects),
                 value=FIRST_MEASURE,
-                label="the map shows",
+                label="head map of",
                 elem_id="measure",
                 min_width=200,
             ),
             log=gr.Checkbox(False, label="logarithmic attention", elem_id="log", min_width=150),
-            hide=gr.Checkbox(False, label="hide the sink", elem_id="hide", min_width=120),
+            hide=gr.Checkbox(False, label="hide sinks", elem_id="hide", min_width=120),
             window=gr.Dropdown(
                 [("all positions", 1)],
                 value=1,
@@ -145,34 +145,34 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
 
 
 def _side(subject: Subject, *, alone: bool) -> _ModelPanels:
-    made: dict[str, gr.HTML] = {}
+    panels_by_name: dict[str, gr.HTML] = {}
     with gr.Column(elem_classes="side"):
         unseen = " only-heard" if alone else ""  # one model's name is the page's own heading
         _words(f'<h2 class="side-name{unseen}">{panel_html.escaped(subject.name)}</h2>')
         with gr.Row(elem_classes="pair"):
-            with _panel("Heads", "Rows are layers, columns heads. Click one to look at it."):
-                made["map"] = _figure("layer × head map", picks=True)
-                made["head"] = _words(elem_classes="head-panel")
+            with _panel("Heads", "Rows are layers, columns heads. Click a head to show it."):
+                panels_by_name["map"] = _figure("layer × head map", picks=True)
+                panels_by_name["head"] = _words(elem_classes="head-panel")
             with _panel(
-                "Attention", "Each row is a token and shows where it looks; ▼ marks the head's sinks."
+                "Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks."
             ):
-                made["attention"] = _figure("attention map of the head", kind="square")
+                panels_by_name["attention"] = _figure("attention map of the head", kind="square")
         with gr.Row(elem_classes="pair"):
-            made["sinks"] = _words(elem_classes="sinks-panel")
-            made["tags"] = _words(elem_classes="tags-panel")
+            panels_by_name["sinks"] = _words(elem_classes="sinks-panel")
+            panels_by_name["tags"] = _words(elem_classes="tags-panel")
         with _panel("Constituents of the logits", _CONSTITUENTS):
-            made["not_split"] = _words()
-            made["constituents"] = _figure(
+            panels_by_name["not_split"] = _words()
+            panels_by_name["constituents"] = _figure(
                 "constituents of the head's logits", kind="tiled", elem_classes="wide-figure"
             )
         with gr.Row(elem_classes="pair"):
             with _panel(
                 "Spectrum", "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
             ):
-                made["spectrum"] = _figure("eigenvalues of the head")
-            with _panel("Signal propagation", "ρ predicted from the spectrum, and measured on the text."):
-                made["propagation"] = _figure("predicted and measured signal propagation")
-    return _ModelPanels(**made)
+                panels_by_name["spectrum"] = _figure("eigenvalues of the head")
+            with _panel("Signal propagation", "ρ predicted from the spectrum and measured on the text."):
+                panels_by_name["propagation"] = _figure("predicted and measured signal propagation")
+    return _ModelPanels(**panels_by_name)
 
 
 def _wire(
@@ -193,7 +193,7 @@ def _wire(
         ids = prompt_ids(subjects, text)
         choices = panels.windows(ids)
         window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
-        name = next((name for name, own in prompts.items() if own == text), None)
+        name = next((name for name, prompt_text in prompts.items() if prompt_text == text), None)
         yield from (ids, window, name, *_quick(subjects, _Settings.of(*[ids, *values[1:5], 1])))
 
     def show(*values: Any) -> Iterator[Any]:
@@ -233,7 +233,7 @@ def _wire(
 
 def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
     of = (subjects, settings.ids, settings.selection)
-    made = [
+    quick = [
         panels.head_map(*of),
         panels.head(*of),
         panels.attention(*of, settings.switches),
@@ -241,7 +241,7 @@ def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
         panels.spectrum(subjects, settings.selection),
         panels.propagation(subjects, settings.selection),
     ]
-    for side in zip(*made, strict=True):
+    for side in zip(*quick, strict=True):
         yield from side
 
 
@@ -318,13 +318,13 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
 def theme() -> gr.themes.Base:
     """The report's paper and ink; fonts are the system's own, so that none is fetched."""
     font = gr.themes.Font("sans-serif")
-    made = gr.themes.Base(
+    base = gr.themes.Base(
         primary_hue=gr.themes.colors.sky,
         neutral_hue=gr.themes.colors.stone,
         font=[font],
         font_mono=[gr.themes.Font("monospace")],
     )
-    return made.set(
+    return base.set(
         body_background_fill=NEUTRAL,
         body_background_fill_dark=DARK_NEUTRAL,
         button_primary_background_fill="#0b5d82",

@@ -1,4 +1,4 @@
-"""What the page says of a head in words and coloured tokens, as HTML; the templates escape every string.
+"""The panels of the page that are words and coloured tokens, as HTML; the templates escape every string.
 
 Colour never stands alone: sinks are marked and numbered, and a caught token carries the number of its sink.
 """
@@ -149,30 +149,26 @@ def _row(evidence: Evidence) -> Row:
 
 def _token(view: HeadView, place: int, style: str) -> Token:
     text = flowing(view.tokens[place])
-    kept = text.rstrip("\n")
+    line = text.rstrip("\n")
     sinks = [sink.position for sink in view.sinks]
     mark = f"▼{sinks.index(place) + 1}" if place in sinks else ""
     group = int(view.group[place])
     caught = group not in (UNCAUGHT, LEFT_OUT)
-    got = float(view.received[place])
+    received = float(view.received[place])
     hint = f"{place}: {token_text(view.tokens[place])}"
-    hint += " · seen by too few tokens" if math.isnan(got) else f" · gets {got:.3f}"
+    hint += " · seen by too few tokens" if math.isnan(received) else f" · receives {received:.3f}"
     hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
-    return Token(kept, text[len(kept) :], hint, mark, str(group + 1) if caught else "", style)
+    return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
 
 
 def _sink_line(view: HeadView, index: int) -> tuple[str, str]:
     sink = view.sinks[index]
-    what = (
-        "the learned column, no token"
-        if sink.position < 0
-        else f"token {sink.position} “{_named(view, sink)}”"
+    name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_named(view, sink)}”"
+    local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
+    return f"▼{index + 1}", (
+        f"{name} receives {sink.received:.2f} of the attention on average and catches "
+        f"{counted(sink.caught, 'token')}{local}"
     )
-    how = "catches a stretch: gets" if sink.stretch else "gets"
-    said = (
-        f"{how} {sink.received:.2f} of the attention on average and catches {counted(sink.caught, 'token')}"
-    )
-    return f"▼{index + 1}", f"{what} {said}"
 
 
 def _named(view: HeadView, sink: Sink) -> str:
@@ -190,12 +186,12 @@ def _coloured(colour: np.ndarray) -> str:
 def _tag_line(view: HeadView, tags: Tags) -> str:
     if math.isnan(tags.explained):
         return (
-            "No sink divides these tokens, so there is no tag to measure: the colours show whatever varies most in "
-            "what the head writes."
+            "No sink groups these tokens, so there is no tag to measure: the colours show the leading principal "
+            "components of the head's output."
         )
     return (
-        f"Which sink caught a token explains {percent(tags.explained)} of the variance of what the head writes (η²); "
-        f"of the stream that enters the block it explains {percent(tags.before)}, and a random grouping would "
+        f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
+        f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
         f"{percent(tags.chance)}."
     )
 

@@ -55,7 +55,9 @@ def parse_head(name: str) -> tuple[int, int]:
     """
     layer, _, head = name.strip().upper().removeprefix("L").partition("H")
     if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
-        raise UsageError(f"{visible(name, 20)} is no head: write L3H5 for head 5 of layer 3, both from 0")
+        raise UsageError(
+            f"{visible(name, 20)} is not a head: write L3H5 for head 5 of layer 3, both counted from 0"
+        )
     return int(layer), int(head)
 
 
@@ -66,9 +68,9 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """What the map can be coloured by: (what is said, `prompt:entropy`), those of the prompt first."""
+    """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
     known = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
-    on_text = [name for name in HEAD_MEASURES if all(name in own for own in known)]
+    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in known)]
     learned = any(
         bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
         for subject in subjects
@@ -76,8 +78,8 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     on_prompt = [name for name in ON_PROMPT if learned or name != LEARNED_SINK.column]
     both = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
     return [
-        (f"{said} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
-        for where, names, said in both
+        (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
+        for where, names, label in both
         for name in names
     ]
 
@@ -127,11 +129,11 @@ def sinks(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[s
 
 def tags(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    found = [subject.constituents_and_tags(ids, selection.layer, selection.head) for subject in subjects]
-    colours = tag_colours([each.tags for each in found])
+    details = [subject.constituents_and_tags(ids, selection.layer, selection.head) for subject in subjects]
+    colours = tag_colours([each.tags for each in details])
     return [
-        panel_html.tags_html(subject.view(ids, selection.layer, selection.head), each.tags, own, each.no_tags)
-        for subject, each, own in zip(subjects, found, colours, strict=True)
+        panel_html.tags_html(subject.view(ids, selection.layer, selection.head), each.tags, rgb, each.no_tags)
+        for subject, each, rgb in zip(subjects, details, colours, strict=True)
     ]
 
 
@@ -143,7 +145,7 @@ def constituents(
     for subject in subjects:
         detail = subject.constituents_and_tags(ids, selection.layer, selection.head)
         refused.append(
-            "" if detail.split else panel_html.message(f"The logits cannot be split: {detail.not_split}")
+            "" if detail.split else panel_html.message(f"The logits cannot be decomposed: {detail.not_split}")
         )
         if detail.split:
             drawn.append(qk_panels(detail.split, selection.head, subject.read(ids).tokens, first=first))
@@ -152,7 +154,7 @@ def constituents(
 
 
 def windows(ids: Ids) -> list[tuple[str, int]]:
-    """The stretches of positions that constituents are drawn of: (what is said, first position)."""
+    """The windows of positions that constituents are drawn of: (label, first position)."""
     return [
         (f"positions {first} to {min(first + MOST, len(ids)) - 1}", first)
         for first in range(1, len(ids), MOST)

@@ -94,7 +94,7 @@ class Subject:
             )
             tags, no_tags = _or_reason(lambda: head_tags(self.model, read, self._caught(ids, layer), view))
             return ConstituentsAndTags(
-                split, tags, not_split, no_tags or ("" if tags else "too few tokens are no sinks")
+                split, tags, not_split, no_tags or ("" if tags else "too few tokens besides the sinks")
             )
 
     def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
@@ -139,8 +139,8 @@ def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
         raise UsageError(_DIFFERENT.format(*(subject.name for subject in subjects)))
     most = longest_prompt(subjects)
     if len(first) > most:
-        why = "" if most == MOST_TOKENS else ", as many as the model has positions for"
-        raise UsageError(f"the prompt is {len(first)} tokens long: {most} can be shown{why}")
+        why = "" if most == MOST_TOKENS else ", the number of positions of the model"
+        raise UsageError(f"the prompt is {len(first)} tokens long: at most {most} can be shown{why}")
     if len(first) < LEAST_LENGTH:
         raise UsageError(f"the prompt is {counted(len(first), 'token')} long: type at least {LEAST_LENGTH}")
     return first
@@ -153,7 +153,7 @@ _DIFFERENT = (
 
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: there is no prompt to type")
+        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a prompt")
     tokenizer: Any = model.tokenizer

@@ -40,7 +40,7 @@ CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 
 @pytest.fixture(scope="module")
 def adder(tmp_path_factory):
-    """A model of additions trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
+    """A model trained on addition trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
     folder = tmp_path_factory.mktemp("training") / "adder"
     config = SmallConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
     train_small(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))

@@ -58,7 +58,7 @@ NAMES = {
 MEASURES = {
     "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
-    "stretches": "the same, sinks of a stretch counted",
+    "stretches": "the same, with local sinks",
     "caught": "share of queries that a token catches",
     "tag": "η² of the head's output by being caught, mean over caught queries",
     "first": "attention to the first token",
@@ -173,7 +173,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `escape_table`."""
     verdicts = []
     for escape in ESCAPES[1:]:
-        for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
+        for name, what in (("sinks", "of the whole context"), ("stretches", "local or not")):
             claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
             own, none = _paired(table, escape, name)
             if not (none > 0).all():

@@ -189,7 +189,7 @@ def _exhibits(
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
             "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
-            "of those who see them on average, or the most of what a stretch of them pays.",
+            "of those who see them on average, or for local sinks the most that a contiguous span pays.",
             "strong columns: everything that comes after is caught by that token.",
             source,
             wide=True,

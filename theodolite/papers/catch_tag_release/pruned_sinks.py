@@ -186,7 +186,7 @@ def _figure_4(study: Study) -> Outcome:
                 claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
             ),
             judge(
-                "It is this term, not what any as large a change does (control, ours)",
+                "The effect is specific to this term: a norm-matched random change does not have it (control, ours)",
                 f"share of the layer's sinks that is left: {spared[0]}",
                 spared[1][0],
                 SPARED,

@@ -1,4 +1,4 @@
-"""Is the tag used? One sink's head disturbed, beside controls as large (Zhang et al. 2025, sections 2 and 3)."""
+"""Is the tag used? One sink's head ablated, against norm-matched controls (Zhang et al. 2025, sections 2 and 3)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _place(study: Study) -> tuple[int, int, torch.Tensor]:
             "that head writes no tag in this text: choose another --layer and --head, or another text"
         )
     row = traces.index[0]
-    study.say(f"disturbing {sink_name(traces.loc[row])}")
+    study.say(f"ablating {sink_name(traces.loc[row])}")
     direction = run.arrays["tag_direction"][row]
     return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
 
@@ -72,7 +72,7 @@ def _make(study: Study) -> Outcome:
     name = head_name(layer, head)
     return Outcome(
         [
-            Reading("disturbed head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
+            Reading("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
             *(
                 Reading(
                     f"{row.disturbance}: {row.measure}",
@@ -93,17 +93,17 @@ def _make(study: Study) -> Outcome:
         [
             exhibit(
                 "losses",
-                f"{name} disturbed: loss of the next token",
+                f"{name} ablated: next-token loss",
                 drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
                 "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-                "the head's sinks caught in the untouched model. Control: as large a disturbance that is not aimed.",
+                "the head's sinks caught in the untouched model. Control: a norm-matched ablation elsewhere.",
                 "red bars beyond the grey ones, on caught tokens more than on others.",
                 f"{ZHANG}, sections 2 and 3",
                 wide=True,
             ),
             exhibit(
                 "sinks",
-                f"{name} disturbed: sinks",
+                f"{name} ablated: sinks",
                 drawing.changes(table, [OWN_SINKS, LATER_SINKS]),
                 "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
                 "red bars beyond the grey ones.",
@@ -112,7 +112,7 @@ def _make(study: Study) -> Outcome:
             ),
             exhibit(
                 "clusters",
-                f"{name} disturbed: clusters behind it",
+                f"{name} ablated: clusters in later layers",
                 drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
                 "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
                 "untouched model.",
@@ -169,7 +169,7 @@ def _decided(claim: str, said: str, gain: float, error: float, criterion: str) -
 CAUSAL = [
     Experiment(
         "sinks/causal",
-        "One sink's head disturbed: tag removed, sinks hidden, low-rank weights removed, beside controls",
+        "One sink's head ablated: tag removed, sinks masked, low-rank weights removed, against norm-matched controls",
         "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
         "deeper layers (abstract)",
         ("model",),

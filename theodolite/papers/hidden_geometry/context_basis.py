@@ -22,8 +22,7 @@ from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 
 if TYPE_CHECKING:
-    from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
-from theodolite.papers.experiment import Study
+    from theodolite.papers.experiment import Study
 
 DOCUMENTS, CONTEXTS_A_DOCUMENT = 4, 32
 """As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""

@@ -20,8 +20,7 @@ from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent
 
 if TYPE_CHECKING:
-    from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
-from theodolite.papers.experiment import Study
+    from theodolite.papers.experiment import Study
 
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""

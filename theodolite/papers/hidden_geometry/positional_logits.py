@@ -87,11 +87,11 @@ def _sampled(study: Study) -> Tensor:
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
-    claim = "The QK matrix of a model of additions is not smooth (section 4.3, Figs. 5, 19 and 22)"
+    claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
     what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({what}: {number(share)})"
-        return Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({what}: {number(share)})"
+        return Verdict(claim, UNTESTABLE, f"{why}: survey a model trained on addition on addition problems")
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
         return Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
     chance = (10 / positions) ** 2

@@ -1,4 +1,4 @@
-"""Models that are trained here: the positional basis while it is learned, and how well a model of additions adds.
+"""Models that are trained here: the positional basis while it is learned, and the accuracy of addition.
 
 A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
 """
@@ -258,7 +258,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
         "Additions are learned in distribution (section 4.3)",
-        f"share of {count} sums of {trained} that are right in every character",
+        f"exact-match accuracy on {count} sums of {trained}",
         float(values[0]),
         ACCURATE,
         float(errors[0]),
@@ -280,7 +280,7 @@ def _addition(study: Study) -> Outcome:
     model = study.opened()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
+            f"{model.id} was not trained on addition: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
     task = task_of(study.run)
@@ -306,7 +306,7 @@ def _addition(study: Study) -> Outcome:
         "accuracy",
         "Right answers by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Greedy answers to {count} new sums of each kind, right in every character, with binomial standard errors. "
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
         "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
         "smooth is judged by geometry/figure5.",
         "a fall from the left: lengths that training never saw.",

@@ -178,11 +178,15 @@ def _figure_5(study: Study) -> Outcome:
     pictured = _pictured(run, basis)
     layers = len(basis)
     mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
-    claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    claim = (
+        "A model trained on addition has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    )
     share = f"its share of energy at K = 10 is {mean:.3f}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({share})"
-        verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({share})"
+        verdict = Verdict(
+            claim, UNTESTABLE, f"{why}: survey a model trained on addition on addition problems"
+        )
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
         if verdict.answer not in OPEN and (unknown := why_no_adder(study)):

@@ -216,7 +216,7 @@ def _beside(
     for worker in workers:
         worker.join()
         if worker.exitcode:
-            failed.append(f"a process ended with status {worker.exitcode}; run the same command again")
+            failed.append(f"a process ended with status {worker.exitcode}; rerun the command")
     return failed
 
 

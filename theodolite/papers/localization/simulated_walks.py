@@ -34,16 +34,15 @@ from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.regimes import regime
 
 if TYPE_CHECKING:
-    from theodolite.papers.rank_correlation import rank_correlation
-from theodolite.papers.experiment import Study
+    from theodolite.papers.experiment import Study
 
 SETTING = WalkSetting()
 
 PREDICTED = {
     "published": "Eq. 6 as printed gives ρ of random walks",
-    "corrected": "Eq. 6 with the corrected variance does",
-    "finite": "The Gaussian with the exact moments at finite T does",
-    "exact": "The exact distribution does",
+    "corrected": "Eq. 6 with the corrected variance gives ρ of random walks",
+    "finite": "A Gaussian with the exact moments at finite T gives ρ of random walks",
+    "exact": "The exact distribution gives ρ of random walks",
 }
 """Each prediction, and the claim that it describes the simulation, in the order in which they are drawn."""
 

@@ -250,7 +250,7 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
             EXPLAINS,
         ),
         _judged(
-            "So has the residual stream",
+            "The residual stream, too, has the second moments of a random walk",
             residual,
             "r_squared",
             EXPLAINS,

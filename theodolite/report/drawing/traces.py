@@ -23,7 +23,7 @@ KIND_NAMES = {
     "first": "first token",
     "later": "later token",
     "learned": "learned column",
-    "stretch": "token that catches a stretch",
+    "stretch": "local sink",
 }
 
 
