@@ -78,7 +78,7 @@ def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
     stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
     assert "tags  Not compared: not every folder has its own beside it, as FOLDER-sinks" in stdout
     assert "head outputs  Not compared: not every folder has its own beside it, as FOLDER-outputs" in stdout
-    assert "What the heads write was not compared." in stdout
+    assert "Head outputs were not compared." in stdout
 
 
 @pytest.fixture

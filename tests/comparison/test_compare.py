@@ -24,7 +24,7 @@ from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
 
 DESTROYED = (0, 2)
-UNSEEN = "What the heads write was not compared."
+UNSEEN = "Head outputs were not compared."
 
 
 def of(damaged, reference, **names):
@@ -39,7 +39,7 @@ def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
 
 def test_a_model_compared_with_itself_survives_exactly(pair):
     audit = of(pair(), pair())
-    assert audit.summary.startswith("Everything survived, exactly: no number differs. Next-token loss: ")
+    assert audit.summary.startswith("Everything survives exactly: no number differs. Next-token loss: ")
     assert audit.summary.endswith(" nats, unchanged.")
     assert audit.answer == HOLDS
     for part in audit.parts:
@@ -54,7 +54,7 @@ def test_a_model_compared_with_itself_survives_exactly(pair):
 def test_synthetic_runs_compared_with_themselves_survive_exactly():
     run = make_survey()
     audit = compare(run, replace(run))
-    assert audit.summary == f"Everything survived, exactly: no number differs. {UNSEEN}"
+    assert audit.summary == f"Everything survives exactly: no number differs. {UNSEEN}"
     assert [part.name for part in audit.parts if part.name == "tags"] == []
 
 
@@ -94,7 +94,7 @@ def test_the_head_that_lost_most_is_not_the_one_that_has_most(pair):
 
 def test_of_a_random_model_nothing_survives(pair):
     audit = of(pair("random"), pair())
-    assert audit.summary.startswith("Nothing survived: neither sinks, tags, ")
+    assert audit.summary.startswith("Nothing survives: neither sinks, tags, ")
     assert audit.answer == FAILS
     for part in audit.parts:
         assert not part.left > 0.1, part.name
@@ -194,7 +194,7 @@ def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
     assert places(part.table, "lost") == (
         {(strongest["layer"], strongest["head"])} if status == "lost" else set()
     )
-    assert ("turned, cosine" in part.sentence) == (status == "lost")
+    assert ("rotated, cosine" in part.sentence) == (status == "lost")
     assert part.table["cosine"].min() == pytest.approx(cosine, abs=1e-6)
 
 
@@ -313,14 +313,14 @@ def test_entropies_by_hand():
     ]
     part = compare(*runs).part("entropies")
     assert part.table["status"].tolist() == statuses
-    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "a plain average", ""]
+    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "uniform", ""]
 
     def survives(i: int, j: int) -> bool:
         between = [0.05 <= x < 0.995 for x in (before[i], after[j])]
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} would by chance), 4 within two standard errors" in part.sentence
+    assert f"({part.by_chance:.1f} by chance), 4 within two standard errors" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 
@@ -377,7 +377,7 @@ def test_other_families(family, opened):
     run, trace = survey(model, corpus), trace_sinks(model, corpus)
     written = read_outputs(model, corpus)
     audit = compare(run, run, trace, trace, outputs_of=(written, written))
-    assert audit.summary.startswith("Everything survived, exactly: no number differs.")
+    assert audit.summary.startswith("Everything survives exactly: no number differs.")
     assert (audit.loss is None) == (family == "bert")
 
 

@@ -79,4 +79,4 @@ def test_what_is_left():
     assert part(["survived", "new"]).left == 1
     assert part(["lost"]).left == 0
     assert np.isnan(part(["new", "undecided"]).left)
-    assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 would by chance)"
+    assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"

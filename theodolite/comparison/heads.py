@@ -173,8 +173,8 @@ def spectra(reference: Run, other: Run) -> Survival:
     part = Survival(
         "spectra",
         "head",
-        "W_QK of a head: survives where its Frobenius norm changes by less than a factor of two and its regime (from the "
-        "weights alone) is the same",
+        "W_QK of a head: survives where its Frobenius norm changes by at most a factor of two and its regime (from "
+        "the weights alone) is the same",
         table,
         "",
         by_chance=expected_by_chance(holds),

@@ -1,4 +1,4 @@
-"""What each head adds to the residual stream, and how well the model predicts: read in a pass of its chosen, and compared.
+"""What each head adds to the residual stream, and the next-token loss: read in a pass of their own, and compared.
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
 they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
@@ -155,7 +155,7 @@ def read_outputs(
 
     Args:
         model: from `open_model`.
-        corpus: from a `Corpus` constructor, with the model's chosen tokenizer.
+        corpus: from a `Corpus` constructor, with the model's own tokenizer.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
@@ -205,8 +205,8 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
-        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than two "
-        "standard errors (over contexts)",
+        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than "
+        "two standard errors (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         "",
     )
@@ -251,8 +251,8 @@ def _sentence(part: Survival) -> str:
     survived = part.count(SURVIVED)
     middle = table.loc[table["before"] > 0, "relative_difference"].median()
     clauses = [
-        f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; the median "
-        f"relative difference is {number(float(middle))}"
+        f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
+        f"median relative difference is {number(float(middle))}"
     ]
     lost = table[table["status"] == LOST].sort_values("after", kind="stable")
     if len(lost):

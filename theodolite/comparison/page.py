@@ -170,10 +170,10 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
             "maps",
             f"Attention of {head}, model by model",
             drawing.side_by_side(attention, square=True),
-            f"One prompt, queries down and keys across; ▼ marks the sinks of the head in each model. {listed_by_model}.",
+            f"One prompt, queries down, keys across; ▼ marks the sinks of the head in each model. {listed_by_model}.",
             "a strong column in one model that is weak or missing in another."
             if any(sinks.values())
-            else "columns that differ. The head has no sink on this prompt: choose others with --prompt, --layer and --head.",
+            else "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head.",
             f"{ZHANG}, Figs. 4 and 5",
             wide=True,
         ),
