@@ -243,8 +243,8 @@ def test_key_numbers_carry_the_mean_of_the_layers_errors(run: Run) -> None:
     found = {tile.label: tile for tile in tiles(run)}
     assert found["positional rank"].error == "0.5"
     mean = run.layers["incoherence_mean"].mean()
-    assert found["position · context"].value == f"{mean:.3f}"
-    assert found["position · context"].error == f"{0.05 * mean:.3f}"
+    assert found["incoherence"].value == f"{mean:.3f}"
+    assert found["incoherence"].error == f"{0.05 * mean:.3f}"
     assert {tile.error for tile in tiles(make_run())} == {""}
 
 

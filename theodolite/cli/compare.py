@@ -85,7 +85,7 @@ def compare_command(
     device: Device = None,
     device_map: DeviceMap = None,
 ) -> None:
-    """What of the mechanism survives: sinks, tags, outliers, positions, what heads write, entropies, head types, W_QK.
+    """What survives of the mechanism: sinks, tags, outliers, positions, head outputs, entropies, head roles, W_QK.
 
     Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
     (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
-ENTROPY_COLLAPSE = 0.05  # share of the highest entropy below which a head looks at one key
+ENTROPY_COLLAPSE = 0.05  # share of the maximum entropy below which a head attends to a single key
 VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
 DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
 UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script

@@ -126,12 +126,12 @@ class Head:
         if not self.found:
             return evidence
         evidence += (
-            f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
+            f": {group} alone retains {percent(float(row['kept']))}, ablating it leaves {percent(float(row['left']))}, "
             f"its share of the logits' variance is {percent(float(row['share']))}"
         )
         if self.strongest != group:
             most = percent(float(self.groups.loc[self.strongest, "kept"]))
-            evidence += f"; {self.strongest} alone keeps {most}"
+            evidence += f"; {self.strongest} alone retains {most}"
         return evidence
 
 
@@ -185,8 +185,8 @@ def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
         kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
         what = (
             f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone keeps at least half of the excess, and no "
-            f"other group more (it keeps {percent(kept)} on average)"
+            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
+            f"no other group more (it retains {percent(kept)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
     return verdicts
@@ -195,12 +195,12 @@ def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
 def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
     return exhibit(
         pattern.name,
-        f"Attention to {pattern.title}: with one constituent only, and without it",
+        f"Attention to {pattern.title}: one constituent alone, and ablated",
         figures_constituents.attribution(run, pattern.name),
         f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the heads that "
         "pay most: as measured (solid line), recomputed from the logits of one group of constituents alone and with "
         "that group ablated, and uniform attention (dotted line).",
-        f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
+        f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its part "
         "without mean and bias.",
         f"{SONG}, section 5.2; the recomputation is ours",
         wide=True,

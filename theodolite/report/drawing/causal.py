@@ -1,4 +1,4 @@
-"""The figure of a causal test: what each disturbance changes, beside its control. It takes a plain table."""
+"""The figure of a causal test: what each ablation changes, against its control. It takes a plain table."""
 
 from __future__ import annotations
 

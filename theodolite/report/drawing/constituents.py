@@ -206,7 +206,7 @@ def attribution(run: Run, pattern: str) -> go.Figure:
 
 
 def _attribution_bars(rows: pd.DataFrame, suffix: str, *, legend: bool) -> list[go.Bar]:
-    said = {"only": "with it alone", "without": "without it"}
+    labels = {"only": "alone", "without": "ablated"}
     colours = {"only": style.MEASURED, "without": style.SKY}
     return [
         go.Bar(
@@ -214,16 +214,16 @@ def _attribution_bars(rows: pd.DataFrame, suffix: str, *, legend: bool) -> list[
             y=rows["group"].tolist(),
             customdata=rows["share"].to_numpy(dtype=np.float32),
             orientation="h",
-            name=said[name],
+            name=labels[name],
             legendgroup=name,
             showlegend=legend,
             marker={"color": colours[name], "line": {"width": 0}},
             xaxis=f"x{suffix}",
             yaxis=f"y{suffix}",
-            hovertemplate=f"%{{y}}<br>{said[name]}: %{{x:.3f}}<br>"
+            hovertemplate=f"%{{y}}<br>{labels[name]}: %{{x:.3f}}<br>"
             "%{customdata:.1%} of the logits' variance<extra></extra>",
         )
-        for name in said
+        for name in labels
     ]
 
 
@@ -248,7 +248,7 @@ def _add_panel(
     name = head_name(int(first["layer"]), int(first["head"]))
     layout["annotations"].append(
         {
-            "text": f"<b>{name}</b>  as it is {number(score, 2)}, uniform attention {number(uniform, 2)}",
+            "text": f"<b>{name}</b>  as measured {number(score, 2)}, uniform attention {number(uniform, 2)}",
             "xref": "paper",
             "yref": "paper",
             "x": 0,

@@ -138,7 +138,7 @@ _POSITION = [
         "Share of the Gram matrix's energy in its K × K lowest frequencies.",
         "K = 10 close to 1.",
         f"{SONG}, Tables 2 and 3",
-        "K = 10 near one half, as in models trained on additions.",
+        "K = 10 near one half, as in models trained on addition.",
     ),
 ]
 
