@@ -45,7 +45,7 @@ def test_a_model_compared_with_itself_survives_exactly(pair):
     for part in audit.parts:
         assert set(part.table["status"]) <= {"survived"}
         assert part.exact or not len(part.table)
-    assert audit.part("sinks").sentence == "All 5 sinks survive, in as many contexts as before."
+    assert audit.part("sinks").sentence == "All 5 sinks survive, in the same number of contexts."
     assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
     assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
     assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
@@ -336,7 +336,7 @@ def test_spectra_by_hand():
     assert part.by_chance == pytest.approx(
         (2 * 2) / 4
     )  # either uniform head with the first or the third after
-    assert "the regime of 3 is the same" in part.sentence
+    assert "same regime in 3" in part.sentence
     assert "L0H2 (2 → 2, late-site → uniform)" in part.sentence
 
 
@@ -362,7 +362,7 @@ def test_differences_within_two_standard_errors_are_called_so():
     first = make_survey()
     layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "rank is 11.5 → 12 (within two standard errors), its relative norm" in sentence
+    assert "mean rank 11.5 → 12 (within two standard errors), mean relative norm" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
     assert "rank is 11.5 → 13.5, its" in sentence
@@ -397,9 +397,9 @@ def test_refusals(pair):
         ((run, provenance(run, vocabulary=7)), "has 7 tokens in the vocabulary"),
         ((run, other_text), "did not read the same tokens"),
         ((run, trace), "this is a trace of sinks; give the survey"),
-        ((run, weights_only(run)), "spectra of weights, and no text was read"),
+        ((run, weights_only(run)), "spectra of weights only; give a survey of a text"),
         ((run, run, trace), "give both or neither"),
-        ((run, run, trace, run), "this is no trace of sinks"),
+        ((run, run, trace, run), "this is not a trace of sinks"),
         ((run, run, trace, pair("noisy").trace), "the trace beside it is of another model than the survey"),
         ((run, written), "these are outputs of heads; give the survey"),
     ]
@@ -407,7 +407,7 @@ def test_refusals(pair):
         with pytest.raises(UsageError, match=words):
             compare(*arguments)
     for outputs, words in (
-        ((written, run), "these are no outputs of heads"),
+        ((written, run), "these are not outputs of heads"),
         ((written, pair("noisy").outputs), "the outputs beside it are of another model"),
     ):
         with pytest.raises(UsageError, match=words):

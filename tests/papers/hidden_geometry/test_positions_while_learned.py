@@ -159,7 +159,7 @@ def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkey
 def test_other_models_are_no_adders(run, opened):
     model = opened("gpt2")
     assert not is_adder(model)
-    with pytest.raises(UsageError, match="is no model of additions"):
+    with pytest.raises(UsageError, match="was not trained on addition"):
         Study(_of(run, model), model).outcome(ADDITION)
 
 
@@ -215,4 +215,4 @@ def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
         assert "not known to add" in verdict.evidence
         assert "200 sums of 5 to 10 digits" in verdict.evidence
     other = opened("gpt2")
-    assert "no model of additions alone" in why_no_adder(Study(_of(run, other), other))
+    assert "was not trained on addition alone" in why_no_adder(Study(_of(run, other), other))
