@@ -76,8 +76,8 @@ def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
     assert "sinks" in names
     assert "tags" not in names
     stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
-    assert "tags  Not compared: not every folder has its own beside it, as FOLDER-sinks" in stdout
-    assert "head outputs  Not compared: not every folder has its own beside it, as FOLDER-outputs" in stdout
+    assert "tags  Not compared: not every folder has one beside it, FOLDER-sinks" in stdout
+    assert "head outputs  Not compared: not every folder has one beside it, FOLDER-outputs" in stdout
     assert "Head outputs were not compared." in stdout
 
 
@@ -220,7 +220,7 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     assert len(deeper) == 2
     verdict = compared.outcome.verdicts[0]
     assert verdict.claim.startswith("The low-rank term makes the sinks of its layer")
-    assert "0\u00a0% of them are left without it" in verdict.evidence
+    assert "ablating it leaves 0\u00a0% of them" in verdict.evidence
     page = compared.outcome.exhibits[0]
     assert page.title.startswith("Attention of L0H")
     assert len(page.draw(compared.run).data) == 4

@@ -48,7 +48,7 @@ def test_a_model_compared_with_itself_survives_exactly(pair):
     assert audit.part("sinks").sentence == "All 5 sinks survive, in the same number of contexts."
     assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
     assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
-    assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
+    assert audit.part("entropies").sentence == "The entropy of all 16 heads is unchanged."
 
 
 def test_synthetic_runs_compared_with_themselves_survive_exactly():
@@ -365,7 +365,7 @@ def test_differences_within_two_standard_errors_are_called_so():
     assert "mean rank 11.5 → 12 (within two standard errors), mean relative norm" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "rank is 11.5 → 13.5, its" in sentence
+    assert "mean rank 11.5 → 13.5, mean" in sentence
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3", "gpt_oss", "bloom", "mistral"])
