@@ -187,7 +187,7 @@ def test_the_gallery_is_made_from_run_folders(tmp_path):
     entry = made.split(f"### {name}\n")[1].split("###")[0]
     assert "images/gallery/picture.svg" in entry
     for verdict in outcome.verdicts:
-        assert f">{verdict.verdict}</span> {gallery._plain(verdict.claim)}" in entry
+        assert f">{verdict.answer}</span> {gallery._plain(verdict.claim)}" in entry
     for other in gallery.names():
         assert f"### {other}\n" in made
 

@@ -16,7 +16,7 @@ from theodolite.judging import (
     harmless,
     judge,
     judge_layers,
-    place_of,
+    reading_order,
 )
 from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
@@ -68,11 +68,11 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
 )
 def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, expected):
     verdict = judge("a claim", "a number", value, LOW, error)
-    assert verdict.verdict == expected
+    assert verdict.answer == expected
     assert "criterion: at most 10, a test" in verdict.evidence
     assert ("±" in verdict.evidence) == math.isfinite(error)
     high = judge("a claim", "a number", -value, Criterion("at least", -10.0, "a test"), error)
-    assert high.verdict == expected
+    assert high.answer == expected
 
 
 @pytest.mark.parametrize(
@@ -89,23 +89,30 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
 def test_a_tie_is_no_more_and_no_less(value, error, expected):
     more, less = (Criterion(side, 0.0, "a test") for side in ("more than", "less than"))
     verdict = judge("a claim", "a number", value, more, error)
-    assert verdict.verdict == expected
-    assert judge("a claim", "a number", -value, less, error).verdict == expected
+    assert verdict.answer == expected
+    assert judge("a claim", "a number", -value, less, error).answer == expected
     assert ("equal to it" in verdict.evidence) == (value == 0)
     layers = np.array([value] * 3), np.array([error] * 3)
-    assert judge_layers("a claim", "a number", layers[0], more, layers[1]).verdict == expected
+    assert judge_layers("a claim", "a number", layers[0], more, layers[1]).answer == expected
     interval = judge_interval("a claim", "a number", Effect(np.full(3, value)), more)
-    assert interval.verdict == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+    assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
 
 
 @pytest.mark.parametrize(
     "criterion",
-    [compression.MORE, compression_sweep.GAIN, shots.GROWS, shots.WIDENS, criteria.LARGER, criteria.SMALLER],
+    [
+        compression.MORE,
+        compression_sweep.GAIN,
+        shots.EXAMPLES_HELP,
+        shots.WIDENS,
+        criteria.LARGER,
+        criteria.SMALLER,
+    ],
     ids=str,
 )
 def test_nothing_is_larger_than_itself(criterion):
     assert not criterion.met(0.0)
-    assert judge("a claim", "a number", 0.0, criterion, 0.0).verdict == UNDECIDED
+    assert judge("a claim", "a number", 0.0, criterion, 0.0).answer == UNDECIDED
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_nothing_is_larger_than_itself(criterion):
 def test_more_than_half_of_the_layers_decide(values, errors, expected):
     errors = None if errors is None else np.array(errors)
     verdict = judge_layers("a claim", "a number", np.array(values, dtype=float), LOW, errors)
-    assert verdict.verdict == expected
+    assert verdict.answer == expected
 
 
 def test_every_published_row_would_hold_by_its_own_criteria():
@@ -164,7 +171,7 @@ def test_names_sort_as_one_reads_them():
         "geometry/table10",
         "geometry/table2",
     ]
-    assert sorted(reversed(names), key=place_of) == [names[4], names[3], names[2], names[1], names[0]]
+    assert sorted(reversed(names), key=reading_order) == [names[4], names[3], names[2], names[1], names[0]]
 
 
 def test_foreign_text_cannot_steer_a_terminal():

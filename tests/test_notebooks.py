@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from theodolite.system import embedded
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
@@ -87,7 +89,7 @@ def test_the_attention_notebook_names_the_strongest_head(monkeypatch, tmp_path) 
     html = next(
         o["data"]["text/html"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o
     )
-    assert "theodolite/topics" in html
+    assert embedded.ID in html
 
 
 def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_path) -> None:
@@ -111,7 +113,7 @@ def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_pa
 def test_the_pruning_notebook_answers_from_paired_answers(monkeypatch, tmp_path) -> None:
     ask = (
         "{'right': {name: one.tolist() for name, one in answers.items()}, 'loss': {name: one.loss for name, one in"
-        " losses.items()}, 'verdicts': audit.tables['parts'].set_index('part')['verdict'].to_dict()}"
+        " losses.items()}, 'verdicts': audit.tables['parts'].set_index('part')['answer'].to_dict()}"
     )
     notebook, found = executed("pruning", ask, monkeypatch, tmp_path)
     rises = {

@@ -27,7 +27,7 @@ UNTESTABLE: Answer = "not testable here"
 """The number is not there."""
 OPEN = (UNDECIDED, UNTESTABLE)
 
-ERRORS = 2.0
+SIGMAS = 2.0
 """A number nearer to its criterion than so many standard errors decides nothing."""
 
 
@@ -36,7 +36,7 @@ class Verdict:
     """A claim of the paper, in its words where they are short; what became of it; the numbers that say so."""
 
     claim: str
-    verdict: Answer
+    answer: Answer
     evidence: str
 
 
@@ -58,10 +58,10 @@ class Criterion:
         return np.asarray(signed > 0 if self._strict else signed >= 0)
 
     def near(self, values: Floats | float, errors: Floats | float) -> Floats:
-        """Whether each value decides nothing: within `ERRORS` standard errors (NaN: none known), or a tie."""
+        """Whether each value decides nothing: within `SIGMAS` standard errors (NaN: none known), or a tie."""
         distance = np.abs(np.asarray(values, dtype=np.float64) - self.limit)
         tied = distance == 0 if self._strict else np.zeros(distance.shape, dtype=bool)
-        return np.asarray((distance < ERRORS * np.nan_to_num(errors)) | tied)
+        return np.asarray((distance < SIGMAS * np.nan_to_num(errors)) | tied)
 
     @property
     def _strict(self) -> bool:
@@ -76,7 +76,7 @@ def harmless(text: str, limit: int | None = None) -> str:
     return visible(text.replace("\u00a0", " "), limit)  # our own spaces between a number and its unit
 
 
-def place_of(name: str) -> tuple[str, bool, str, int]:
+def reading_order(name: str) -> tuple[str, bool, str, int]:
     """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
     group, _, own = name.rpartition("/")
     kind = own.rstrip("0123456789")
@@ -85,7 +85,7 @@ def place_of(name: str) -> tuple[str, bool, str, int]:
 
 
 def judge(claim: str, what: str, value: float, criterion: Criterion, error: float = math.nan) -> Verdict:
-    """Compare one number with its criterion; within `ERRORS` standard errors of it, or at a tie, nothing is decided.
+    """Compare one number with its criterion; within `SIGMAS` standard errors of it, or at a tie, nothing is decided.
 
     Args:
         claim: the paper's.
@@ -98,7 +98,7 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
     known = math.isfinite(error)
     evidence = f"{what}: {with_error(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
     if criterion.near(value, error):
-        near = f"within {ERRORS:g} standard errors of it" if value != criterion.limit else "equal to it"
+        near = f"within {SIGMAS:g} standard errors of it" if value != criterion.limit else "equal to it"
         return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
     return Verdict(claim, HOLDS if criterion.met(value) else FAILS, evidence)
 
@@ -114,9 +114,9 @@ def error_of_share(count: float) -> float:
 def judge_layers(
     claim: str, what: str, values: Floats, criterion: Criterion, errors: Floats | None = None
 ) -> Verdict:
-    """Compare one number a layer with a criterion that more than half of the layers must meet.
+    """Compare one number per layer with a criterion that more than half of the layers must meet.
 
-    A layer within `ERRORS` standard errors of the limit counts for neither side.
+    A layer within `SIGMAS` standard errors of the limit counts for neither side.
     """
     errors = np.full(len(values), np.nan) if errors is None else errors
     finite = np.isfinite(values)
@@ -132,7 +132,7 @@ def judge_layers(
         f"{what}: in {yes} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
     )
     if near.any():
-        evidence += f"; {int(near.sum())} within {ERRORS:g} standard errors of it"
+        evidence += f"; {int(near.sum())} within {SIGMAS:g} standard errors of it"
     if 2 * yes > total:
         return Verdict(claim, HOLDS, evidence)
     return Verdict(claim, FAILS if 2 * no >= total else UNDECIDED, evidence)

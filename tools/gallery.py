@@ -18,11 +18,11 @@ from typing import Any
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
+from theodolite.system import embedded
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
 ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
-EMBEDDED = "theodolite/topics"
 GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks"}
 
 LOCATER = "theodolite train locater --text wikitext-2/valid.txt --held-out wikitext-2/test.txt --out grid"
@@ -34,7 +34,7 @@ TRAININGS: dict[str, tuple[str, str]] = {
     ),
     "localization/figure8": (
         f"{LOCATER} --side-by-side 2 --steps 5000",
-        "30 trainings of 5,000 steps, an hour and a quarter on two cores; of 50,000, 12 hours",
+        "30 training runs of 5,000 steps, an hour and a quarter on two cores; of 50,000, 12 hours",
     ),
     "localization/figure9": (f"{LOCATER} --layers 3", "longer than those of figure8; for a GPU"),
     "localization/figure10": (f"{LOCATER} --layers 6", "longer than those of figure8; for a GPU"),
@@ -49,11 +49,11 @@ TRAININGS: dict[str, tuple[str, str]] = {
     ),
     "sinks/escape": (
         "theodolite train escape --out escape --seeds 3",
-        "nine trainings, ten minutes each on one core",
+        "nine training runs, ten minutes each on one core",
     ),
     "sinks/figure3": (
         "for seed in 0 1 2; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
-        "three trainings, a quarter of an hour each on one core",
+        "three training runs, a quarter of an hour each on one core",
     ),
 }
 _SAME = {"geometry/addition": "geometry/training", "localization/figure7": "localization/figure8"}
@@ -116,7 +116,7 @@ def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str
     rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
     for group, members in of_group.items():
         counted = Counter(
-            verdict["verdict"] for name in members if name in found for verdict in found[name][0]["verdicts"]
+            verdict["answer"] for name in members if name in found for verdict in found[name][0]["verdicts"]
         )
         rows.append(f"| {GROUPS[group]} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
     return rows
@@ -135,9 +135,9 @@ def _verdicts(result: dict[str, Any]) -> list[str]:
         return ["No claim is judged here; the page has the numbers."]
     rows = []
     for verdict in result["verdicts"]:
-        kind = KINDS[verdict["verdict"]]
+        kind = KINDS[verdict["answer"]]
         rows.append(
-            f'- <span class="verdict {kind}">{verdict["verdict"]}</span> {_plain(verdict["claim"])}'
+            f'- <span class="verdict {kind}">{verdict["answer"]}</span> {_plain(verdict["claim"])}'
             f"<br><small>{_plain(verdict['evidence'])}</small>"
         )
     return rows
@@ -161,7 +161,11 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
     shown = [trained[0]] if trained else []
     lines = ["```bash", *shown, f"theodolite reproduce {name}{where}{options}", "```", ""]
     of = (
-        "no model" if name in _alone() else model["id"] if model["id"] == EMBEDDED else Path(model["id"]).name
+        "no model"
+        if name in _alone()
+        else model["id"]
+        if model["id"] == embedded.ID
+        else Path(model["id"]).name
     )
     made = (
         f"Made of: {of}, seed {provenance['seed']}."

@@ -416,7 +416,7 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     assert status == (130 if number == signal.SIGINT else -9)
     assert not parts.exists()
     if number == signal.SIGINT:
-        assert "error: interrupted; run the same command again to go on" in stderr
+        assert "error: interrupted; rerun the command to resume" in stderr
     assert call("survey", model, *reading, "--out", parts)[0] == 0
     for name in (
         "layers.parquet",

@@ -16,7 +16,7 @@ from tests import checkpoints, planted
 from tests.comparison.conftest import CORPUS, IDS
 from theodolite.cli.app import app
 from theodolite.comparison import read_outputs
-from theodolite.comparison.candidates import candidates_of, look, without_term
+from theodolite.comparison.candidates import candidates_of, trace_head, without_term
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
 from theodolite.models import open_model
@@ -56,8 +56,8 @@ def test_run_folders(folders, tmp_path):
     assert stdout.rstrip().endswith(f"Report: {page}/index.html")
     told = json.loads((out / "comparison.json").read_text())
     (pair,) = told["comparisons"]
-    assert (pair["reference"], pair["other"], pair["verdict"]) == ("dense", "destroyed", "in part")
-    assert {part["name"]: part["verdict"] for part in pair["parts"]}["sinks"] == "in part"
+    assert (pair["reference"], pair["other"], pair["answer"]) == ("dense", "destroyed", "in part")
+    assert {part["name"]: part["answer"] for part in pair["parts"]}["sinks"] == "in part"
     sinks = pd.read_parquet(page / "table-sinks.parquet")
     assert (sinks["status"] == "lost").sum() == 2
     assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()
@@ -76,9 +76,9 @@ def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
     assert "sinks" in names
     assert "tags" not in names
     stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
-    assert "tags  Not compared: not every folder has its own beside it, as FOLDER-sinks" in stdout
-    assert "head outputs  Not compared: not every folder has its own beside it, as FOLDER-outputs" in stdout
-    assert "What the heads write was not compared." in stdout
+    assert "tags  Not compared: not every folder has one beside it, FOLDER-sinks" in stdout
+    assert "head outputs  Not compared: not every folder has one beside it, FOLDER-outputs" in stdout
+    assert "Head outputs were not compared." in stdout
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     assert len(deeper) == 2
     verdict = compared.outcome.verdicts[0]
     assert verdict.claim.startswith("The low-rank term makes the sinks of its layer")
-    assert "0\u00a0% of them are left without it" in verdict.evidence
+    assert "ablating it leaves 0\u00a0% of them" in verdict.evidence
     page = compared.outcome.exhibits[0]
     assert page.title.startswith("Attention of L0H")
     assert len(page.draw(compared.run).data) == 4
@@ -267,7 +267,7 @@ def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
-    seen = look(candidates, open_model, None, 0, 2)
+    seen = trace_head(candidates, open_model, None, 0, 2)
     expected = planted.attention(IDS[0].numpy(), 2)
     torch.testing.assert_close(
         seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0

@@ -24,7 +24,7 @@ from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
 
 DESTROYED = (0, 2)
-UNSEEN = "What the heads write was not compared."
+UNSEEN = "Head outputs were not compared."
 
 
 def of(damaged, reference, **names):
@@ -39,22 +39,22 @@ def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
 
 def test_a_model_compared_with_itself_survives_exactly(pair):
     audit = of(pair(), pair())
-    assert audit.summary.startswith("Everything survived, exactly: no number differs. Next-token loss: ")
+    assert audit.summary.startswith("Everything survives exactly: no number differs. Next-token loss: ")
     assert audit.summary.endswith(" nats, unchanged.")
     assert audit.answer == HOLDS
     for part in audit.parts:
         assert set(part.table["status"]) <= {"survived"}
         assert part.exact or not len(part.table)
-    assert audit.part("sinks").sentence == "All 5 sinks survive, in as many contexts as before."
+    assert audit.part("sinks").sentence == "All 5 sinks survive, in the same number of contexts."
     assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
     assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
-    assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
+    assert audit.part("entropies").sentence == "The entropy of all 16 heads is unchanged."
 
 
 def test_synthetic_runs_compared_with_themselves_survive_exactly():
     run = make_survey()
     audit = compare(run, replace(run))
-    assert audit.summary == f"Everything survived, exactly: no number differs. {UNSEEN}"
+    assert audit.summary == f"Everything survives exactly: no number differs. {UNSEEN}"
     assert [part.name for part in audit.parts if part.name == "tags"] == []
 
 
@@ -94,7 +94,7 @@ def test_the_head_that_lost_most_is_not_the_one_that_has_most(pair):
 
 def test_of_a_random_model_nothing_survives(pair):
     audit = of(pair("random"), pair())
-    assert audit.summary.startswith("Nothing survived: neither sinks, tags, ")
+    assert audit.summary.startswith("Nothing survives: neither sinks, tags, ")
     assert audit.answer == FAILS
     for part in audit.parts:
         assert not part.left > 0.1, part.name
@@ -194,7 +194,7 @@ def test_a_tag_that_turned_too_far_is_lost(pair, cosine, status):
     assert places(part.table, "lost") == (
         {(strongest["layer"], strongest["head"])} if status == "lost" else set()
     )
-    assert ("turned, cosine" in part.sentence) == (status == "lost")
+    assert ("rotated, cosine" in part.sentence) == (status == "lost")
     assert part.table["cosine"].min() == pytest.approx(cosine, abs=1e-6)
 
 
@@ -240,19 +240,19 @@ def test_outlier_dimensions_from_shares_by_loops():
         for run, shares in ((first, share), (second, other))
     ]
     table = compare(*runs).part("outlier dimensions").table
-    fates = {(row["layer"], row["dimension"]): row["status"] for row in table.to_dict("records")}
+    statuses = {(row["layer"], row["dimension"]): row["status"] for row in table.to_dict("records")}
     for layer in range(share.shape[0]):
         for dimension in range(share.shape[1]):
             before, after = float(share[layer, dimension]), float(other[layer, dimension])
             if max(before, after) < 0.06:
-                assert (layer, dimension) not in fates
+                assert (layer, dimension) not in statuses
             elif before < 0.06:
-                assert fates[layer, dimension] == ("new" if before < after / 2 else "undecided")
+                assert statuses[layer, dimension] == ("new" if before < after / 2 else "undecided")
             else:
-                assert fates[layer, dimension] == ("survived" if after >= before / 2 else "lost")
-    assert fates[2, 3] == "lost"
-    assert fates[0, 7] == "new"
-    assert fates[3, 5] == "survived"
+                assert statuses[layer, dimension] == ("survived" if after >= before / 2 else "lost")
+    assert statuses[2, 3] == "lost"
+    assert statuses[0, 7] == "new"
+    assert statuses[3, 5] == "survived"
 
 
 def test_massive_activations_are_counted_by_place():
@@ -306,21 +306,21 @@ def test_entropies_by_hand():
     highest = np.log(np.arange(1, 25)).mean()
     before = np.array([0.5, 0.5, 0.06, 0.04, 0.99, 0.999])
     after = np.array([0.59, 0.61, 0.04, 0.06, 0.997, 0.97])
-    fates = ["survived", "lost", "lost", "lost", "lost", "lost"]
+    statuses = ["survived", "lost", "lost", "lost", "lost", "lost"]
     runs = [
         replace(first, heads=first.heads.assign(entropy=share * highest, entropy_se=0.03 * highest))
         for share in (before, after)
     ]
     part = compare(*runs).part("entropies")
-    assert part.table["status"].tolist() == fates
-    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "a plain average", ""]
+    assert part.table["status"].tolist() == statuses
+    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "uniform", ""]
 
     def survives(i: int, j: int) -> bool:
         between = [0.05 <= x < 0.995 for x in (before[i], after[j])]
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} would by chance), 4 within two standard errors" in part.sentence
+    assert f"({part.by_chance:.1f} by chance), 4 within two standard errors" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 
@@ -336,7 +336,7 @@ def test_spectra_by_hand():
     assert part.by_chance == pytest.approx(
         (2 * 2) / 4
     )  # either uniform head with the first or the third after
-    assert "the regime of 3 is the same" in part.sentence
+    assert "same regime in 3" in part.sentence
     assert "L0H2 (2 → 2, late-site → uniform)" in part.sentence
 
 
@@ -362,10 +362,10 @@ def test_differences_within_two_standard_errors_are_called_so():
     first = make_survey()
     layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "rank is 11.5 → 12 (within two standard errors), its relative norm" in sentence
+    assert "mean rank 11.5 → 12 (within two standard errors), mean relative norm" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "rank is 11.5 → 13.5, its" in sentence
+    assert "mean rank 11.5 → 13.5, mean" in sentence
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3", "gpt_oss", "bloom", "mistral"])
@@ -377,7 +377,7 @@ def test_other_families(family, opened):
     run, trace = survey(model, corpus), trace_sinks(model, corpus)
     written = read_outputs(model, corpus)
     audit = compare(run, run, trace, trace, outputs_of=(written, written))
-    assert audit.summary.startswith("Everything survived, exactly: no number differs.")
+    assert audit.summary.startswith("Everything survives exactly: no number differs.")
     assert (audit.loss is None) == (family == "bert")
 
 
@@ -392,14 +392,14 @@ def test_refusals(pair):
     )
     cases = [
         ((run, provenance(run, layers=7)), "has 7 layers, .* only models of one shape"),
-        ((run, provenance(run, heads=7)), "has 7 heads a layer, .* 4: only"),
+        ((run, provenance(run, heads=7)), "has 7 heads per layer, .* 4: only"),
         ((run, provenance(run, width=7)), "has 7 dimensions of the residual stream"),
         ((run, provenance(run, vocabulary=7)), "has 7 tokens in the vocabulary"),
         ((run, other_text), "did not read the same tokens"),
         ((run, trace), "this is a trace of sinks; give the survey"),
-        ((run, weights_only(run)), "spectra of weights, and no text was read"),
+        ((run, weights_only(run)), "spectra of weights only; give a survey of a text"),
         ((run, run, trace), "give both or neither"),
-        ((run, run, trace, run), "this is no trace of sinks"),
+        ((run, run, trace, run), "this is not a trace of sinks"),
         ((run, run, trace, pair("noisy").trace), "the trace beside it is of another model than the survey"),
         ((run, written), "these are outputs of heads; give the survey"),
     ]
@@ -407,7 +407,7 @@ def test_refusals(pair):
         with pytest.raises(UsageError, match=words):
             compare(*arguments)
     for outputs, words in (
-        ((written, run), "these are no outputs of heads"),
+        ((written, run), "these are not outputs of heads"),
         ((written, pair("noisy").outputs), "the outputs beside it are of another model"),
     ):
         with pytest.raises(UsageError, match=words):

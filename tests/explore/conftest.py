@@ -14,7 +14,7 @@ from theodolite.explore.subject import Subject
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.survey import survey_heads
 
-SURVEYED = 32  # tokens a context
+SURVEYED = 32  # tokens per context
 PROMPT = "the cat sat on the mat"
 
 

@@ -41,9 +41,9 @@ OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 @pytest.fixture(scope="module")
 def serving() -> Callable[..., str]:
     """serving(subject, …) → the address of a page of theirs."""
-    from theodolite.explore.server_log import quieten
+    from theodolite.explore.telemetry import disable_telemetry
 
-    quieten()
+    disable_telemetry()
     from theodolite.explore.server import application, listen, serve
 
     known: dict[tuple[str, ...], str] = {}
@@ -226,7 +226,7 @@ def test_a_refused_prompt_leaves_the_page_as_it_is(shown_page):
     opened = shown_page
     name = opened.page.locator(".place").inner_text()
     before = opened.drawn(ATTENTION)
-    for prompt, said in (("", "the prompt is empty"), ("a" * 65, "65 tokens long: 64 can be shown")):
+    for prompt, said in (("", "the prompt is empty"), ("a" * 65, "65 tokens long: at most 64 can be shown")):
         opened.look(prompt)
         opened.page.get_by_text(said).wait_for()
         opened.page.wait_for_timeout(500)  # what follows a prompt must not take the line away

@@ -15,19 +15,18 @@ import torch
 from tests import checkpoints
 from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
-from theodolite.explore import figures, panels
-from theodolite.explore import sentences as words
-from theodolite.explore.evidence import evidence, kind_of, opening_head, shares_line, spectrum_line
+from theodolite.explore import figures, panel_html, panels
+from theodolite.explore.evidence import evidence, opening_head, roles_of, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
-from theodolite.explore.panels import TEXT, Place, Switches
+from theodolite.explore.panels import TEXT, Selection, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import tag_colours
 from theodolite.models import open_model
 from theodolite.passes.prompts import shipped_prompt
 
 
-def place(layer: int = 0, head: int = 0) -> Place:
-    return Place(layer, head, (ON_PROMPT, "entropy"))
+def place(layer: int = 0, head: int = 0) -> Selection:
+    return Selection(layer, head, (ON_PROMPT, "entropy"))
 
 
 def cells(figure: str) -> tuple[dict[str, Any], np.ndarray]:
@@ -84,11 +83,11 @@ def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
     assert "this prompt · learned sink" not in offered
     for value in offered.values():
         where, _, column = value.partition(":")
-        assert panels.head_map([sharp], ids, Place(0, 0, (where, column)))[0], value
+        assert panels.head_map([sharp], ids, Selection(0, 0, (where, column)))[0], value
     assert "this prompt · learned sink" in dict(panels.measures_of([subject("gpt_oss")]))
     # No token comes twice: there is nothing to draw.
     once = prompt_ids([sharp], "abcdefgh")
-    assert panels.head_map([sharp], once, Place(0, 0, (ON_PROMPT, "same_token"))) == [""]
+    assert panels.head_map([sharp], once, Selection(0, 0, (ON_PROMPT, "same_token"))) == [""]
 
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
@@ -98,20 +97,20 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
     planted = replace(run, heads=heads)
     found = evidence(planted, measured, 1, 1)
-    by_name = {one.kind.name: one for one in found}
+    by_name = {one.role.title: one for one in found}
     assert by_name["previous-token head"].on_text == 0.49
     assert by_name["previous-token head"].holds
     assert not by_name["induction head"].holds
     assert math.isnan(by_name["induction head"].on_prompt)
     row = measured.heads[(measured.heads["layer"] == 1) & (measured.heads["head"] == 1)].iloc[0]
     assert by_name["previous-token head"].on_prompt == row["previous_token"]
-    assert kind_of(found).startswith("previous-token head")
+    assert roles_of(found).startswith("previous-token head")
     assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
     assert opening_head(
         replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
     ) == (1, 1)
-    assert kind_of([one for one in found if not one.holds]) == "no kind that has a name"
-    said = words.head_words(sharp.view(ids, 1, 1), planted, measured)
+    assert roles_of([one for one in found if not one.holds]) == "no named role"
+    said = panel_html.head_html(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said
     assert "✓ previous-token head" in said
     assert "<td>0.49</td>" in said
@@ -138,29 +137,32 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp):
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
     tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
-    said = words.sink_words(replace(view, tokens=tokens), 1.0)
+    said = panel_html.sinks_html(replace(view, tokens=tokens), 1.0)
     assert "<script>" not in said
     assert "&lt;script&gt;" in said
     assert f'<b class="m">▼1</b>{view.tokens[view.sinks[0].position]}' in said
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
-    tags = sharp.slow(ids, view.layer, view.head).tags
-    tagged = words.tag_words(replace(view, tokens=tokens), tags, tag_colours([tags])[0], "")
+    tags = sharp.constituents_and_tags(ids, view.layer, view.head).tags
+    tagged = panel_html.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0], "")
     assert "<script>" not in tagged
     assert tagged.count("background:rgb(") == len(ids)
-    assert "Cannot be shown: why &lt;not&gt;" in words.tag_words(view, None, np.zeros((0, 3)), "why <not>")
-    assert words.message("a <b>") == '<p class="refused">a &lt;b&gt;</p>'
-    assert words.message("") == ""
+    assert "Cannot be shown: why &lt;not&gt;" in panel_html.tags_html(
+        view, None, np.zeros((0, 3)), "why <not>"
+    )
+    assert panel_html.message("a <b>") == '<p class="refused">a &lt;b&gt;</p>'
+    assert panel_html.message("") == ""
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
-    assert "No sink" in words.sink_words(no_sink, 1.0)
+    assert "No sink" in panel_html.sinks_html(no_sink, 1.0)
 
 
 def test_a_learned_sink_is_told(subject):
     own = subject("gpt_oss")
     ids = prompt_ids([own], PROMPT)
     view = own.view(ids, 0, 0)
-    assert f"{view.learned.mean():.2f} of the attention goes to a learned column" in words.sink_words(
-        view, 1.0
+    assert (
+        f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
+        in panel_html.sinks_html(view, 1.0)
     )
 
 
@@ -197,11 +199,11 @@ def test_prompts_that_cannot_be_shown(subject, sharp):
         ("", "the prompt is empty"),
         (" \n ", "the prompt is empty"),
         ("abc", "the prompt is 3 tokens long: type at least 4"),
-        ("a" * 129, "129 tokens long: 128 can be shown, as many as the model has positions for"),
+        ("a" * 129, "129 tokens long: at most 128 can be shown, the number of positions of the model"),
     ):
         with pytest.raises(UsageError, match=said):
             prompt_ids([gpt2], prompt)
-    with pytest.raises(UsageError, match=r"513 tokens long: 512 can be shown$"):
+    with pytest.raises(UsageError, match=r"513 tokens long: at most 512 can be shown$"):
         prompt_ids([bloom], "a" * 513)
     assert len(prompt_ids([bloom], "a" * 512)) == 512
     assert prompt_ids([gpt2], "half \ud83d a pair") == prompt_ids([gpt2], "half ? a pair")
@@ -241,10 +243,12 @@ def test_what_was_computed_is_kept(sharp, monkeypatch):
     ids = prompt_ids([sharp], "keep what was computed")
     first = sharp.read(ids)
     assert sharp.read(ids) is first
-    split = sharp.slow(ids, 0, 0).split
-    assert sharp.slow(ids, 0, 1).split is split
-    assert sharp.slow(ids, 1, 0).split is not split
-    torch.testing.assert_close(sharp.slow(ids, 0, 1).split.total, split.total, rtol=0, atol=0)
+    split = sharp.constituents_and_tags(ids, 0, 0).split
+    assert sharp.constituents_and_tags(ids, 0, 1).split is split
+    assert sharp.constituents_and_tags(ids, 1, 0).split is not split
+    torch.testing.assert_close(
+        sharp.constituents_and_tags(ids, 0, 1).split.total, split.total, rtol=0, atol=0
+    )
     for text in ("two other", "prompts pass"):
         sharp.read(prompt_ids([sharp], text))
     assert sharp.read(ids) is not first  # only the last prompts are
@@ -254,7 +258,7 @@ def test_measures_of_the_text_come_from_the_text(sharp):
     ids = prompt_ids([sharp], PROMPT)
     drawn = {}
     for where in (ON_PROMPT, TEXT):
-        drawn[where] = cells(panels.head_map([sharp], ids, Place(0, 0, (where, "entropy")))[0])[1]
+        drawn[where] = cells(panels.head_map([sharp], ids, Selection(0, 0, (where, "entropy")))[0])[1]
     expected = sharp.run.heads["entropy"].to_numpy().reshape(2, 2)
     np.testing.assert_allclose(drawn[TEXT], expected, atol=1e-6)
     assert np.abs(drawn[ON_PROMPT] - expected).max() > 1e-3
@@ -294,7 +298,7 @@ def test_two_models_share_their_scales(subject):
 
 def test_tags_of_a_turned_model_keep_their_colours(sharp):
     ids = prompt_ids([sharp], "the theodolite reads the angle")
-    tags = sharp.slow(ids, 1, 0).tags
+    tags = sharp.constituents_and_tags(ids, 1, 0).tags
     turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(0)))
     own, other = tag_colours([tags, replace(tags, scores=tags.scores @ turn)])
     assert np.abs(own.astype(int) - other).max() <= 1

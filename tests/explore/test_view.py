@@ -15,7 +15,7 @@ from tests.explore.conftest import PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.explore import panels
-from theodolite.explore.panels import Place
+from theodolite.explore.panels import Selection
 from theodolite.explore.subject import prompt_ids
 from theodolite.explore.view import head_tags, read_prompt, tag_colours
 from theodolite.models import open_model
@@ -53,7 +53,7 @@ def test_constituents_sum_to_the_logits_behind_that_attention(family, subject, c
     own = subject(family)
     ids = prompt_ids([own], PROMPT)
     for layer, expected in enumerate(eager_attention(checkpoint(family), ids)):
-        found = own.slow(ids, layer, 0).split
+        found = own.constituents_and_tags(ids, layer, 0).split
         assert found is not None
         logits = (found.logits.sum(dim=(1, 2)) + found.additive).numpy()
         cap = found.inputs.softcap
@@ -129,7 +129,7 @@ def test_tags_by_hand(sharp, sharp_folder):
                 part = slice(8 * head, 8 * head + 8)
                 written = out.attentions[layer][0, head].double() @ value[:, part]
                 written = (written @ block.attn.c_proj.weight[part].double()).numpy()
-                view, tags = sharp.view(ids, layer, head), sharp.slow(ids, layer, head).tags
+                view, tags = sharp.view(ids, layer, head), sharp.constituents_and_tags(ids, layer, head).tags
                 assert tags is not None
                 kept = view.group != LEFT_OUT
                 x, names = written[kept], view.group[kept]
@@ -185,7 +185,7 @@ def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
             q, k = w_q[:, 8 * head : 8 * head + 8], w_k[:, 8 * group : 8 * group + 8]
             whole = np.linalg.eigvals(q @ k.T @ covariance)
             expected = whole[np.argsort(-np.abs(whole))[:8]]  # the others are zero
-            x, y = _drawn(panels.spectrum([own], Place(layer, head, ("text", "entropy")))[0])
+            x, y = _drawn(panels.spectrum([own], Selection(layer, head, ("text", "entropy")))[0])
             got = x + 1j * y.astype(np.float64)
             np.testing.assert_allclose(_sorted(got), _sorted(expected), atol=1e-3 * np.abs(expected).max())
 

@@ -29,7 +29,7 @@ from theodolite.models.factored import (
     st.integers(0, 1000),
 )
 def test_a_packed_matrix_comes_back(outputs, inputs, dtype, share, seed):
-    """Oracle: the matrix itself, and the size by count: a value a nonzero, a bit an entry."""
+    """Oracle: the matrix itself, and the size by count: a value a nonzero, a bit per entry."""
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(outputs, inputs, generator=generator).to(dtype)
     matrix[torch.rand(outputs, inputs, generator=generator) < share] = 0

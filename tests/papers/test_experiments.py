@@ -38,7 +38,7 @@ def changed(run: Run, **columns: object) -> Run:
 
 
 def answers(outcome: Outcome) -> list[str]:
-    return [verdict.verdict for verdict in outcome.verdicts]
+    return [verdict.answer for verdict in outcome.verdicts]
 
 
 @pytest.mark.parametrize("name", FROM_THE_RUN)
@@ -46,9 +46,9 @@ def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
     outcome = reproduce(name, run)
     assert outcome.verdicts
     for verdict in outcome.verdicts:
-        assert verdict.verdict in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
+        assert verdict.answer in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
         assert any(c.isdigit() for c in verdict.evidence) or "missing in this run" in verdict.evidence
-        if verdict.verdict != UNTESTABLE:
+        if verdict.answer != UNTESTABLE:
             assert "criterion: " in verdict.evidence
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(run)
@@ -83,37 +83,37 @@ def test_standard_errors_are_used_where_the_run_has_them(run):
     layers = len(run.layers)
     unsure = changed(run, rank=np.full(layers, 17.0), rank_se=np.full(layers, 2.0))
     verdict = reproduce("geometry/table1", unsure).verdicts[0]
-    assert verdict.verdict == UNDECIDED
+    assert verdict.answer == UNDECIDED
     assert "17 ± 2;" in verdict.evidence
     sure = changed(unsure, rank_se=np.full(layers, 0.1))
-    assert reproduce("geometry/table1", sure).verdicts[0].verdict == HOLDS
+    assert reproduce("geometry/table1", sure).verdicts[0].answer == HOLDS
     figure = reproduce("geometry/table4", sure).exhibits[0].draw(run)
     np.testing.assert_allclose(figure.data[-1].error_y.array, 0.1, rtol=1e-6)
 
 
 def test_what_the_text_cannot_decide_is_not_decided(run):
     short = make_run(blocks=3, length=20, width=64)
-    assert reproduce("geometry/table1", short).verdicts[0].verdict == UNTESTABLE  # no room for ScreeNOT
-    assert reproduce("geometry/table4", short).verdicts[0].verdict == UNTESTABLE
+    assert reproduce("geometry/table1", short).verdicts[0].answer == UNTESTABLE  # no room for ScreeNOT
+    assert reproduce("geometry/table4", short).verdicts[0].answer == UNTESTABLE
     assert "use contexts of 33 tokens or more" in reproduce("geometry/table3", short).verdicts[0].evidence
     unlabelled = changed(run, similarity_within=math.nan, similarity_between=math.nan)
-    assert reproduce("geometry/table1", unlabelled).verdicts[2].verdict == UNTESTABLE
-    assert reproduce("geometry/figure5", run).verdicts[0].verdict == UNTESTABLE  # no additions
+    assert reproduce("geometry/table1", unlabelled).verdicts[2].answer == UNTESTABLE
+    assert reproduce("geometry/figure5", run).verdicts[0].answer == UNTESTABLE  # no additions
 
 
 def test_additions_are_known_by_their_tokens(run, monkeypatch):
     monkeypatch.setattr(smoothness, "why_no_adder", lambda study: None)
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
-    assert reproduce("geometry/figure5", rough).verdicts[0].verdict == HOLDS
+    assert reproduce("geometry/figure5", rough).verdicts[0].answer == HOLDS
     smooth = replace(run, examples=tokens)
-    assert reproduce("geometry/figure5", smooth).verdicts[0].verdict == FAILS
+    assert reproduce("geometry/figure5", smooth).verdicts[0].answer == FAILS
 
 
 def test_table_3_takes_the_rows_that_the_run_has(run):
     missing = reproduce("geometry/table3", run)
     assert answers(missing) == [HOLDS, UNTESTABLE, UNTESTABLE]
-    assert [row.here for row in missing.comparisons[1:]] == ["missing in this run"] * 2
+    assert [row.here for row in missing.readings[1:]] == ["missing in this run"] * 2
     shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
     full = reproduce("geometry/table3", replace(run, heads=run.heads.assign(**shares)))
     assert answers(full) == [HOLDS] * 3
@@ -125,15 +125,15 @@ def test_table_3_takes_the_rows_that_the_run_has(run):
 def test_figure_1_tells_a_curve_from_a_cloud_and_from_sampling_noise(run):
     spread = run.arrays["positional_pca"].std()
     calm = {**run.arrays, "cvec_pca": run.arrays["cvec_pca"] * 0}
-    assert reproduce("geometry/figure1", replace(run, arrays=calm)).verdicts[0].verdict == HOLDS
+    assert reproduce("geometry/figure1", replace(run, arrays=calm)).verdicts[0].answer == HOLDS
     generator = torch.Generator().manual_seed(0)
     cloud = torch.randn(run.arrays["positional_pca"].shape, generator=generator) * spread
     shuffled = reproduce("geometry/figure1", replace(run, arrays={**calm, "positional_pca": cloud}))
-    assert [verdict.verdict for verdict in (shuffled.verdicts[0], shuffled.verdicts[2])] == [FAILS] * 2
+    assert [verdict.answer for verdict in (shuffled.verdicts[0], shuffled.verdicts[2])] == [FAILS] * 2
     # As wide as the cloud would be if it were nothing but the mean over 40 contexts of such vectors.
     noise = torch.randn(run.arrays["cvec_pca"].shape, generator=generator) * spread * 40**0.5
     blurred = replace(run, arrays={**run.arrays, "positional_pca": cloud, "cvec_pca": noise})
-    assert reproduce("geometry/figure1", blurred).verdicts[0].verdict == UNTESTABLE
+    assert reproduce("geometry/figure1", blurred).verdicts[0].answer == UNTESTABLE
 
 
 def test_figure_2_is_the_cosines_of_the_bases(run):
@@ -189,7 +189,7 @@ def test_robustness_is_measured_on_another_text(opened):
     random = Corpus.random_tokens(model.tokenizer, 48, 12, 0)
     assert outcome.runs["random"]["corpus"]["sha256"] == random.sha256
     assert study.random_run() is study.other_run()  # made once
-    assert reproduce("geometry/figure8", run, model).verdicts[0].verdict in (HOLDS, FAILS, UNTESTABLE)
+    assert reproduce("geometry/figure8", run, model).verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
 
 
 def test_bases_overlap_with_themselves_and_with_random_ones_by_chance(run):
@@ -212,16 +212,16 @@ def test_small_models_of_other_families_give_every_verdict(opened, family):
     outcome = Study(survey(model, corpus), model, corpus).outcome(CLAIMS)
     table = outcome.tables["claims"]
     assert set(table["experiment"]) == {made.name for made in OF_THE_SURVEY}
-    assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.comparisons)
+    assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.readings)
 
 
 def test_claims_collect_all_and_say_what_is_missing(run):
     table = Study(run).outcome(CLAIMS).tables["claims"].set_index("experiment")
     assert set(table.index) == {made.name for made in OF_THE_SURVEY}
-    assert table.loc["geometry/figure8", "verdict"] == UNTESTABLE
+    assert table.loc["geometry/figure8", "answer"] == UNTESTABLE
     assert "needs the model" in table.loc["geometry/figure8", "evidence"]
     without_text = Study(weights_only(run)).outcome(CLAIMS)
-    assert set(without_text.tables["claims"]["verdict"]) == {UNTESTABLE}
+    assert set(without_text.tables["claims"]["answer"]) == {UNTESTABLE}
 
 
 def test_names_groups_and_the_nearest_ones():

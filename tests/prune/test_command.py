@@ -182,7 +182,7 @@ def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     assert status == (130 if number == signal.SIGINT else -9), stderr
     assert not parts.exists()
     if number == signal.SIGINT:
-        assert "error: interrupted; run the same command again to go on" in stderr
+        assert "error: interrupted; rerun the command to resume" in stderr
     assert call(*_arguments(model, text, parts))[0] == 0
     for name in ("model.safetensors", "low_rank.safetensors", "pruning.parquet", "config.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name

@@ -11,10 +11,10 @@ import pytest
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.errors import UsageError
+from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
 from theodolite.report.data import evenly
-from theodolite.report.drawing.constituents import PATTERNS
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.measures import HEAD_MEASURES, OTHER_TITLES
@@ -201,7 +201,7 @@ def every_figure(run: Run) -> dict[str, go.Figure]:
     """Every figure that a user can ask for, in the arguments that the page shows."""
     asked: dict[str, list[dict[str, str]]] = {
         "head_map": [{"measure": head_measures(run)[0].column}],
-        "attribution": [{"pattern": pattern} for pattern in PATTERNS],
+        "attribution": [{"pattern": pattern} for pattern in ATTENTION_PATTERNS],
         "regime_plane": [{}, {"suffix": "_data"}],
         "spectrum": [{}, {"name": "spectrum_data"}],
     }

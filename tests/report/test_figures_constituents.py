@@ -97,7 +97,7 @@ def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run:
     figure = figures.attribution(replace(run, attribution=table), "previous")
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert [title.split("</b>")[0] for title in titles] == ["<b>L2H0", "<b>L2H1", "<b>L2H2"]
-    assert titles[0].endswith("as it is 0.62, even attention 0.020")
+    assert titles[0].endswith("as measured 0.62, uniform attention 0.020")
     alone, without = figure.data[:2]
     groups = dict(zip(alone.y, zip(alone.x, without.x, strict=True), strict=True))
     assert groups["position"] == pytest.approx((0.60, 0.05))

@@ -51,27 +51,27 @@ def test_its_style_touches_nothing_else_and_knows_the_dark(run: Run) -> None:
     assert Reader(make_survey(seed=1)._repr_html_()).named("div")[0]["class"] != own
 
 
-def test_concerns_are_told(run: Run) -> None:
+def test_flagged_checks_are_shown(run: Run) -> None:
     sick = replace(run, layers=run.layers.assign(rank_collapse=0.01))
     assert "Rank collapse:" in sick._repr_html_()
-    assert "deserve" in sick._repr_html_()
+    assert "flagged" in sick._repr_html_()
     assert "Rank collapse:" not in run._repr_html_()
 
 
 @pytest.mark.parametrize(
-    ("concerns", "checks", "line"),
+    ("flagged", "checks", "line"),
     [
-        (0, 6, "Nothing looks unhealthy: 6 checks passed."),
-        (1, 6, "1 of 6 checks of health deserves a look."),
-        (2, 6, "2 of 6 checks of health deserve a look."),
+        (0, 6, "All 6 health checks passed."),
+        (1, 6, "1 of 6 health checks flagged."),
+        (2, 6, "2 of 6 health checks flagged."),
     ],
 )
-def test_health_in_a_line(concerns: int, checks: int, line: str) -> None:
-    assert health_line(concerns, checks) == line
+def test_health_in_a_line(flagged: int, checks: int, line: str) -> None:
+    assert health_line(flagged, checks) == line
 
 
 def test_weights_alone_and_empty_tables_show_what_there_is(run: Run) -> None:
-    assert "no text read" in weights_only(run)._repr_html_()
+    assert "no text was read" in weights_only(run)._repr_html_()
     empty = replace(weights_only(run), heads=pd.DataFrame(), layers=pd.DataFrame(), arrays={})
     assert Reader(empty._repr_html_()).open == []
     assert strongest(empty) == []

@@ -18,7 +18,7 @@ from theodolite.papers.claims import claims
 from theodolite.papers.hidden_geometry.context_basis import CONTEXTS
 from theodolite.papers.hidden_geometry.tables import TABLES
 from theodolite.passes.run import Run
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 
 CLAIMS = replace(claims("geometry", "all", [*TABLES, *CONTEXTS]), name="geometry/some-claims")
 FIGURE_2 = EXPERIMENTS["geometry/figure2"]
@@ -38,8 +38,8 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     texts = " ".join(text for kind in reader.texts.values() for text in kind)
     if len(outcome.verdicts) > 1:
         assert f"{len(outcome.verdicts)} claims: " in texts
-        for answer in {verdict.verdict for verdict in outcome.verdicts}:
-            count = sum(verdict.verdict == answer for verdict in outcome.verdicts)
+        for answer in {verdict.answer for verdict in outcome.verdicts}:
+            count = sum(verdict.answer == answer for verdict in outcome.verdicts)
             several = {"holds": "hold", "fails": "fail"}.get(answer, answer)
             assert f"{count} {several if count > 1 else answer}" in texts
     for verdict in outcome.verdicts:
@@ -81,7 +81,7 @@ def test_hostile_text_stays_text(run, tmp_path):
     hostile = replace(run, provenance=provenance)
     outcome = outcome_of(hostile, "geometry/figure2")
     said = Outcome(
-        [Comparison(*HOSTILE[:3])],
+        [Reading(*HOSTILE[:3])],
         [Verdict(text, HOLDS, text) for text in HOSTILE],
         {"table": pd.DataFrame({HOSTILE[0]: HOSTILE})},
         outcome.exhibits,

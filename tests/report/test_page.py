@@ -190,7 +190,7 @@ def test_weights_alone_make_a_page(run: Run, tmp_path: Path) -> None:
         "data-regime-plane",
         "data-spectrum",
     }
-    assert "no text read" in reader.rawdata_
+    assert "no text was read" in reader.rawdata_
 
 
 def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
@@ -235,16 +235,16 @@ def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run
     assert cell.shown == f"{expected:.2f} ± {0.05 * expected:.2f}"
     random = table.rows[1][names.index("incoherence, random")]
     assert random.shown == "0.0300"
-    missing = table.rows[0][names.index("cosine to layer before")]
+    missing = table.rows[0][names.index("cosine to previous layer")]
     assert (missing.shown, missing.value) == ("–", None)
 
 
 def test_key_numbers_carry_the_mean_of_the_layers_errors(run: Run) -> None:
     found = {tile.label: tile for tile in tiles(run)}
-    assert found["dimensions of position"].error == "0.5"
+    assert found["positional rank"].error == "0.5"
     mean = run.layers["incoherence_mean"].mean()
-    assert found["position · context"].value == f"{mean:.3f}"
-    assert found["position · context"].error == f"{0.05 * mean:.3f}"
+    assert found["incoherence"].value == f"{mean:.3f}"
+    assert found["incoherence"].error == f"{0.05 * mean:.3f}"
     assert {tile.error for tile in tiles(make_run())} == {""}
 
 

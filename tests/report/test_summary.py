@@ -35,11 +35,11 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
         low_frequency_10=[0.96, 0.95, 0.95, 0.94],
     )
     assert told(run, "Position") == (
-        "Position takes 60 % of the largest direction of the hidden states on average over layers: most in "
-        "layer 0 (90 %), least in layer 3 (10 %). Published for GPT-2: 84 %. "
-        "It lives in about 10 dimensions (9 to 12 by layer), against 11.4 published for GPT-2. "
-        "Its shape is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix "
-        "(GPT-2 99.7 %, a model of additions about 50 %)."
+        "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and "
+        "lowest in layer 3 (10 %). Published for GPT-2: 84 %. "
+        "Its mean rank is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
+        "It is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix (GPT-2 99.7 %, a model "
+        "trained on addition about 50 %)."
     )
 
 
@@ -59,16 +59,16 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
         cluster_ari_se=0.04,
     )
     position, context = told(run, "Position"), told(run, "Context")
-    assert "Position takes 60 ± 2 % of the largest direction" in position
-    assert "about 10 ± 0.5 dimensions" in position
+    assert "positional basis is 60 ± 2 % on average" in position
+    assert "mean rank is 10 ± 0.5 (9 to 12 by layer)" in position
     assert "hold 95.1 ± 0.4 % of the energy" in position
-    assert "two of one label are 0.40 ± 0.10 alike" in context
-    assert "finds the labels again with an adjusted Rand index of 0.60 ± 0.04" in context
+    assert "vectors is 0.40 ± 0.10 within labels" in context
+    assert "recovers the labels with an adjusted Rand index of 0.60 ± 0.04" in context
 
 
 def test_a_layer_without_an_error_does_not_hide_the_others(run: Run) -> None:
     some = with_layers(run, relative_norm=0.5, relative_norm_se=[math.nan, 0.01, 0.02, 0.03])
-    assert "Position takes 50 ± 2 %" in told(some, "Position")
+    assert "positional basis is 50 ± 2 %" in told(some, "Position")
 
 
 def test_the_published_model_follows_the_family(run: Run) -> None:
@@ -81,8 +81,10 @@ def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
     run = make_run()
     clear = with_layers(run, similarity_within=0.4, similarity_between=0.1)
     hardly = with_layers(run, similarity_within=0.4, similarity_between=0.39)
-    assert "group clearly by label: two of one label are 0.40 alike" in told(clear, "Context")
-    assert "group hardly by label" in told(hardly, "Context")
+    assert "cluster clearly by label: the mean |cosine| of context vectors is 0.40 within labels" in told(
+        clear, "Context"
+    )
+    assert "cluster hardly by label" in told(hardly, "Context")
     unlabelled = with_layers(run, similarity_within=math.nan, similarity_between=math.nan)
     assert "The text has no labels" in told(unlabelled, "Context")
     tangled = with_layers(run, incoherence_mean=0.5)
@@ -92,16 +94,14 @@ def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
 def test_regimes_are_counted(run: Run) -> None:
     names = ["uniform"] * 7 + ["late-site"] * 5
     text = told(with_heads(run, regime=names, regime_data=names[::-1]), "Localization")
-    assert "theory predicts of 12 heads: 7 uniform and 5 late-site." in text
+    assert "theory predicts from W_QK Σ̂, of 12 heads: 7 uniform and 5 late-site." in text
 
 
 def test_entropy_is_a_share_of_the_mean_of_ln_t(run: Run) -> None:
     limit = np.mean([math.log(keys) for keys in range(1, 25)])
     shares = [0.5] * 10 + [0.25, 0.75]
     text = told(with_heads(run, entropy=[share * limit for share in shares]), "Localization")
-    assert (
-        "Attention is spread over 50 % of the highest possible entropy on average; sharpest is L2H2" in text
-    )
+    assert "Mean attention entropy is 50 % of its maximum; the sharpest head is L2H2" in text
     assert "75 %)" in text
 
 
@@ -110,18 +110,15 @@ def test_sinks_name_the_heads_strongest_first(run: Run) -> None:
     first[1], first[7] = 0.6, 0.95
     text = told(with_heads(run, sink_first=first, sink_later=[0.0] * 12), "Sinks")
     assert text == (
-        "2 of 12 heads use the first token as a sink in at least 50 % of the contexts: L1H3 (0.95) and "
-        "L0H1 (0.60). Later tokens hardly ever become sinks."
+        "2 of 12 heads have a first-token sink in at least 50 % of the contexts: L1H3 (0.95) and L0H1 (0.60). "
+        "No head has a later sink in at least 10 % of the contexts."
     )
 
 
 def test_later_sinks_name_the_tokens_by_their_contexts(run: Run) -> None:
     later = [0.0] * 11 + [0.4]
     text = told(with_heads(run, sink_later=later), "Sinks")
-    assert (
-        "1 head makes a sink of a later token in at least 10 % of the contexts: L2H3 (0.40); most often ‘.’"
-        in text
-    )
+    assert "1 head has a later sink in at least 10 % of the contexts: L2H3 (0.40); most often ‘.’" in text
 
 
 def test_heads_are_named_or_the_strongest_is(run: Run) -> None:
@@ -136,7 +133,7 @@ def test_outliers_give_the_layers_as_spans(run: Run) -> None:
     text = told(
         with_layers(run, massive_activations=[0, 0, 0, 0], massive_activations_first=[0, 3, 9, 9]), "Outliers"
     )
-    assert "Massive activations stand at the first token in 3 layers (1–3), most in layer 2 (9)." in text
+    assert "Massive activations occur at the first token in 3 layers (1–3), most in layer 2 (9)." in text
 
 
 def health(run: Run) -> list[Finding]:
@@ -144,7 +141,7 @@ def health(run: Run) -> list[Finding]:
 
 
 def test_a_healthy_run_passes_every_check() -> None:
-    assert [finding.status for finding in health(make_survey())] == ["well"] * 6
+    assert [finding.status for finding in health(make_survey())] == ["passed"] * 6
 
 
 def test_each_trouble_is_found_by_its_check(run: Run) -> None:
@@ -164,23 +161,23 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     )
     sick = with_layers(sick, rank_collapse=[0.9, 0.5, 0.2, 0.05], massive_activations=[0, 0, 4, 0])
     findings = health(sick)
-    assert [finding.status for finding in findings] == ["look"] * 6
+    assert [finding.status for finding in findings] == ["flagged"] * 6
     texts = " ".join(finding.text for finding in findings)
     assert "Rank collapse: in layer 3 all tokens" in texts
     assert "Entropy collapse: 1 head" in texts
     assert "L0H2" in texts
-    assert "Vanishing signal: fewer than 5\u00a0% of the keys get through in 1 head: L2H3." in texts
-    assert "W_QK is as good as zero in L0H0" in texts
-    assert "Constant logits: in 1 head means and biases alone carry" in texts
+    assert "Vanishing signal: fewer than 5\u00a0% of the keys propagate in 1 head: L2H3." in texts
+    assert "W_QK is numerically zero in L0H0" in texts
+    assert "Constant logits: in 1 head means and biases alone account for" in texts
     assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
 
 
 def test_a_resting_head_is_no_entropy_collapse(run: Run) -> None:
     limit = np.mean([math.log(keys) for keys in range(1, 25)])
     resting = with_heads(run, entropy=[0.01 * limit] + [0.5 * limit] * 11, sink_first=[0.99] + [0.0] * 11)
-    found = next(finding for finding in health(resting) if "highest entropy" in finding.text)
-    assert found.status == "well"
-    assert "All rest on the first token" in found.text
+    found = next(finding for finding in health(resting) if "maximum entropy" in finding.text)
+    assert found.status == "passed"
+    assert "All are first-token sink heads" in found.text
 
 
 def test_weights_alone_give_only_what_weights_tell(run: Run) -> None:
@@ -205,16 +202,16 @@ def test_a_text_of_unknown_tokens_is_reported(run: Run) -> None:
 def test_constant_logits_of_a_resting_head_are_common(run: Run) -> None:
     resting = with_heads(run, share_constant=[0.99] + [0.4] * 11, sink_first=[0.95] + [0.0] * 11)
     found = next(finding for finding in health(resting) if finding.text.startswith("Constant logits"))
-    assert found.status == "well"
-    assert "All rest on the first token" in found.text
+    assert found.status == "passed"
+    assert "All are first-token sink heads" in found.text
 
 
 def test_layers_whose_logits_are_not_taken_apart_are_named_with_the_reason(run: Run) -> None:
     refused = {"0": "queries are no affine function of h", "2": "queries are no affine function of h"}
     other = replace(run, provenance={**run.provenance, "constituents_refused": refused})
-    found = [finding for finding in health(other) if finding.status == "look"]
+    found = [finding for finding in health(other) if finding.status == "flagged"]
     assert [finding.text for finding in found] == [
-        "Logits are not taken apart in layer 0 and layer 2: queries are no affine function of h."
+        "Logits could not be decomposed in layer 0 and layer 2: queries are no affine function of h."
     ]
 
 
@@ -228,9 +225,9 @@ def test_shares_are_means_over_heads_and_their_leaders_are_counted(run: Run) -> 
         share_additive=[0.0] * 12,
     )
     assert told(shared, "Constituents").startswith(
-        "On average over 12 heads the logits' variance is 70 % constant, 30 % position and 0 % context (mean "
-        "and bias count with what is on the other side); the largest share is constant in 8 heads and position in "
-        "4 heads. "
+        "On average over 12 heads, the logits' variance is 70 % constant, 30 % position and 0 % context (mean "
+        "and bias count with the constituent on the other side); the largest share is constant in 8 heads and "
+        "position in 4 heads. "
     )
 
 
@@ -238,22 +235,22 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
     """The three cases that the synthetic table was made for, and a pattern that nobody follows."""
     text = told(run, "Constituents")
     assert (
-        "On random tokens L2H0 attends most to the previous token (0.62; even attention pays 0.020): position alone "
-        "keeps 0.60, and without it 0.050 is left." in text
+        "On random tokens, L2H0 attends most to the previous token (0.62; uniform attention: 0.020): position alone "
+        "retains 0.60; ablating it leaves 0.050." in text
     )
     assert (
-        "L2H0 attends most to what followed the same token before (0.41; even attention pays 0.020): no group of "
-        "constituents keeps half of that alone; most does context (0.12), and without it 0.15 is left."
+        "L2H0 attends most to the token that followed the earlier copy (0.41; uniform attention: 0.020): no group of "
+        "constituents alone retains half of that; context retains most (0.12), and ablating it leaves 0.15."
         in text
     )
     assert (
-        "L2H0 attends most to the earlier copy of the same token (0.33; even attention pays 0.020): context alone "
-        "keeps 0.31, but without it 0.30 is left, so that others carry it too." in text
+        "L2H0 attends most to the earlier copy of the same token (0.33; uniform attention: 0.020): context alone "
+        "retains 0.31, but ablating it leaves 0.30, so other groups carry it too." in text
     )
     faint = run.attribution.assign(score=0.05)
     assert (
-        "On random tokens no head attends much to the previous token; L2H0 does most (0.050; even attention pays "
-        "0.020)." in told(replace(run, attribution=faint), "Constituents")
+        "On random tokens, no head attends strongly to the previous token; L2H0 has the highest score (0.050; uniform "
+        "attention: 0.020)." in told(replace(run, attribution=faint), "Constituents")
     )
 
 

@@ -98,10 +98,10 @@ def test_without_a_head_named_the_one_that_tags_most(model):
     outcome = prompt_outcome(trace, [str(token) for token in IDS.tolist()], chosen=True)
     # That it has a sink is why it was chosen, and no verdict.
     assert [verdict.claim.partition(" ")[0] for verdict in outcome.verdicts] == ["Tokens", "The"]
-    assert "chosen because" in outcome.comparisons[0].here
+    assert "chosen because" in outcome.readings[0].here
     named = prompt_outcome(trace, [str(token) for token in IDS.tolist()])
-    assert named.verdicts[0].verdict == "holds"
-    assert len(named.comparisons) == len(outcome.comparisons) - 1
+    assert named.verdicts[0].answer == "holds"
+    assert len(named.readings) == len(outcome.readings) - 1
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
     assert len(outcome.exhibits) == 6
     for exhibit in outcome.exhibits:
@@ -116,7 +116,7 @@ def test_a_head_without_sinks_is_drawn_and_judged(model, folder):
     with pytest.raises(UsageError, match="no head has a sink on this prompt"):
         trace_prompt(flat, IDS)
     outcome = prompt_outcome(trace_prompt(flat, IDS, 0, 0), [str(token) for token in IDS.tolist()])
-    assert [verdict.verdict for verdict in outcome.verdicts] == [
+    assert [verdict.answer for verdict in outcome.verdicts] == [
         "fails",
         "not testable here",
         "not testable here",

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from theodolite.cli.options import (
     DEFAULT_CONTEXTS,
-    EMBEDDED,
     AsJson,
     Batch,
     CorpusSpec,
@@ -31,6 +30,7 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import bars, one_line_errors, progress, say_stopping
 from theodolite.errors import UsageError
+from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def compare_command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help=f"Two or more run folders, or folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the "
-            "package); all are compared with the first.",
+            help="Two or more run folders, or folders or hub names of checkpoints "
+            f"(`{embedded.ARGUMENT}`: the model inside the package); all are compared with the first.",
             show_default=False,
         ),
     ],
@@ -85,7 +85,7 @@ def compare_command(
     device: Device = None,
     device_map: DeviceMap = None,
 ) -> None:
-    """What of the mechanism survives: sinks, tags, outliers, positions, what heads write, entropies, head types, W_QK.
+    """What survives of the mechanism: sinks, tags, outliers, positions, head outputs, entropies, head roles, W_QK.
 
     Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
     (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from theodolite.cli.options import (
     DEFAULT_CONTEXTS,
-    EMBEDDED,
     AsJson,
     Contexts,
     CorpusSpec,
@@ -31,6 +30,7 @@ from theodolite.cli.options import (
     read_corpus,
 )
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the package, which is meant too "
-            "if none is named).",
+            help=f"Folders or hub names of checkpoints (`{embedded.ARGUMENT}`: the model inside the package, which is "
+            "also the default).",
             show_default=False,
         ),
     ] = None,

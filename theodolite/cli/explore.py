@@ -74,9 +74,9 @@ def explore_command(
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
     with one_line_errors():
-        from theodolite.explore.server_log import quieten
+        from theodolite.explore.telemetry import disable_telemetry
 
-        quieten()
+        disable_telemetry()
         from theodolite.explore.server import application, listen, serve
         from theodolite.explore.subject import check_pair
 

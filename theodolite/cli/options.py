@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from theodolite.cli.screen import progress, screen
 from theodolite.errors import UsageError
+from theodolite.system import embedded
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXTS = 256
 DEFAULT_LENGTH = 512
 """Context length where the model has positions for more, and where it sets no limit."""
-
-EMBEDDED = "embedded"
-"""What the model inside the package is called where several models are named."""
 
 Model = Annotated[
     str | None,
@@ -89,7 +87,9 @@ class BareRay(TyperCommand):
 def opened_model(
     model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
 ) -> OpenModel:
-    """Open the model, saying so on the screen; None, or `EMBEDDED` where nothing has that name: the embedded one.
+    """Open the model, saying so on the screen; the embedded one where none is named.
+
+    `embedded` names it too, where no file is called so.
 
     A hub name may bring its revision along, NAME@REVISION, so that several models can each have one.
     """
@@ -109,7 +109,7 @@ def _without_revision(model: str | None, revision: str | None) -> tuple[str | No
     name, at, own = model.partition("@")
     if at and revision is not None:
         raise UsageError(f"{model} has a revision, and so has --revision: give one")
-    return None if name == EMBEDDED else name, own or revision
+    return None if name == embedded.ARGUMENT else name, own or revision
 
 
 def opened_weights(

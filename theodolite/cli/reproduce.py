@@ -158,11 +158,11 @@ def _stand(asked: _Asked, experiments: list[Experiment], focus: Focus) -> tuple[
     name, seed = asked.name, asked.text.seed
     trainings, command = asked.model and trainings_at(asked.model), made_by(experiments)
     if asked.model is not None and trainings:
-        refuse_unread(f"{name} of a folder of trainings reads no other text or model", asked.unread())
+        refuse_unread(f"{name} of a folder of training runs reads no other text or model", asked.unread())
         folder = Path(asked.model)
         return Study(trainings.run(folder), say=asked.say), asked.out or folder / "reproduce"
     if command is not None:
-        raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
+        raise UsageError(f"{name} is read from training runs: give the folder that `{command}` wrote")
     if stand_alone(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": asked.model} | asked.unread())
         pages = asked.out or Path("runs") / experiments[0].name.partition("/")[0]

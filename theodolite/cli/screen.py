@@ -46,7 +46,7 @@ def one_line_errors() -> Iterator[None]:
         _say_error(str(error))
         raise typer.Exit(error.exit_status) from None
     except KeyboardInterrupt:
-        _say_error("interrupted; run the same command again to go on")
+        _say_error("interrupted; rerun the command to resume")
         raise typer.Exit(130) from None
     except Exception as error:
         if _tracebacks:

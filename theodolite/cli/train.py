@@ -14,7 +14,7 @@ from theodolite.cli.screen import one_line_errors, screen
 
 training = typer.Typer(
     help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, models with an escape from attention, or a grid with LocAteR.\n\n"
+    "examples, models with a no-op option, or a grid with LocAteR.\n\n"
     "Example: theodolite train addition --digits 10 --series --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -169,7 +169,7 @@ def escape_command(
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Train models whose heads have an escape from attention, and models whose heads have none.
+    """Train models whose heads have a no-op option, and models whose heads have none.
 
     The escape is in the softmax and carries no value: off by one, or a learned logit. Sinks would be one too; whether
     they are still grown is for `theodolite reproduce sinks/escape OUT` to say. Can be stopped and started again.
@@ -198,11 +198,11 @@ def locater_command(
     widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None,
     means: Annotated[
         str | None,
-        typer.Option(help="κ₂ of trainings with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
+        typer.Option(help="κ₂ of training runs with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
     ] = None,
     decays: Annotated[
         str | None,
-        typer.Option(help="Weight decays of trainings without; '' for none [default: 0,0.01,0.1,1,10]."),
+        typer.Option(help="Weight decays of training runs without; '' for none [default: 0,0.01,0.1,1,10]."),
     ] = None,
     gradient: Annotated[
         str, typer.Option(help="Of LocAteR's second term: exact, or published (as printed, and wrong).")
@@ -210,15 +210,15 @@ def locater_command(
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
-    side_by_side: Annotated[int, typer.Option(help="Trainings at a time, on a core each.")] = 1,
+    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Train with LocAteR and without: every depth, width, κ₂ or weight decay, and seed.
 
-    Bao et al. 2024, section 7. Numbers have commas between them. The trainings go on in rounds of 5,000 steps, and
+    Bao et al. 2024, section 7. Numbers have commas between them. The training runs go on in rounds of 5,000 steps, and
     can be stopped and started again at any time.
 
     Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2

@@ -1,6 +1,6 @@
-"""What of the mechanism survives in another model: the audit of two runs, its page, and the models side by side."""
+"""What survives of the mechanism in another model: the audit of two runs, its page, and the models side by side."""
 
 from theodolite.comparison.audit import Audit as Audit
 from theodolite.comparison.audit import compare as compare
 from theodolite.comparison.outputs import read_outputs as read_outputs
-from theodolite.comparison.parts import Part as Part
+from theodolite.comparison.survival import Survival as Survival

@@ -1,7 +1,7 @@
-"""`compare`: what of one run's mechanism is in another run of the same text, in tables and sentences.
+"""`compare`: what of one run's mechanism survives in another run on the same text, in tables and sentences.
 
-It reads runs and sees no model: so it works for any two models of one shape, pruned, retrained, quantised, or under
-an intervention, and next year.
+It reads runs and sees no model: so it works for any two models of one shape: pruned, retrained, quantised, or under
+an intervention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.parts import LOST, NEW, SURVIVED, UNDECIDED, Part
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Survival
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
 from theodolite.passes.run import Run
@@ -30,12 +30,12 @@ output is not among them."""
 
 OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
 
-SAID: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "keeps in part", FAILS: "loses"}
+VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses"}
 """What a model does with a part, in the words of the summary."""
 
 SHAPE = {
     "layers": "layers",
-    "heads": "heads a layer",
+    "heads": "heads per layer",
     "width": "dimensions of the residual stream",
     "vocabulary": "tokens in the vocabulary",
 }
@@ -57,7 +57,7 @@ class Audit:
 
     reference: str
     other: str
-    parts: tuple[Part, ...]
+    parts: tuple[Survival, ...]
     summary: str
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
@@ -73,7 +73,7 @@ class Audit:
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> Survival:
         """The part of this name.
 
         Raises:
@@ -90,7 +90,7 @@ class Audit:
         counts = pd.DataFrame(
             {
                 "part": [part.name for part in self.parts],
-                "verdict": [part.answer for part in self.parts],
+                "answer": [part.answer for part in self.parts],
                 "survived": [part.count(SURVIVED) for part in self.parts],
                 "lost": [part.count(LOST) for part in self.parts],
                 "new": [part.count(NEW) for part in self.parts],
@@ -135,12 +135,12 @@ def compare(
     if names is not None and len(names) != 2:
         raise UsageError(f"two models are compared, and names has {len(names)}: give two")
     if (reference_trace is None) != (other_trace is None):
-        raise UsageError("tags are compared from two traces: give both or neither")
+        raise UsageError("tags are compared between two traces: give both or neither")
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
     called = names or (name_of(reference), name_of(other))
     written = list(outputs_of or ())
     _check([reference, other], traces, written, called)
-    made = [
+    parts = (
         sinks.sinks(reference, other),
         *([sinks.tags(*traces)] if traces else []),
         stream.outlier_dimensions(reference, other),
@@ -150,8 +150,7 @@ def compare(
         heads.entropies(reference, other),
         heads.head_types(reference, other),
         heads.spectra(reference, other),
-    ]
-    parts = tuple(made)
+    )
     runs = {name: run.provenance for name, run in zip(called, (reference, other), strict=True)}
     loss = outputs.loss(*written) if written else None
     return Audit(*called, parts, summarise(parts, called[1], loss), runs, loss)
@@ -173,13 +172,13 @@ def _check(surveys: list[Run], traces: list[Run], written: list[Run], names: tup
                 f"{name}: these are outputs of heads; give the survey, and the outputs beside it"
             )
         if not run.provenance.get("corpus"):
-            raise UsageError(f"{name}: these are spectra of weights, and no text was read; give a survey")
+            raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
     for run, name in zip(traces, names, strict=False):
         if not run.is_trace:
-            raise UsageError(f"{name}: this is no trace of sinks; `theodolite trace` makes one")
+            raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
     for run, name in zip(written, names, strict=False):
         if not run.is_outputs:
-            raise UsageError(f"{name}: these are no outputs of heads; `comparison.read_outputs` makes them")
+            raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
     first = surveys[0].provenance
     for run, name in zip([*surveys, *traces, *written], names * 3, strict=False):
         refuse_shapes((names[0], shape_of(first)), (name, shape_of(run.provenance)))
@@ -190,8 +189,8 @@ def _check(surveys: list[Run], traces: list[Run], written: list[Run], names: tup
             )
     for what, verb, beside in (("trace", "is", traces), ("outputs", "are", written)):
         for survey, run, name in zip(surveys, beside, names, strict=False):
-            models = [one.provenance["model"]["sha256"] for one in (survey, run)]
-            edits = [provenance(one, "fingerprint", "edits") for one in (survey, run)]
+            models = [of.provenance["model"]["sha256"] for of in (survey, run)]
+            edits = [provenance(of, "fingerprint", "edits") for of in (survey, run)]
             if models[0] != models[1] or edits[0] != edits[1]:
                 raise UsageError(
                     f"{name}: the {what} beside it {verb} of another model than the survey: make it anew"
@@ -210,14 +209,14 @@ def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[
         UsageError: in what they do.
     """
     for key, noun in SHAPE.items():
-        before, here = first[1][key], second[1][key]
-        if before != here:
+        size, other = first[1][key], second[1][key]
+        if size != other:
             raise UsageError(
-                f"{second[0]} has {here} {noun}, {first[0]} {before}: only models of one shape are compared"
+                f"{second[0]} has {other} {noun}, {first[0]} {size}: only models of one shape are compared"
             )
 
 
-def answer_of(parts: Sequence[Part]) -> Answer:
+def answer_of(parts: Sequence[Survival]) -> Answer:
     """Of all parts together; those of which the reference has nothing, or nothing that is decided, do not count."""
     answers = {part.answer for part in parts} - set(OPEN)
     if not answers:
@@ -225,42 +224,42 @@ def answer_of(parts: Sequence[Part]) -> Answer:
     return answers.pop() if len(answers) == 1 else IN_PART
 
 
-def summarise(parts: tuple[Part, ...], other: str, loss: Loss | None = None) -> str:
+def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
     """What survived and what did not, the heads that were hit hardest, the loss, and what was not looked at."""
     same = loss is None or loss.unchanged
-    said = [_verdict(parts, other, same)]
+    clauses = [_verdict(parts, other, same)]
     if hardest := hit_hardest(parts):
-        said.append(f"Hit hardest: {'; '.join(hardest)}.")
+        clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
     if loss is not None:
-        said.append(f"{loss}.")
+        clauses.append(f"{loss}.")
     if not any(part.name == outputs.NAME for part in parts):
-        said.append("What the heads write was not compared.")
-    return " ".join(said)
+        clauses.append("Head outputs were not compared.")
+    return " ".join(clauses)
 
 
-def _verdict(parts: tuple[Part, ...], other: str, same_loss: bool) -> str:
+def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     """One sentence, in the words of each part's `answer`."""
     there = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
-        return "Everything survived, exactly: no number differs."
+        return "Everything survives exactly: no number differs."
     if answer_of(parts) == FAILS:
         return (
-            f"Nothing survived: neither {listed([part.name for part in there], 9).replace(' and ', ' nor ')}."
+            f"Nothing survives: neither {listed([part.name for part in there], 9).replace(' and ', ' nor ')}."
         )
-    groups: dict[str, list[str]] = {verb: [] for verb in SAID.values()}
+    groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
     for part in there:
-        groups[SAID[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
-    said = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
-    text = f"{other} {'; it '.join(said)}"
+        groups[VERBS[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
+    clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
+    text = f"{other} {'; it '.join(clauses)}"
     added = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
     if added:
         text += f"; it has {listed(added, 9)}"
     if answer_of(parts) == HOLDS:
-        text = f"Everything survived: {text}"
+        text = f"Everything survives: {text}"
     return f"{text}."
 
 
-def hit_hardest(parts: tuple[Part, ...]) -> list[str]:
+def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
     """The heads that lost something in most parts, each with these parts; none where many are alike.
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.
@@ -300,6 +299,6 @@ def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, i
             rows = rows[rows["layer"] == layer]
         sums = rows.groupby(["layer", "head"])[column].sum()
         if len(sums) and sums.max() > 0:
-            found = sums.idxmax()
-            return int(found[0]), int(found[1])
+            layer_of_most, head_of_most = sums.idxmax()
+            return int(layer_of_most), int(head_of_most)
     return None

@@ -1,4 +1,4 @@
-"""The models of a comparison: surveyed and traced on one text, and one head of each looked at on one prompt.
+"""The models of a comparison: surveyed and traced on one text, and one head of each traced on one prompt.
 
 One after another, so that no two need be in memory at once. An intervention makes a candidate of its own: a model
 without the low-rank term of a layer (Zhang et al. 2025, Fig. 4), and its control.
@@ -35,7 +35,7 @@ PROMPT = "inference"
 CONTROL_SEED = 0
 
 Open = Callable[[str], OpenModel]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Edit = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
 
 
@@ -77,13 +77,13 @@ class Measured:
 
 def candidates_of(sources: Sequence[str]) -> list[Candidate]:
     """One of each checkpoint, called by the last part of its path, numbered where two are called alike."""
-    made: list[Candidate] = []
+    candidates: list[Candidate] = []
     for source in sources:
         short = Path(source).name or source
-        alike = sum(Path(candidate.source).name == Path(source).name for candidate in made)
+        alike = sum(Path(candidate.source).name == Path(source).name for candidate in candidates)
         name = f"{short}-{alike + 1}" if alike else short
-        made.append(Candidate(name, name, source))
-    return made
+        candidates.append(Candidate(name, name, source))
+    return candidates
 
 
 def without_term(place: int, candidate: Candidate, layer: int, rank: int | None) -> list[Candidate]:
@@ -161,19 +161,19 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
     """Open each candidate, and refuse what cannot be done before anything that takes long.
 
     Args:
-        focus: what is to be looked at. layer: whose heads may be.
+        focus: the head and prompt to trace. layer: whose heads may be.
 
     Raises:
         UsageError: models of several shapes, or that read the text as different tokens; no such layer, head, rank or
             low-rank term; a prompt that a model cannot read.
     """
-    seen: list[tuple[dict[str, object], str]] = []
+    opened: list[tuple[dict[str, object], str]] = []
 
     def checked(candidate: Candidate, model: OpenModel) -> None:
-        seen.append((shape_of(describe_model(model)), work.read(model).sha256))
-        shape, tokens = seen[-1]
-        refuse_shapes((candidates[0].name, seen[0][0]), (candidate.name, shape))
-        if tokens != seen[0][1]:
+        opened.append((shape_of(describe_model(model)), work.read(model).sha256))
+        shape, tokens = opened[-1]
+        refuse_shapes((candidates[0].name, opened[0][0]), (candidate.name, shape))
+        if tokens != opened[0][1]:
             raise UsageError(
                 f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
                 "tokenizer and enough positions for the same --length can be compared"
@@ -202,19 +202,19 @@ def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
 
 
 def _each(
-    candidates: Sequence[Candidate], opened: Open, work: Callable[[Candidate, OpenModel], Made]
-) -> list[Made]:
+    candidates: Sequence[Candidate], opened: Open, work: Callable[[Candidate, OpenModel], Result]
+) -> list[Result]:
     """What `work` gives for every candidate; neighbours of one checkpoint share it, and it is gone before the next."""
 
-    def of_one(model: OpenModel, group: Iterable[Candidate]) -> list[Made]:
+    def of_one(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
         return [work(candidate, model) for candidate in group]
 
     by_source = groupby(candidates, key=lambda candidate: candidate.source)
-    return [made for source, group in by_source for made in of_one(opened(source), group)]
+    return [result for source, group in by_source for result in of_one(opened(source), group)]
 
 
 @dataclass(frozen=True)
-class Look:
+class HeadOnPrompt:
     """One head of every candidate on one prompt: name → trace."""
 
     layer: int
@@ -223,8 +223,10 @@ class Look:
     traces: dict[str, PromptTrace]
 
 
-def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int) -> Look:
-    """Look at a head of each candidate on a prompt; None: one of a kind with the paper's.
+def trace_head(
+    candidates: Sequence[Candidate], opened: Open, prompt: str | None, layer: int, head: int
+) -> HeadOnPrompt:
+    """Trace a head of each candidate on a prompt; None: one like the paper's.
 
     Raises:
         UsageError: no such layer or head, or a prompt that a model cannot read.
@@ -238,7 +240,9 @@ def look(candidates: Sequence[Candidate], opened: Open, prompt: str | None, laye
             return trace_prompt(model, ids, layer, head)
 
     traces = _each(candidates, opened, work)
-    return Look(layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)})
+    return HeadOnPrompt(
+        layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)}
+    )
 
 
 def _ids(model: OpenModel, prompt: str | None) -> Int[Tensor, " positions"]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.comparison.audit import Audit, compare, most_lost
-from theodolite.comparison.candidates import Work, candidates_of, check, look, measure, without_term
+from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
 from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import TERM, experiment_of, outcome
 from theodolite.errors import UsageError
@@ -26,7 +26,7 @@ from theodolite.report.outcome_page import MARKS, result, write_index, write_out
 from theodolite.system.files import write_text, writing
 from theodolite.system.wording import percent
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE = "comparison.json"
 
 
@@ -80,19 +80,19 @@ def _beside(folders: Sequence[str], ending: str) -> list[Run]:
 def compare_models(
     sources: Sequence[str], work: Work, focus: Focus, layer: int | None = None, rank: int | None = None
 ) -> Compared:
-    """Survey and trace models, compare them with the first, and look at one head of each on a prompt.
+    """Survey and trace models, compare them with the first, and trace one head of each on a prompt.
 
     Args:
         sources: checkpoints, two or more.
         work: opens, surveys and traces.
         focus: prompt (None: one that the package carries) and head (None: the one that lost most of its sinks, in
-            `layer` if that is given; nothing is looked at where no head has a sink).
+            `layer` if that is given; none is traced where no head has a sink).
         layer: also the second one without the low-rank term of this block, and without a random part as large; both
             are compared with the second one.
         rank: of the term where the checkpoint has none.
 
     Raises:
-        UsageError: models that cannot be compared, and why; as `without_term` and `look`.
+        UsageError: models that cannot be compared, and why; as `without_term` and `trace_head`.
     """
     if rank is not None and layer is None:
         raise UsageError("--rank is of the term that --without-low-rank LAYER takes out: give both")
@@ -102,30 +102,30 @@ def compare_models(
     check(candidates, work, focus, layer)
     measured = measure(candidates, work)
     audits = []
-    for one in measured[1:]:
-        reference = measured[one.candidate.against]
-        names = (reference.candidate.name, one.candidate.name)
-        outputs = (reference.outputs, one.outputs)
-        runs = (reference.run, one.run, reference.trace, one.trace)
+    for other in measured[1:]:
+        reference = measured[other.candidate.against]
+        names = (reference.candidate.name, other.candidate.name)
+        outputs = (reference.outputs, other.outputs)
+        runs = (reference.run, other.run, reference.trace, other.trace)
         audits.append(compare(*runs, outputs_of=outputs, names=names))
     place = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
     place = place or most_lost(audits, layer)
-    seen = None if place is None else look(candidates, work.opened, focus.prompt, *place)
-    return Compared(audits, outcome(audits, measured, seen), measured[0].run)
+    traced = None if place is None else trace_head(candidates, work.opened, focus.prompt, *place)
+    return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 
 
 def as_json(compared: Compared) -> dict[str, Any]:
     """What `comparison.json` holds: for each pair the summary and its parts; then verdicts, tables, provenance."""
-    told = [
+    comparisons = [
         {
             "reference": audit.reference,
             "other": audit.other,
-            "verdict": audit.answer,
+            "answer": audit.answer,
             "summary": audit.summary,
             "parts": [
                 {
                     "name": part.name,
-                    "verdict": part.answer,
+                    "answer": part.answer,
                     "criterion": part.criterion,
                     "sentence": part.sentence,
                 }
@@ -135,7 +135,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
         for audit in compared.audits
     ]
     page = result(compared.experiment, compared.outcome, compared.run)
-    return {"schema_version": SCHEMA_VERSION, "comparisons": told} | {
+    return {"schema_version": SCHEMA_VERSION, "comparisons": comparisons} | {
         name: page[name] for name in ("verdicts", "tables", "provenance", "other_runs")
     }
 
@@ -166,22 +166,22 @@ def show(compared: Compared, console: Console) -> None:
         for name, ending in (("tags", "sinks"), (NAME, "outputs")):
             if name not in [part.name for part in audit.parts]:
                 console.print(
-                    f"[bold]{name}[/bold]  Not compared: not every folder has its own beside it, as FOLDER-{ending}."
+                    f"[bold]{name}[/bold]  Not compared: not every folder has one beside it, FOLDER-{ending}."
                 )
     for verdict in compared.outcome.verdicts:
         if verdict.claim == TERM:
-            told = f"{MARKS[verdict.verdict]} {TERM}: {verdict.verdict}\n  {harmless(verdict.evidence)}"
-            console.print(f"\n{told}", markup=False, highlight=False)
+            line = f"{MARKS[verdict.answer]} {TERM}: {verdict.answer}\n  {harmless(verdict.evidence)}"
+            console.print(f"\n{line}", markup=False, highlight=False)
 
 
 def _counts(audit: Audit) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "verdict", "survived", "lost", "new", "undecided", "by chance", "left"):
-        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right")
+    for heading in ("part", "answer", "survived", "lost", "new", "undecided", "by chance", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "answer") else "right")
     for row in audit.tables["parts"].to_dict("records"):
         counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
         by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
-        there = row["verdict"] != UNTESTABLE  # else the reference has nothing of the part
-        told = f"{MARKS[row['verdict']]} {row['verdict']}" if there else ""
-        table.add_row(row["part"], told, *counts, by_chance, percent(row["left"]))
+        there = row["answer"] != UNTESTABLE  # else the reference has nothing of the part
+        answer = f"{MARKS[row['answer']]} {row['answer']}" if there else ""
+        table.add_row(row["part"], answer, *counts, by_chance, percent(row["left"]))
     return table

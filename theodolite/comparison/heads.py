@@ -1,4 +1,4 @@
-"""Which heads do after what they did before: entropy, type, spectrum of W_QK."""
+"""What survives of each head: attention entropy, roles, spectrum of W_QK."""
 
 from __future__ import annotations
 
@@ -7,45 +7,38 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
     Flags,
-    Part,
+    Survival,
     changes,
-    fates,
-    of_all_pairs,
+    expected_by_chance,
+    statuses,
 )
-from theodolite.judging import ERRORS
+from theodolite.judging import SIGMAS
+from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
-from theodolite.report import summary
 from theodolite.report.data import Floats, column, entropy_limits
-from theodolite.report.health import ENTROPY_COLLAPSE, UNIFORM
+from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 TENTH = 0.1
-"""An entropy survives that changes by at most this share of the highest possible (ours)."""
+"""An entropy survives that changes by at most this share of the maximum (ours)."""
 
-RANGES = np.array(["collapsed", "", "a plain average"])
-"""What a head is whose share of the highest entropy is below `ENTROPY_COLLAPSE`, between, and above `UNIFORM`."""
+RANGES = np.array(["collapsed", "", "uniform"])
+"""A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the highest
+entropy."""
 
 NAMED = 4
 """Heads that a sentence names."""
 
-TYPES = {
-    "previous_token": ("previous-token head", summary.PREVIOUS_TOKEN),
-    "induction": ("induction head", summary.INDUCTION),
-    "same_token": ("same-token head", summary.SAME_TOKEN),
-    "sink_first": ("first-token sink head", summary.SINK_HEAD),
-    "sink_later": ("later sink head", summary.LATER_SINK_HEAD),
-    "sink_learned": ("learned sink head", summary.LEARNED_SINK),
-}
-"""Column → what a head with at least so much of it is called."""
+ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
-def entropies(reference: Run, other: Run) -> Part:
+def entropies(reference: Run, other: Run) -> Survival:
     """Mean attention entropy of every head, its share of the highest possible, and propagation."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     before, after = (_values(run, "entropy") for run in (reference, other))
@@ -61,15 +54,15 @@ def entropies(reference: Run, other: Run) -> Part:
     ranges = _range(first)[:, None] == _range(second)
     holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "entropies",
         "head",
-        f"of a head: survives where it changes by at most {percent(TENTH)} of the highest possible, and the head "
-        f"comes to be neither collapsed (below {percent(ENTROPY_COLLAPSE)} of it) nor a plain average (above "
-        f"{percent(UNIFORM)}), nor ceases to be",
+        f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
+        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE)} of the maximum) or uniform (above "
+        f"{percent(UNIFORM_ATTENTION.threshold)})",
         table,
         "",
-        by_chance=of_all_pairs(holds),
+        by_chance=expected_by_chance(holds),
     )
     return replace(part, sentence=_entropies_sentence(part))
 
@@ -80,7 +73,7 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def _range(share: Floats | pd.Series) -> np.ndarray:
-    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM])
+    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM_ATTENTION.threshold])
 
 
 def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
@@ -88,23 +81,25 @@ def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
     return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
 
 
-def _entropies_sentence(part: Part) -> str:
+def _entropies_sentence(part: Survival) -> str:
     table = part.table
     if part.exact:
-        return f"All {counted(len(table), 'head')} keep their entropy, unchanged."
-    near = (table["difference"].abs() <= ERRORS * table["se"]).sum()
-    kept = part.count(SURVIVED)
-    said = [
-        f"{kept} of {counted(len(table), 'head')} {'keeps its' if kept == 1 else 'keep their'} entropy "
-        f"({part.by_chance:.1f} would by chance), {near} within two standard errors; mean "
+        return f"The entropy of all {counted(len(table), 'head')} is unchanged."
+    near = (table["difference"].abs() <= SIGMAS * table["se"]).sum()
+    survived = part.count(SURVIVED)
+    clauses = [
+        f"{survived} of {counted(len(table), 'head')} {'keeps its' if survived == 1 else 'keep their'} entropy "
+        f"({part.by_chance:.1f} by chance), {near} within two standard errors; mean "
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]
     lost = table[table["status"] == LOST]
     if len(lost):
         order = lost["difference"].abs().sort_values(ascending=False, kind="stable").index
-        said.append(f"changed most: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(
+            f"largest changes: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}"
+        )
+    return "; ".join(clauses) + "."
 
 
 def _moved(row: pd.Series) -> str:
@@ -113,26 +108,27 @@ def _moved(row: pd.Series) -> str:
     return f"{head_name(row['layer'], row['head'])} ({moved})"
 
 
-def head_types(reference: Run, other: Run) -> Part:
+def head_types(reference: Run, other: Run) -> Survival:
     """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
-    found = []
-    for name, (kind, least) in TYPES.items():
-        change = changes(_values(reference, name), _values(other, name)).fillna(0.0)
-        table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=kind, least=least)
-        table = table.join(change).assign(status=fates(change, least))
-        found.append(table[(table["before"] >= least) | (table["after"] >= least)])
-    part = Part(
+    tables = []
+    for role in ROLES:
+        least = role.threshold
+        change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
+        table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
+        table = table.join(change).assign(status=statuses(change, least))
+        tables.append(table[(table["before"] >= least) | (table["after"] >= least)])
+    part = Survival(
         "head types",
         "head role",
-        "; ".join(f"{kind}: score of at least {least:g}" for kind, least in TYPES.values())
+        "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
         + "; survives where at least half of the score is left",
-        pd.concat(found, ignore_index=True),
+        pd.concat(tables, ignore_index=True),
         "",
     )
     return replace(part, sentence=_types_sentence(part))
 
 
-def _types_sentence(part: Part) -> str:
+def _types_sentence(part: Survival) -> str:
     table = part.table
     names = [
         f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
@@ -140,21 +136,23 @@ def _types_sentence(part: Part) -> str:
         for _, row in table.iterrows()
     ]
     if part.exact and len(table):
-        kept = [counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()]
-        return f"All head roles survive, unchanged: {listed(kept, len(TYPES))}."
-    said = []
+        survivors = [
+            counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()
+        ]
+        return f"All head roles survive, unchanged: {listed(survivors, len(ROLES))}."
+    clauses = []
     if part.decided:
-        said.append(part.counts())
+        clauses.append(part.counts())
     else:
-        said.append("No head of the reference has a role: no score reaches its threshold")
+        clauses.append("No head of the reference has a role: no score reaches its threshold")
     for status in (LOST, NEW):
         chosen = [name for name, is_it in zip(names, table["status"] == status, strict=True) if is_it]
         if chosen:
-            said.append(f"{status}: {listed(chosen, NAMED)}")
-    return "; ".join(said) + "."
+            clauses.append(f"{status}: {listed(chosen, NAMED)}")
+    return "; ".join(clauses) + "."
 
 
-def spectra(reference: Run, other: Run) -> Part:
+def spectra(reference: Run, other: Run) -> Survival:
     """W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     sizes = [np.sqrt(_values(run, "frobenius_squared")) for run in (reference, other)]
@@ -172,40 +170,40 @@ def spectra(reference: Run, other: Run) -> Part:
     sized = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
     holds: Flags = alike & sized
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "spectra",
         "head",
-        "W_QK of a head: survives where its Frobenius norm is at least half and at most twice what it was, and its "
-        "regime (of the weights alone) is the same",
+        "W_QK of a head: survives where its Frobenius norm changes by at most a factor of two and its regime (from "
+        "the weights alone) is the same",
         table,
         "",
-        by_chance=of_all_pairs(holds),
+        by_chance=expected_by_chance(holds),
     )
     return replace(part, sentence=_spectra_sentence(part))
 
 
-def _spectra_sentence(part: Part) -> str:
+def _spectra_sentence(part: Survival) -> str:
     table = part.table
     if not len(table):
-        return "No head has a W_QK to compare: queries and keys are no affine functions of the input."
+        return "No head has a W_QK to compare: queries and keys are not affine in the input."
     if part.exact:
         return f"W_QK of all {counted(len(table), 'head')} is unchanged."
     changed = round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0  # no −0 %
     regimes = (table["regime_before"] == table["regime_after"]).sum()
-    said = [
-        f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its size and regime "
-        f"({part.by_chance:.1f} would by chance): Frobenius norm {percent(changed)} in the median, trace "
-        f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())} on average, the regime of "
-        f"{regimes} is the same"
+    clauses = [
+        f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its norm and regime "
+        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(changed)}, mean trace "
+        f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())}, same regime in "
+        f"{regimes}"
     ]
     if "regime_data_before" in table:
         same = (table["regime_data_before"] == table["regime_data_after"]).sum()
-        said[0] += f" ({same} where what the head reads is counted in)"
+        clauses[0] += f" ({same} with the covariance of what the head reads)"
     lost = table[table["status"] == LOST]
     if len(lost) > 0:
         order = np.argsort((lost["frobenius_after"] / lost["frobenius_before"]).to_numpy(), kind="stable")
-        said.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _resized(row: pd.Series) -> str:

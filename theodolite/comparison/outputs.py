@@ -1,8 +1,8 @@
-"""What each head adds to the residual stream, and how well the model predicts: read in a pass of its own, and compared.
+"""What each head adds to the residual stream, and the next-token loss: read in a pass of their own, and compared.
 
 Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
 they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
-context. Whether they survive is decided by the rule of `parts.py`.
+context. Whether they survive is decided by the rule of `survival.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.comparison.parts import LOST, SURVIVED, Part, changes, fates
+from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
@@ -61,7 +61,7 @@ class Outputs:
     Attributes:
         context, position: of each token at which outputs are kept.
         written: the outputs there.
-        loss: next-token loss of each context, nats a token; NaN of a model that predicts none.
+        loss: next-token loss of each context, nats per token; NaN of a model that predicts none.
     """
 
     def __init__(self, layers: int, heads: int, width: int, contexts: int, length: int) -> None:
@@ -112,11 +112,11 @@ class OutputsPass(CorpusPass):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
         output = attend(inputs)
-        kept = self.outputs
-        own = ((kept.context >= self._first) & (kept.context < self._last)).nonzero().squeeze(1)
-        rows = output[kept.context[own] - self._first, kept.position[own]].double()
+        outputs = self.outputs
+        chosen = ((outputs.context >= self._first) & (outputs.context < self._last)).nonzero().squeeze(1)
+        rows = output[outputs.context[chosen] - self._first, outputs.position[chosen]].double()
         weights = self._weights[layer].to(rows.device)
-        kept.written[layer][:, own] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        outputs.written[layer][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         return output
 
     def forward(self, ids: Tensor) -> None:
@@ -184,7 +184,7 @@ def read_outputs(
     )
 
 
-def head_outputs(reference: Run, other: Run) -> Part:
+def head_outputs(reference: Run, other: Run) -> Survival:
     """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
     _, context = torch.unique(reference.arrays["context"], return_inverse=True)
     layers = [
@@ -193,13 +193,13 @@ def head_outputs(reference: Run, other: Run) -> Part:
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    table["status"] = fates(table, 1.0)
-    part = Part(
+    table["status"] = statuses(table, 1.0)
+    part = Survival(
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
-        "half of its squared length is kept, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than two "
-        "standard errors (over contexts)",
+        "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than "
+        "two standard errors (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         "",
     )
@@ -211,7 +211,7 @@ def _of_layer(
     new: Float[Tensor, "heads tokens directions"],
     context: Int[Tensor, " tokens"],
 ) -> pd.DataFrame:
-    """One row a head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
+    """One row per head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
     old, new = old.double(), new.double()
     squares = [_by_context(each.square().sum(dim=2), context) for each in (new - old, old, new)]
     changed, whole = squares[:2]
@@ -235,35 +235,35 @@ def _by_context(
     return values.new_zeros(len(values), count).index_add_(1, context, values)
 
 
-def _sentence(part: Part) -> str:
+def _sentence(part: Survival) -> str:
     table = part.table
     if not len(table):
         return "No head writes anything on this text."
     if part.exact:
-        return f"All {counted(len(table), 'head')} write what they wrote, unchanged."
-    kept = part.count(SURVIVED)
+        return f"The outputs of all {counted(len(table), 'head')} are unchanged."
+    survived = part.count(SURVIVED)
     middle = table.loc[table["before"] > 0, "relative_difference"].median()
-    said = [
-        f"{kept} of {counted(part.decided, 'head')} {'writes' if kept == 1 else 'write'} what they wrote; the median "
-        f"relative difference is {number(float(middle))}"
+    clauses = [
+        f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
+        f"median relative difference is {number(float(middle))}"
     ]
     lost = table[table["status"] == LOST].sort_values("after", kind="stable")
     if len(lost):
-        said.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
-    return "; ".join(said) + "."
+        clauses.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _named(row: pd.Series) -> str:
     if row["norm_after"] == 0:
-        return f"{head_name(row['layer'], row['head'])} (writes nothing now)"
-    kept = percent(row["after"]) if row["after"] > 0 else "nothing"
+        return f"{head_name(row['layer'], row['head'])} (writes nothing any more)"
+    retained = percent(row["after"]) if row["after"] > 0 else "nothing"
     size = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
-    return f"{head_name(row['layer'], row['head'])} (keeps {kept}; size {size})"
+    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {size})"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Next-token loss of two models on the same contexts, in nats a token; `se` of the difference, paired."""
+    """Next-token loss of two models on the same contexts, in nats per token; `se` of the difference, paired."""
 
     before: float
     after: float

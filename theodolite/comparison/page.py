@@ -1,4 +1,4 @@
-"""The page of a comparison: a verdict on each part, figures before and after, every number, one head side by side."""
+"""The page of a comparison: a verdict on each part, figures before and after, all tables, one head side by side."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import plotly.graph_objects as go
 
 import theodolite.comparison.outputs as outputs
 from theodolite.comparison.audit import Audit
-from theodolite.comparison.candidates import Look, Measured
-from theodolite.comparison.parts import HALF
+from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.sinks import KEY
-from theodolite.judging import ERRORS, FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.comparison.survival import HALF
+from theodolite.judging import FAILS, HOLDS, SIGMAS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
@@ -26,10 +26,10 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 
 COMPARED = Heading(
     "sinks/compare",
-    "What of the mechanism survives",
+    "What survives of the mechanism",
     "",
 )
-"""What the page is of; `theodolite compare` makes it, no study does."""
+"""The heading of the page, which `theodolite compare` writes."""
 
 OF_THE_TERM = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
 TERM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
@@ -37,13 +37,15 @@ FEWEST_SINKS = 8
 """Times that keys of the layer are sinks in the text, below which nothing is said of them."""
 
 
-def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Look | None = None) -> Outcome:
+def outcome(
+    audits: Sequence[Audit], measured: Sequence[Measured] = (), on_prompt: HeadOnPrompt | None = None
+) -> Outcome:
     """The page's content.
 
     Args:
         audits: at least one.
         measured: the models, where they were at hand.
-        seen: one head of each on a prompt.
+        on_prompt: one head of each on a prompt.
     """
     several = len(audits) > 1
     verdicts = [
@@ -52,23 +54,23 @@ def outcome(audits: Sequence[Audit], measured: Sequence[Measured] = (), seen: Lo
     tables = {}
     for name in audits[0].tables:
         having = [(audit, audit.tables[name]) for audit in audits if name in audit.tables]
-        some = [_named(audit, table) if several else table for audit, table in having]
-        tables[name] = pd.concat([table for table in some if len(table)] or some[:1], ignore_index=True)
-    aimed = [one for one in measured if one.candidate.layer is not None]
-    if aimed:
-        tables = {"sinks_of_the_layer": _of_the_layer(aimed, audits)} | tables
-        verdicts.insert(0, _term_verdict(aimed, audits))
-    exhibits = [*(_side_by_side(seen) if seen else []), *_exhibits(audits)]
+        named = [_named(audit, table) if several else table for audit, table in having]
+        tables[name] = pd.concat([table for table in named if len(table)] or named[:1], ignore_index=True)
+    ablated = [model for model in measured if model.candidate.layer is not None]
+    if ablated:
+        tables = {"sinks_of_the_layer": _of_the_layer(ablated, audits)} | tables
+        verdicts.insert(0, _term_verdict(ablated, audits))
+    exhibits = [*(_side_by_side(on_prompt) if on_prompt else []), *_exhibits(audits)]
     runs = {name: provenance for audit in audits for name, provenance in audit.runs.items()}
     runs.pop(audits[0].reference)
     return Outcome([], verdicts, tables, exhibits, dict(runs))
 
 
-def experiment_of(audits: Sequence[Audit], made: Outcome) -> Heading:
+def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
     """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
     first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
-    taken_out = any(verdict.claim == TERM for verdict in made.verdicts)
-    title = f"What of {first} survives in {listed(others, 4)}"
+    taken_out = any(verdict.claim == TERM for verdict in content.verdicts)
+    title = f"What survives of {first} in {listed(others, 4)}"
     return replace(COMPARED, title=title, paper=OF_THE_TERM if taken_out else "")
 
 
@@ -96,29 +98,29 @@ def _named(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(before_in=audit.reference, after_in=audit.other)[["before_in", "after_in", *table]]
 
 
-def _audits_of(aimed: Sequence[Measured], audits: Sequence[Audit]) -> list[Audit]:
-    return [next(audit for audit in audits if audit.other == one.candidate.name) for one in aimed]
+def _audits_of(ablated: Sequence[Measured], audits: Sequence[Audit]) -> list[Audit]:
+    return [next(audit for audit in audits if audit.other == model.candidate.name) for model in ablated]
 
 
-def _of_the_layer(aimed: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
+def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
     """The sinks of the layer with its low-rank term, without it, and without a random part as large."""
     table: pd.DataFrame | None = None
-    for audit, name in zip(_audits_of(aimed, audits), ("without_term", "without_random_part"), strict=True):
-        found = audit.part("sinks").table
-        own = found[found["layer"] == aimed[0].candidate.layer]
+    for audit, name in zip(_audits_of(ablated, audits), ("without_term", "without_random_part"), strict=True):
+        sinks = audit.part("sinks").table
+        of_layer = sinks[sinks["layer"] == ablated[0].candidate.layer]
         columns = {"before": "with_term", "after": name, "se": f"{name}_se"}
-        own = own[[*KEY, "token", *columns]].rename(columns=columns)
-        table = own if table is None else table.merge(own, "outer", [*KEY, "token", "with_term"])
+        of_layer = of_layer[[*KEY, "token", *columns]].rename(columns=columns)
+        table = of_layer if table is None else table.merge(of_layer, "outer", [*KEY, "token", "with_term"])
     assert table is not None
     shares = ["with_term", "without_term", "without_random_part"]
     table[shares] = table[shares].fillna(0.0)
     return table.sort_values(["with_term", *KEY], ascending=[False] + [True] * 4, ignore_index=True)
 
 
-def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict:
+def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdict:
     """Whether the sinks of a layer go with its low-rank term, and stay where as much is taken at random."""
-    layer, contexts = aimed[0].candidate.layer, aimed[0].run.provenance["corpus"]["contexts"]
-    table = _of_the_layer(aimed, audits)
+    layer, contexts = ablated[0].candidate.layer, ablated[0].run.provenance["corpus"]["contexts"]
+    table = _of_the_layer(ablated, audits)
     before = float(table["with_term"].sum())
     if before * contexts < FEWEST_SINKS:
         return Verdict(TERM, UNTESTABLE, f"layer {layer} has too few sinks in this text, with the term")
@@ -126,46 +128,52 @@ def _term_verdict(aimed: Sequence[Measured], audits: Sequence[Audit]) -> Verdict
         float(np.minimum(table["with_term"], table[name]).sum()) / before
         for name in ("without_term", "without_random_part")
     )
-    shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (aimed[0].taken or {}).items()]
-    said = (
-        f"layer {layer} has {number(before)} sinks a context with the term; {percent(without)} of them are left "
-        f"without it ({listed(shares)}), {percent(at_random)} without a random part with the same singular values; "
+    shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
+    evidence = (
+        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "
+        f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
         "criterion: less than half without the term, at least half without the random part, by more than two "
         "standard errors (ours)"
     )
-    near = ERRORS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
+    near = SIGMAS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
     if abs(without - HALF) <= near:
-        return Verdict(TERM, UNDECIDED, f"{said}; within two standard errors of it")
+        return Verdict(TERM, UNDECIDED, f"{evidence}; within two standard errors of it")
     if without > HALF:
-        return Verdict(TERM, FAILS, said)
+        return Verdict(TERM, FAILS, evidence)
     if at_random < HALF + near:
-        return Verdict(TERM, UNDECIDED, f"{said}; a random part as large may take them away, too")
-    return Verdict(TERM, HOLDS, said)
+        return Verdict(
+            TERM, UNDECIDED, f"{evidence}; ablating a random part of the same size may remove them, too"
+        )
+    return Verdict(TERM, HOLDS, evidence)
 
 
-def _side_by_side(seen: Look) -> list[Exhibit]:
-    head = head_name(seen.layer, seen.head)
-    sinks = {name: [int(place) for place in trace.sinks if place >= 0] for name, trace in seen.traces.items()}
-    attention = {
-        name: figures_prompt.attention(trace.attention.numpy(), seen.tokens, sinks[name])
-        for name, trace in seen.traces.items()
+def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
+    head = head_name(on_prompt.layer, on_prompt.head)
+    sinks = {
+        name: [int(place) for place in trace.sinks if place >= 0] for name, trace in on_prompt.traces.items()
     }
-    outputs = {name: trace.output.numpy() for name, trace in seen.traces.items()}
+    attention = {
+        name: figures_prompt.attention(trace.attention.numpy(), on_prompt.tokens, sinks[name])
+        for name, trace in on_prompt.traces.items()
+    }
+    outputs = {name: trace.output.numpy() for name, trace in on_prompt.traces.items()}
     together = np.concatenate(list(outputs.values()))
     output = {
-        name: figures_prompt.by_dimension(vectors, seen.tokens, sinks[name], like=together)
+        name: figures_prompt.by_dimension(vectors, on_prompt.tokens, sinks[name], like=together)
         for name, vectors in outputs.items()
     }
-    found = "; ".join(f"{name}: {_listed_sinks(places, seen.tokens)}" for name, places in sinks.items())
+    listed_by_model = "; ".join(
+        f"{name}: {_listed_sinks(places, on_prompt.tokens)}" for name, places in sinks.items()
+    )
     return [
         exhibit(
             "maps",
             f"Attention of {head}, model by model",
             drawing.side_by_side(attention, square=True),
-            f"One prompt, queries down and keys across; ▼ marks the sinks of the head in each model. {found}.",
-            "a strong column in one model that is pale or missing in another."
+            f"One prompt, queries down, keys across; ▼ marks the sinks of the head in each model. {listed_by_model}.",
+            "a strong column in one model that is weak or missing in another."
             if any(sinks.values())
-            else "columns that differ. The head has no sink on this prompt: others by --prompt, --layer and --head.",
+            else "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head.",
             f"{ZHANG}, Figs. 4 and 5",
             wide=True,
         ),
@@ -173,8 +181,8 @@ def _side_by_side(seen: Look) -> list[Exhibit]:
             "outputs",
             f"Output of {head}, model by model",
             drawing.side_by_side(output),
-            f"What the head adds to the residual stream of each token (down, through W_O), by dimension (across): the "
-            f"{figures_prompt.DIMENSIONS} that are largest at any token of any model, in the same colours.",
+            f"What the head adds to the residual stream (through W_O), tokens down, dimensions across: the "
+            f"{figures_prompt.DIMENSIONS} largest at any token of any model, on one colour scale.",
             "columns of one colour below a sink: its tag. A model that lost the sink has none.",
             f"{ZHANG}, Fig. 4",
             wide=True,
@@ -232,8 +240,8 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Sinks before and after",
             lambda table: drawing.scatter(table, drawing.SINK_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.SINK_DOTS),
-            "A dot a sink (layer, head, kind and token): the share of contexts in which it is one.",
-            "dots at the lower edge, which are gone; at the left edge, new ones. On the line nothing changed.",
+            "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
+            "dots at the lower edge (lost) and at the left edge (new). On the line nothing changed.",
             f"{ZHANG}, section 3.3",
         ),
         _Drawing(
@@ -241,17 +249,17 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Tags before and after",
             lambda table: drawing.scatter(table, drawing.TAG_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.TAG_DOTS),
-            "A dot a sink: η², the share of the variance of the head's output that its grouping of tokens explains.",
-            "dots at the lower edge. A lost dot near the line has turned: it tags in another direction.",
+            "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
+            "dots at the lower edge. A lost dot near the line has rotated: it tags in another direction.",
             f"{ZHANG}, sections 2 and 3.4",
         ),
         _Drawing(
             outputs.NAME,
-            "What heads write, before and after",
+            "Head outputs before and after",
             lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.OUTPUT_DOTS),
-            "A dot a head: root mean square over tokens of the length of what it adds to the residual stream.",
-            "dots at the lower edge, which write nothing any more. A lost dot near the line writes something else.",
+            "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
+            "dots at the lower edge, which no longer write anything. A lost dot near the line writes something else.",
             "ours",
         ),
         _Drawing(
@@ -259,8 +267,8 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "Entropy of attention, head by head",
             drawing.entropies,
             drawing.entropies_patch,
-            "Mean entropy of each head's attention, as a share of the highest possible, and its change in nats.",
-            "deep colours on the right: heads that look at fewer keys (blue) or at more (orange) than before.",
+            "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
+            "deep colours on the right: heads that attend to fewer keys (blue) or more (orange) than before.",
             f"{BAO}, section 5",
             wide=True,
         ),
@@ -270,7 +278,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             lambda table: drawing.outliers(table, dimensions, layers),
             lambda table: drawing.outliers_patch(table, dimensions, layers),
             "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
-            "rows that are strong on one side only.",
+            "rows that are strong in only one of the two.",
             f"{ZHANG}, section 3.2; Dettmers et al. 2022",
             wide=True,
         ),
@@ -280,19 +288,19 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             drawing.positions,
             drawing.positions_patch,
             "Rank and relative norm of the positional basis. Overlap: mean squared cosine between its leading "
-            "directions before and after; curve: similarity of the products of positions, the same in any directions.",
-            "an overlap near 1. A low overlap with a high curve: the same positions, in other directions.",
+            "directions before and after; curve: similarity of the positions' Gram matrices, invariant to rotation.",
+            "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
             f"{SONG}, Tables 1, 2 and 4",
             wide=True,
         ),
         _Drawing(
             "spectra",
-            "Size of W_QK before and after",
+            "Norm of W_QK before and after",
             lambda table: drawing.scatter(table, drawing.SPECTRUM_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.SPECTRUM_DOTS),
-            "A dot a head: the Frobenius norm of its query-key matrix.",
-            "dots far below the line: heads whose logits no longer tell keys apart.",
+            "One dot per head: the Frobenius norm of its query-key matrix.",
+            "dots far below the line: heads whose logits hardly distinguish keys any more.",
             f"{BAO}, section 3",
         ),
     ]
-    return [made for one in drawings if (made := one.exhibit(audits)) is not None]
+    return [shown for figure in drawings if (shown := figure.exhibit(audits)) is not None]

@@ -1,4 +1,4 @@
-"""Which sinks and which tags of one run are in another, of the same text (Zhang et al. 2025)."""
+"""Which sinks and tags of one run survive in another, on the same text (Zhang et al. 2025)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
     UNDECIDED,
-    Part,
+    Survival,
     changes,
-    fates,
+    statuses,
 )
-from theodolite.judging import ERRORS
+from theodolite.judging import SIGMAS
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.traces import sink_name
@@ -27,7 +27,7 @@ from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, listed, number, percent
 
 KEY = ["layer", "head", "kind", "token_id"]
-"""What makes two sinks the same one; what token stands first does not matter."""
+"""What identifies a sink; which token comes first does not matter."""
 
 TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
@@ -36,7 +36,7 @@ NAMED = 4
 """Sinks that a sentence names."""
 
 
-def sinks(reference: Run, other: Run) -> Part:
+def sinks(reference: Run, other: Run) -> Survival:
     """Sinks by layer, head, kind and token: share of contexts before and after."""
     table = _joined(_shares(reference), _shares(other), ["share"])
     table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
@@ -44,10 +44,10 @@ def sinks(reference: Run, other: Run) -> Part:
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
     table["se"] = _error(change["before"], change["after"], contexts)
-    table["status"] = fates(table, LEAST_SHARE)
+    table["status"] = statuses(table, LEAST_SHARE)
     table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
     table = table.reset_index(drop=True)
-    part = Part(
+    part = Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
@@ -61,7 +61,7 @@ def sinks(reference: Run, other: Run) -> Part:
 
 
 def _shares(run: Run) -> pd.DataFrame:
-    """How often each sink is one, in sinks a context."""
+    """How often each sink occurs, per context."""
     rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
     rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
     return rows.groupby(KEY, as_index=False).agg(token=("token", "first"), share=("share", "sum"))
@@ -85,29 +85,29 @@ def _error(before: pd.Series, after: pd.Series, contexts: int) -> Floats:
     return np.asarray(np.sqrt(variance.clip(lower=0)))  # a sum of shares may be a rounding above 1
 
 
-def _sinks_sentence(part: Part) -> str:
+def _sinks_sentence(part: Survival) -> str:
     table = part.table
     if not part.decided:
-        said = ["The reference has no sinks in this text"]
+        clauses = ["The reference has no sinks in this text"]
     elif part.exact:
-        return f"All {counted(len(table), 'sink')} survive, in as many contexts as before."
+        return f"All {counted(len(table), 'sink')} survive, in the same number of contexts."
     else:
         decided = table[table["status"].isin([SURVIVED, LOST])]
         by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
         keeping = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
-        said = [f"{part.counts()}; {keeping}"]
-    return "; ".join(said + _named(table, "after", _moved)) + "."
+        clauses = [f"{part.counts()}; {keeping}"]
+    return "; ".join(clauses + _named(table, "after", _moved)) + "."
 
 
 def _named(table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], list[str]]) -> list[str]:
     """What was lost, in the table's order, and what is new, the largest first by the column `after`."""
-    said = []
+    clauses = []
     for status in (LOST, NEW):
         rows = table[table["status"] == status]
         if len(rows):
             rows = rows.sort_values(after, ascending=False, kind="stable") if status == NEW else rows
-            said.append(f"{status}: {listed(describe(rows), NAMED)}")
-    return said
+            clauses.append(f"{status}: {listed(describe(rows), NAMED)}")
+    return clauses
 
 
 def _moved(rows: pd.DataFrame) -> list[str]:
@@ -117,7 +117,7 @@ def _moved(rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def tags(reference: Run, other: Run) -> Part:
+def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
     values = ["share", "tag", "tag_se", "released", "released_se", "tagged", "row"]
     table = _joined(_tagging(reference), _tagging(other), values)
@@ -128,18 +128,22 @@ def tags(reference: Run, other: Run) -> Part:
     table = table[units[0] | units[1]].reset_index(drop=True)
     change = changes(table["tag_before"], table["tag_after"])
     release = changes(table["released_before"], table["released_after"]).add_prefix("released_")
-    found = table[[*KEY, "token", "share_before", "share_after"]].join(change)
-    found["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
-    found["cosine"] = _cosines(reference, other, table)
-    found = found.join(release)
-    found["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
-    found["tagged_before"], found["tagged_after"] = table["tagged_before"], table["tagged_after"]
-    status = fates(found, TAGGED)
-    turned = (status == SURVIVED) & ~(found["cosine"].to_numpy() >= HALF**0.5)
-    unknown = found["cosine"].isna() & ~_clearly_moved(found, reference.provenance["corpus"]["contexts"])
-    found["status"] = np.where(unknown, UNDECIDED, np.where(turned, LOST, status))
-    found = found.sort_values(["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4)
-    part = Part(
+    tags_table = table[[*KEY, "token", "share_before", "share_after"]].join(change)
+    tags_table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
+    tags_table["cosine"] = _cosines(reference, other, table)
+    tags_table = tags_table.join(release)
+    tags_table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
+    tags_table["tagged_before"], tags_table["tagged_after"] = table["tagged_before"], table["tagged_after"]
+    status = statuses(tags_table, TAGGED)
+    turned = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
+    unknown = tags_table["cosine"].isna() & ~_clearly_moved(
+        tags_table, reference.provenance["corpus"]["contexts"]
+    )
+    tags_table["status"] = np.where(unknown, UNDECIDED, np.where(turned, LOST, status))
+    tags_table = tags_table.sort_values(
+        ["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4
+    )
+    part = Survival(
         "tags",
         "tag",
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
@@ -147,7 +151,7 @@ def tags(reference: Run, other: Run) -> Part:
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than two standard errors of the difference, "
         "and a sink that is gone if its share of contexts fell by more than that",
-        found.reset_index(drop=True),
+        tags_table.reset_index(drop=True),
         "",
         weight="tagged_before",
     )
@@ -158,7 +162,7 @@ def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
     """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
     before, after = table["share_before"], table["share_after"]
     error = _error(before, after, contexts)
-    return (after - before).abs() > ERRORS * error
+    return (after - before).abs() > SIGMAS * error
 
 
 def _tagging(run: Run) -> pd.DataFrame:
@@ -173,8 +177,8 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     """Of the directions of each tag before and after; NaN where one has none."""
     directions = []
     for run, side in ((reference, "row_before"), (other, "row_after")):
-        own = run.arrays["tag_direction"].double()
-        padded = torch.cat([torch.full_like(own[:1], torch.nan), own]) if len(own) else None
+        stored = run.arrays["tag_direction"].double()
+        padded = torch.cat([torch.full_like(stored[:1], torch.nan), stored]) if len(stored) else None
         rows = torch.from_numpy(table[side].to_numpy().astype(np.int64))
         directions.append(None if padded is None else torch.nn.functional.normalize(padded[rows], dim=1))
     first, second = directions
@@ -183,12 +187,12 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     return (first * second).sum(dim=1).numpy()
 
 
-def _tags_sentence(part: Part) -> str:
+def _tags_sentence(part: Survival) -> str:
     table = part.table
     if not part.decided:
-        said = ["No sink of the reference tags the tokens that it catches"]
+        clauses = ["No sink of the reference tags the tokens that it catches"]
     elif part.exact:
-        return f"All {counted(len(table), 'tag')} survive, as strong and in the same directions."
+        return f"All {counted(len(table), 'tag')} survive, with the same strength and direction."
     else:
         decided = table[table["status"].isin([SURVIVED, LOST])]
         weights = decided["tagged_before"]
@@ -197,21 +201,21 @@ def _tags_sentence(part: Part) -> str:
             for name in ("before", "after", "released_before", "released_after")
         }
         both = decided["cosine"].dropna()
-        said = [
+        clauses = [
             part.counts(),
-            f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, largest in a "
-            f"later layer {number(means['released_before'])} → {number(means['released_after'])}",
+            f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, its maximum in "
+            f"later layers {number(means['released_before'])} → {number(means['released_after'])}",
         ]
         if len(both):
-            said[-1] += f", median cosine of the directions {number(float(both.median()))}"
-    return "; ".join(said + _named(table, "tagged_after", _retagged)) + "."
+            clauses[-1] += f", median cosine of the directions {number(float(both.median()))}"
+    return "; ".join(clauses + _named(table, "tagged_after", _retagged)) + "."
 
 
 def _retagged(rows: pd.DataFrame) -> list[str]:
     named = []
     for _, row in rows.iterrows():
         if row["status"] == LOST and row["after"] >= HALF * row["before"]:
-            changed = f"turned, cosine {number(row['cosine'])}"
+            changed = f"rotated, cosine {number(row['cosine'])}"
         else:
             changed = f"η² {number(row['before'])} → {number(row['after'])}"
         named.append(f"{sink_name(row)} ({changed})")

@@ -1,4 +1,4 @@
-"""What of the residual stream's geometry one run shares with another: outliers, massive activations, positions."""
+"""What survives of the residual stream's geometry: outliers, massive activations, positions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.comparison.parts import (
+from theodolite.comparison.survival import (
     HALF,
     LOST,
     NEW,
     SURVIVED,
-    Part,
+    Survival,
     changes,
-    fates,
+    statuses,
     within_errors,
 )
 from theodolite.measure.geometry import OUTLIER_SHARE
@@ -29,14 +29,14 @@ NAMED = 5
 """Dimensions that a sentence names."""
 
 
-def outlier_dimensions(reference: Run, other: Run) -> Part:
+def outlier_dimensions(reference: Run, other: Run) -> Survival:
     """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after."""
     before, after = (need(run, "outlier_share").astype(np.float64) for run in (reference, other))
     layer, dimension = np.nonzero((before >= OUTLIER_SHARE) | (after >= OUTLIER_SHARE))
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
-    table["status"] = fates(change, OUTLIER_SHARE)
-    part = Part(
+    table["status"] = statuses(change, OUTLIER_SHARE)
+    part = Survival(
         "outlier dimensions",
         "outlier dimension",
         f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
@@ -48,7 +48,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Part:
     return replace(part, sentence=_dimensions_sentence(part, "outlier dimension", "shares"))
 
 
-def massive_activations(reference: Run, other: Run) -> Part:
+def massive_activations(reference: Run, other: Run) -> Survival:
     """Massive activations by residual layer, dimension, and place: their number before and after."""
     names = {"massive_first": "first", "massive": "later"}
     keys = ["layer", "dimension", "position"]
@@ -63,8 +63,8 @@ def massive_activations(reference: Run, other: Run) -> Part:
     filled = table.reset_index(drop=True).fillna({"count_before": 0, "count_after": 0})
     change = changes(filled["count_before"], filled["count_after"])
     table = filled[keys].join(change)
-    table["status"] = fates(change, 1)
-    part = Part(
+    table["status"] = statuses(change, 1)
+    part = Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
@@ -75,22 +75,22 @@ def massive_activations(reference: Run, other: Run) -> Part:
     return replace(part, sentence=_dimensions_sentence(part, "massive activation", "numbers"))
 
 
-def _dimensions_sentence(part: Part, noun: str, same: str) -> str:
+def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
     table = part.table
     if not len(table):
-        return f"Neither has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
+        return f"Neither model has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
     if part.exact:
         places = table.groupby("dimension")["layer"].count()
         return (
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
             f"(of {listed([str(d) for d in places.index], NAMED)})."
         )
-    said = [part.counts() if part.decided else f"The reference has no {noun}"]
+    clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
     for status in (LOST, NEW):
         rows = table[table["status"] == status]
         if len(rows):
-            said.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
-    return "; ".join(said) + "."
+            clauses.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _dimensions(rows: pd.DataFrame) -> list[str]:
@@ -99,7 +99,7 @@ def _dimensions(rows: pd.DataFrame) -> list[str]:
     return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
 
 
-def positions(reference: Run, other: Run) -> Part:
+def positions(reference: Run, other: Run) -> Survival:
     """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
     table = pd.DataFrame({"layer": reference.layers["layer"].to_numpy(dtype=int)})
     for name in ("rank", "relative_norm", "low_frequency_10"):
@@ -110,12 +110,12 @@ def positions(reference: Run, other: Run) -> Part:
     table["overlap"], table["curve"] = shared, _curves(reference, other)
     norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
     table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
-    part = Part(
+    part = Survival(
         "positional basis",
         "layer",
         "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
         "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm; curve: "
-        "similarity of the matrices of products of positions (linear CKA), the same in any directions",
+        "similarity of the positions' Gram matrices (linear CKA), which is invariant to rotation",
         table,
         "",
     )
@@ -124,32 +124,32 @@ def positions(reference: Run, other: Run) -> Part:
 
 def _curves(reference: Run, other: Run) -> Floats:
     """⟨PPᵀ, P′P′ᵀ⟩ over the product of their norms, a layer; NaN where a basis is zero."""
-    found = []
+    similarities = []
     pairs = (torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in (reference, other))
     for p, q in zip(*pairs, strict=True):
         norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
         product = torch.linalg.matrix_norm(p.T @ q).square()
-        found.append(float(product / norms) if norms > 0 else math.nan)
-    return np.array(found)
+        similarities.append(float(product / norms) if norms > 0 else math.nan)
+    return np.array(similarities)
 
 
-def _positions_sentence(part: Part, chance: float) -> str:
+def _positions_sentence(part: Survival, chance: float) -> str:
     table = part.table
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
-    kept = part.count(SURVIVED)
-    said = [
-        f"the positional basis survives in {kept} of {counted(len(table), 'layer')}: on average its rank is "
-        f"{_moved(table, 'rank')}, its relative norm {_moved(table, 'relative_norm')}",
-        f"its directions overlap by {number(float(table['overlap'].mean()), 2)} (random ones by {number(chance, 2)}), "
-        f"its curve is alike to {number(float(table['curve'].mean()), 2)}",
+    survived = part.count(SURVIVED)
+    clauses = [
+        f"the positional basis survives in {survived} of {counted(len(table), 'layer')}: mean rank "
+        f"{_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
+        f"overlap of its leading directions {number(float(table['overlap'].mean()), 2)} (random: {number(chance, 2)}), "
+        f"similarity of its Gram matrix (linear CKA) {number(float(table['curve'].mean()), 2)}",
     ]
     lost = table.loc[table["status"] == LOST, "layer"]
     if 0 < len(lost) < len(table):
-        said.append(
+        clauses.append(
             f"lost in {'layer' if len(lost) == 1 else 'layers'} {listed([str(n) for n in lost], NAMED)}"
         )
-    text = "; ".join(said)
+    text = "; ".join(clauses)
     return text[0].upper() + text[1:] + "."
 
 
@@ -176,6 +176,7 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
         for run in (first, second)
     ]
     parts = [
-        float((one[:k] @ other[:k].T).square().sum()) / k for one, other, k in zip(*bases, ranks, strict=True)
+        float((before[:k] @ after[:k].T).square().sum()) / k
+        for before, after, k in zip(*bases, ranks, strict=True)
     ]
     return np.array(parts), float(ranks.mean()) / bases[0].shape[2]

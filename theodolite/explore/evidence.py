@@ -1,6 +1,6 @@
-"""What kind a head is, and why: every score that makes a kind, with its number, its threshold and plain words.
+"""Which roles a head has, and why: every score with its threshold, and what spectrum and logits say in words.
 
-Thresholds are those of the report. Nothing here computes a score.
+Nothing here computes a score.
 """
 
 from __future__ import annotations
@@ -11,119 +11,73 @@ from typing import Any
 
 import pandas as pd
 
+from theodolite.measure.head_roles import LEARNED_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.passes.run import Run
-from theodolite.report import health, summary
 from theodolite.report.data import column, entropy_share
 from theodolite.system.wording import number, percent
 from theodolite.theory.regimes import UNDEFINED
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of head: the column that tells, from what value on, and what the value is."""
-
-    name: str
-    column: str
-    least: float
-    meaning: str
-
-
-KINDS = (
-    Kind(
-        "previous-token head",
-        "previous_token",
-        summary.PREVIOUS_TOKEN,
-        "mean attention to the token just before",
-    ),
-    Kind(
-        "induction head",
-        "induction",
-        summary.INDUCTION,
-        "mean attention, on random tokens that come twice, to what followed the first time",
-    ),
-    Kind(
-        "same-token head", "same_token", summary.SAME_TOKEN, "mean attention to earlier copies of the token"
-    ),
-    Kind(
-        "first-token sink",
-        "sink_first",
-        summary.SINK_HEAD,
-        "share of texts in which the first token gets more than 0.3 of the attention",
-    ),
-    Kind(
-        "later sinks",
-        "sink_later",
-        summary.LATER_SINK_HEAD,
-        "share of texts in which a later token gets more than 0.3 of the attention",
-    ),
-    Kind(
-        "learned sink", "sink_learned", summary.LEARNED_SINK, "mean attention to a learned column, no token"
-    ),
-    Kind(
-        "plain average", "entropy_share", health.UNIFORM, "entropy of its attention, of the highest possible"
-    ),
-)
+ROLES = (*PATTERN_ROLES, *SINK_ROLES, UNIFORM_ATTENTION)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A kind with the head's number on the surveyed text and on this prompt; NaN where there is none."""
+    """A role with the head's score on the surveyed text and on this prompt; NaN where there is none."""
 
-    kind: Kind
+    role: HeadRole
     on_text: float
     on_prompt: float
 
     @property
     def holds(self) -> bool:
-        """Whether the head is of this kind: on the text, or on the prompt where the text has no number."""
-        told = self.on_prompt if math.isnan(self.on_text) else self.on_text
-        return told >= self.kind.least
+        """Whether the head has this role: on the text, or on the prompt where the text has no number."""
+        score = self.on_prompt if math.isnan(self.on_text) else self.on_text
+        return score >= self.role.threshold
 
 
 def opening_head(run: Run) -> tuple[int, int]:
-    """The head that is most clearly of a kind: its score is the largest multiple of the threshold."""
-    told = {kind.column: kind.least for kind in KINDS if kind.column in run.heads}
-    clearness = (run.heads[list(told)] / pd.Series(told)).max(axis=1).fillna(0.0)
+    """The head that most clearly has a role: its score is the largest multiple of the threshold."""
+    thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
+    clearness = (run.heads[list(thresholds)] / pd.Series(thresholds)).max(axis=1).fillna(0.0)
     row = run.heads.loc[clearness.idxmax()]
     return int(row["layer"]), int(row["head"])
 
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
-    """Every kind with the head's numbers, those that it is of first."""
+    """Every role with the head's scores, those that it has first."""
     every = [
-        Evidence(kind, _value(run, kind.column, layer, head), _value(measured, kind.column, layer, head))
-        for kind in KINDS
+        Evidence(role, _value(run, role.column, layer, head), _value(measured, role.column, layer, head))
+        for role in ROLES
     ]
     known = [
-        one
-        for one in every
-        if not (math.isnan(one.on_text) and math.isnan(one.on_prompt))
-        and not (one.kind.column == "sink_learned" and not (one.on_text or one.on_prompt))
+        row
+        for row in every
+        if not (math.isnan(row.on_text) and math.isnan(row.on_prompt))
+        and not (row.role is LEARNED_SINK and not (row.on_text or row.on_prompt))
     ]
-    return sorted(known, key=lambda one: not one.holds)
+    return sorted(known, key=lambda row: not row.holds)
 
 
-def kind_of(found: list[Evidence]) -> str:
-    """The head's kinds in words."""
-    names = [one.kind.name for one in found if one.holds]
-    return ", ".join(names) or "no kind that has a name"
+def roles_of(rows: list[Evidence]) -> str:
+    """The head's roles in words."""
+    return ", ".join(row.role.title for row in rows if row.holds) or "no named role"
 
 
 def spectrum_line(run: Run, layer: int, head: int) -> str:
     """What the spectrum predicts for the head, in a sentence."""
     row = _row(run, layer, head)
-    what = str(row.get("spectrum_of", "projection"))
-    if what == "none":
-        return "Its queries and keys are no affine function of its input, so there is no query-key matrix."
-    if what != "projection":
+    source = str(row.get("spectrum_of", "projection"))
+    if source == "none":
+        return "Its queries and keys are not affine in its input, so it has no query-key matrix."
+    if source != "projection":
         return (
             "This family normalises queries and keys after projecting them: the eigenvalues are those of the "
-            "projection before the norm, and predict no propagation."
+            "projection before the norm, and do not predict propagation."
         )
     data = "_data" if "regime_data" in row else ""
     regime, of = str(row[f"regime{data}"]), "W_QK Σ̂" if data else "W_QK"
     if regime == UNDEFINED:
-        return f"The spectrum of {of} names no regime."
+        return f"The spectrum of {of} falls into no regime."
     numbers = ", ".join(
         f"{symbol} = {number(row[f'{name}_symmetric{data}'])}" for symbol, name in (("ξ", "xi"), ("η", "eta"))
     )
@@ -132,16 +86,16 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
 
 
 def shares_line(run: Run, layer: int, head: int) -> str:
-    """What the head's logits are made of on the surveyed text, in a sentence; empty where that is not known."""
+    """The constituents of the head's logits on the surveyed text, in a sentence; empty where they are not known."""
     row = _row(run, layer, head)
     names = {"position": "position", "context": "context", "cross": "both", "constant": "neither"}
-    shares = {said: float(row.get(f"share_{name}", math.nan)) for name, said in names.items()}
+    shares = {label: float(row.get(f"share_{name}", math.nan)) for name, label in names.items()}
     if any(math.isnan(share) for share in shares.values()):
         return ""
-    told = ", ".join(f"{said} {percent(share)}" for said, share in shares.items())
+    listed_shares = ", ".join(f"{label} {percent(share)}" for label, share in shares.items())
     added = float(row.get("share_additive", 0.0))
     bias = f", bias added by the model {percent(added)}" if added else ""
-    return f"Variance of its logits on the text: {told}{bias}."
+    return f"Variance of its logits on the text: {listed_shares}{bias}."
 
 
 def _row(run: Run, layer: int, head: int) -> dict[str, Any]:

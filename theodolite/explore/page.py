@@ -10,10 +10,9 @@ from typing import Any
 import gradio as gr
 
 from theodolite.errors import TheodoliteError
-from theodolite.explore import panels
-from theodolite.explore import sentences as words
+from theodolite.explore import panel_html, panels
 from theodolite.explore.evidence import opening_head
-from theodolite.explore.panels import Place, Switches
+from theodolite.explore.panels import Selection, Switches
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.style import DARK_NEUTRAL, NEUTRAL
 from theodolite.system.wording import head_name
@@ -21,10 +20,10 @@ from theodolite.system.wording import head_name
 FIRST_MEASURE = "prompt:entropy"
 OPENING = "few-shot"
 _CONSTITUENTS = (
-    "The query-key product in parts that need the position, the context, both or neither; they sum to QK, the model's "
-    "own logits: pos is what the query's or the key's position adds, cvec what its token and context add, and "
-    "query-key is the order, so that pos-cvec is a position that looks for a content. Of every row its mean is taken "
-    "off, which the softmax does not notice. Position 0 is left out."
+    "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
+    "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
+    "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
+    "excluded."
 )
 _START = """
 const start = () => window.theodolite
@@ -34,7 +33,7 @@ start();
 
 
 @dataclass(frozen=True)
-class _Side:
+class _ModelPanels:
     """The panels of one model."""
 
     map: gr.HTML
@@ -72,25 +71,25 @@ class _Controls:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """The values of `_Controls`."""
 
     ids: tuple[int, ...]
-    place: Place
+    selection: Selection
     switches: Switches
     first: int
 
     @classmethod
-    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Asked:
+    def of(cls, ids: Sequence[int], head: str, measure: str, log: bool, hide: bool, window: int) -> _Settings:
         where, _, column = measure.partition(":")
-        place = Place(*panels.parse_head(head), (where, column))
-        return cls(tuple(ids), place, Switches(log, hide), int(window or 1))
+        selection = Selection(*panels.parse_head(head), (where, column))
+        return cls(tuple(ids), selection, Switches(log, hide), int(window or 1))
 
 
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
     """The page of one model, or of two side by side."""
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
-        _words(words.title([s.name for s in subjects], [s.run for s in subjects]))
+        _words(panel_html.title([s.name for s in subjects], [s.run for s in subjects]))
         prompts = offered_prompts(subjects)
         prompt, picked, look = _prompt_row(prompts)
         message = _words(elem_id="message")
@@ -110,11 +109,11 @@ def _prompt_row(prompts: dict[str, str]) -> tuple[gr.Textbox, gr.Dropdown, gr.Bu
             max_lines=8,
             scale=5,
             elem_id="prompt",
-            info="Enter starts a new line; Shift+Enter, or Look, shows it.",
+            info="Enter starts a new line; Shift+Enter or Run runs the model.",
         )
         with gr.Column(scale=1, min_width=170):
             picked = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="picked")
-            look = gr.Button("Look", variant="primary", elem_id="look")
+            look = gr.Button("Run", variant="primary", elem_id="look")
     return prompt, picked, look
 
 
@@ -128,12 +127,12 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
             measure=gr.Dropdown(
                 panels.measures_of(subjects),
                 value=FIRST_MEASURE,
-                label="the map shows",
+                label="head map of",
                 elem_id="measure",
                 min_width=200,
             ),
             log=gr.Checkbox(False, label="logarithmic attention", elem_id="log", min_width=150),
-            hide=gr.Checkbox(False, label="hide the sink", elem_id="hide", min_width=120),
+            hide=gr.Checkbox(False, label="hide sinks", elem_id="hide", min_width=120),
             window=gr.Dropdown(
                 [("all positions", 1)],
                 value=1,
@@ -145,35 +144,35 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
         )
 
 
-def _side(subject: Subject, *, alone: bool) -> _Side:
-    made: dict[str, gr.HTML] = {}
+def _side(subject: Subject, *, alone: bool) -> _ModelPanels:
+    panels_by_name: dict[str, gr.HTML] = {}
     with gr.Column(elem_classes="side"):
         unseen = " only-heard" if alone else ""  # one model's name is the page's own heading
-        _words(f'<h2 class="side-name{unseen}">{words.escaped(subject.name)}</h2>')
+        _words(f'<h2 class="side-name{unseen}">{panel_html.escaped(subject.name)}</h2>')
         with gr.Row(elem_classes="pair"):
-            with _panel("Heads", "Rows are layers, columns heads. Click one to look at it."):
-                made["map"] = _figure("layer × head map", picks=True)
-                made["head"] = _words(elem_classes="head-panel")
+            with _panel("Heads", "Rows are layers, columns heads. Click a head to show it."):
+                panels_by_name["map"] = _figure("layer × head map", picks=True)
+                panels_by_name["head"] = _words(elem_classes="head-panel")
             with _panel(
-                "Attention", "Each row is a token and shows where it looks; ▼ marks the head's sinks."
+                "Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks."
             ):
-                made["attention"] = _figure("attention map of the head", kind="square")
+                panels_by_name["attention"] = _figure("attention map of the head", kind="square")
         with gr.Row(elem_classes="pair"):
-            made["sinks"] = _words(elem_classes="sinks-panel")
-            made["tags"] = _words(elem_classes="tags-panel")
+            panels_by_name["sinks"] = _words(elem_classes="sinks-panel")
+            panels_by_name["tags"] = _words(elem_classes="tags-panel")
         with _panel("Constituents of the logits", _CONSTITUENTS):
-            made["not_split"] = _words()
-            made["constituents"] = _figure(
+            panels_by_name["not_split"] = _words()
+            panels_by_name["constituents"] = _figure(
                 "constituents of the head's logits", kind="tiled", elem_classes="wide-figure"
             )
         with gr.Row(elem_classes="pair"):
             with _panel(
                 "Spectrum", "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
             ):
-                made["spectrum"] = _figure("eigenvalues of the head")
-            with _panel("Signal propagation", "ρ predicted from the spectrum, and measured on the text."):
-                made["propagation"] = _figure("predicted and measured signal propagation")
-    return _Side(**made)
+                panels_by_name["spectrum"] = _figure("eigenvalues of the head")
+            with _panel("Signal propagation", "ρ predicted from the spectrum and measured on the text."):
+                panels_by_name["propagation"] = _figure("predicted and measured signal propagation")
+    return _ModelPanels(**panels_by_name)
 
 
 def _wire(
@@ -182,7 +181,7 @@ def _wire(
     prompts: dict[str, str],
     prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML],
     controls: _Controls,
-    sides: list[_Side],
+    sides: list[_ModelPanels],
 ) -> None:
     prompt, picked, look, message = prompt_row
     quick = [panel for side in sides for panel in side.quick]
@@ -194,26 +193,26 @@ def _wire(
         ids = prompt_ids(subjects, text)
         choices = panels.windows(ids)
         window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
-        name = next((name for name, own in prompts.items() if own == text), None)
-        yield from (ids, window, name, *_quick(subjects, _Asked.of(*[ids, *values[1:5], 1])))
+        name = next((name for name, prompt_text in prompts.items() if prompt_text == text), None)
+        yield from (ids, window, name, *_quick(subjects, _Settings.of(*[ids, *values[1:5], 1])))
 
     def show(*values: Any) -> Iterator[Any]:
-        yield from _quick(subjects, _Asked.of(*values))
+        yield from _quick(subjects, _Settings.of(*values))
 
     def parts(*values: Any) -> Iterator[Any]:
-        yield from _slow(subjects, _Asked.of(*values))
+        yield from _slow(subjects, _Settings.of(*values))
 
     def maps(*values: Any) -> Iterator[Any]:
-        now = _Asked.of(*values)
-        yield from panels.head_map(subjects, now.ids, now.place)
+        settings = _Settings.of(*values)
+        yield from panels.head_map(subjects, settings.ids, settings.selection)
 
     def attention(*values: Any) -> Iterator[Any]:
-        now = _Asked.of(*values)
-        yield from panels.attention(subjects, now.ids, now.place, now.switches)
+        settings = _Settings.of(*values)
+        yield from panels.attention(subjects, settings.ids, settings.selection, settings.switches)
 
     def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
         head = str(evt._data["head"])
-        yield from (head, *_quick(subjects, _Asked.of(values[0], head, *values[2:])))
+        yield from (head, *_quick(subjects, _Settings.of(values[0], head, *values[2:])))
 
     reads = [controls.ids, controls.window, picked, *quick]
     for trigger in (look.click, prompt.submit, page.load):
@@ -232,23 +231,23 @@ def _wire(
     event(controls.window.input, parts, asked, slow)
 
 
-def _quick(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    of = (subjects, asked.ids, asked.place)
-    made = [
+def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
+    of = (subjects, settings.ids, settings.selection)
+    quick = [
         panels.head_map(*of),
         panels.head(*of),
-        panels.attention(*of, asked.switches),
+        panels.attention(*of, settings.switches),
         panels.sinks(*of),
-        panels.spectrum(subjects, asked.place),
-        panels.propagation(subjects, asked.place),
+        panels.spectrum(subjects, settings.selection),
+        panels.propagation(subjects, settings.selection),
     ]
-    for side in zip(*made, strict=True):
+    for side in zip(*quick, strict=True):
         yield from side
 
 
-def _slow(subjects: Sequence[Subject], asked: _Asked) -> Iterator[str]:
-    of = (subjects, asked.ids, asked.place)
-    for parts, tags in zip(panels.constituents(*of, asked.first), panels.tags(*of), strict=True):
+def _slow(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
+    of = (subjects, settings.ids, settings.selection)
+    for parts, tags in zip(panels.constituents(*of, settings.first), panels.tags(*of), strict=True):
         yield from (*parts, tags)
 
 
@@ -272,7 +271,7 @@ def _then(
         try:
             return ["" if first else gr.skip(), *work(*values)]
         except TheodoliteError as error:
-            return [words.message(str(error)), *(gr.skip() for _ in outputs)]
+            return [panel_html.message(str(error)), *(gr.skip() for _ in outputs)]
 
     return {
         "fn": answered,
@@ -309,7 +308,7 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
     return gr.HTML(
         "",
         html_template=f'<div class="plot {kind}" role="figure" aria-label="{label}"{picking}></div>'
-        '<details class="numbers"><summary>Its numbers</summary></details>',
+        '<details class="numbers"><summary>Data table</summary></details>',
         js_on_load=_START.replace("{what}", "figure"),
         apply_default_css=False,
         **more,
@@ -319,13 +318,13 @@ def _figure(label: str, *, kind: str = "", picks: bool = False, **more: Any) -> 
 def theme() -> gr.themes.Base:
     """The report's paper and ink; fonts are the system's own, so that none is fetched."""
     font = gr.themes.Font("sans-serif")
-    made = gr.themes.Base(
+    base = gr.themes.Base(
         primary_hue=gr.themes.colors.sky,
         neutral_hue=gr.themes.colors.stone,
         font=[font],
         font_mono=[gr.themes.Font("monospace")],
     )
-    return made.set(
+    return base.set(
         body_background_fill=NEUTRAL,
         body_background_fill_dark=DARK_NEUTRAL,
         button_primary_background_fill="#0b5d82",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.explore import figures
-from theodolite.explore import sentences as words
-from theodolite.explore.subject import Slow, Subject
+from theodolite.explore import figures, panel_html
+from theodolite.explore.subject import Subject
 from theodolite.explore.view import tag_colours
+from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.drawing.qk import MOST, qk_panels
@@ -26,12 +26,12 @@ from theodolite.system.wording import head_name, visible
 Ids = tuple[int, ...]
 
 PROMPT, TEXT = "prompt", "text"
-ON_PROMPT = ("entropy", "previous_token", "same_token", "sink_first", "sink_later", "sink_learned")
+ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Selection:
     """A head, and the measure of the map: (`PROMPT` or `TEXT`, column)."""
 
     layer: int
@@ -55,7 +55,9 @@ def parse_head(name: str) -> tuple[int, int]:
     """
     layer, _, head = name.strip().upper().removeprefix("L").partition("H")
     if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
-        raise UsageError(f"{visible(name, 20)} is no head: write L3H5 for head 5 of layer 3, both from 0")
+        raise UsageError(
+            f"{visible(name, 20)} is not a head: write L3H5 for head 5 of layer 3, both counted from 0"
+        )
     return int(layer), int(head)
 
 
@@ -66,115 +68,123 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """What the map can be coloured by: (what is said, `prompt:entropy`), those of the prompt first."""
+    """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
     known = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
-    on_text = [name for name in HEAD_MEASURES if all(name in own for own in known)]
+    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in known)]
     learned = any(
-        bool(subject.run.heads.get("sink_learned", subject.run.heads["layer"] * 0).any())
+        bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
         for subject in subjects
     )
-    on_prompt = [name for name in ON_PROMPT if learned or name != "sink_learned"]
+    on_prompt = [name for name in ON_PROMPT if learned or name != LEARNED_SINK.column]
     both = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
     return [
-        (f"{said} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
-        for where, names, said in both
+        (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
+        for where, names, label in both
         for name in names
     ]
 
 
-def head_map(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def head_map(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The layer × head map with the head framed; empty where no head has the measure."""
-    where, measure = place.measure
+    where, measure = selection.measure
     try:
         drawn = [
             figures.chosen_map(
                 subject.run if where == TEXT else subject.read(ids).measured,
                 measure,
-                place.layer,
-                place.head,
+                selection.layer,
+                selection.head,
             )
             for subject in subjects
         ]
     except UsageError:
         return [""] * len(subjects)
     of = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
-    return _sent(drawn, f"layer × head map of {of}, {_name(place)} framed")
+    return _sent(drawn, f"layer × head map of {of}, {_name(selection)} framed")
 
 
-def head(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def head(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The head's name, kind and evidence."""
     return [
-        words.head_words(subject.view(ids, place.layer, place.head), subject.run, subject.read(ids).measured)
+        panel_html.head_html(
+            subject.view(ids, selection.layer, selection.head), subject.run, subject.read(ids).measured
+        )
         for subject in subjects
     ]
 
 
-def attention(subjects: Sequence[Subject], ids: Ids, place: Place, switches: Switches) -> list[str]:
+def attention(subjects: Sequence[Subject], ids: Ids, selection: Selection, switches: Switches) -> list[str]:
     """The head's attention map."""
-    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
+    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
     drawn = [figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks) for view in views]
-    return _sent(drawn, f"attention map of {_name(place)} on this prompt")
+    return _sent(drawn, f"attention map of {_name(selection)} on this prompt")
 
 
-def sinks(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def sinks(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The tokens with their sinks."""
-    views = [subject.view(ids, place.layer, place.head) for subject in subjects]
-    most = words.most_received(views)
-    return [words.sink_words(view, most) for view in views]
+    views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
+    most = panel_html.most_received(views)
+    return [panel_html.sinks_html(view, most) for view in views]
 
 
-def tags(subjects: Sequence[Subject], ids: Ids, place: Place) -> list[str]:
+def tags(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    found = [subject.slow(ids, place.layer, place.head) for subject in subjects]
-    colours = tag_colours([each.tags for each in found])
+    details = [subject.constituents_and_tags(ids, selection.layer, selection.head) for subject in subjects]
+    colours = tag_colours([each.tags for each in details])
     return [
-        words.tag_words(subject.view(ids, place.layer, place.head), each.tags, own, each.no_tags)
-        for subject, each, own in zip(subjects, found, colours, strict=True)
+        panel_html.tags_html(subject.view(ids, selection.layer, selection.head), each.tags, rgb, each.no_tags)
+        for subject, each, rgb in zip(subjects, details, colours, strict=True)
     ]
 
 
-def constituents(subjects: Sequence[Subject], ids: Ids, place: Place, first: int) -> list[tuple[str, str]]:
+def constituents(
+    subjects: Sequence[Subject], ids: Ids, selection: Selection, first: int
+) -> list[tuple[str, str]]:
     """The head's constituents, their sum and its attention, from position `first` on; or why there are none."""
     drawn, refused = [], []
     for subject in subjects:
-        found: Slow = subject.slow(ids, place.layer, place.head)
-        refused.append("" if found.split else words.message(f"The logits cannot be split: {found.not_split}"))
-        if found.split:
-            drawn.append(qk_panels(found.split, place.head, subject.read(ids).tokens, first=first))
-    sent = iter(_sent(drawn, f"constituents of the logits of {_name(place)} on this prompt"))
+        detail = subject.constituents_and_tags(ids, selection.layer, selection.head)
+        refused.append(
+            "" if detail.split else panel_html.message(f"The logits cannot be decomposed: {detail.not_split}")
+        )
+        if detail.split:
+            drawn.append(qk_panels(detail.split, selection.head, subject.read(ids).tokens, first=first))
+    sent = iter(_sent(drawn, f"constituents of the logits of {_name(selection)} on this prompt"))
     return [("", why) if why else (next(sent), "") for why in refused]
 
 
 def windows(ids: Ids) -> list[tuple[str, int]]:
-    """The stretches of positions that constituents are drawn of: (what is said, first position)."""
+    """The windows of positions that constituents are drawn of: (label, first position)."""
     return [
         (f"positions {first} to {min(first + MOST, len(ids)) - 1}", first)
         for first in range(1, len(ids), MOST)
     ]
 
 
-def spectrum(subjects: Sequence[Subject], place: Place) -> list[str]:
+def spectrum(subjects: Sequence[Subject], selection: Selection) -> list[str]:
     """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
     drawn = [
         figures_spectra.spectrum(
             subject.run,
-            place.layer,
-            place.head,
+            selection.layer,
+            selection.head,
             "spectrum_data" if "spectrum_data" in subject.run.arrays else "spectrum",
         )
         for subject in subjects
     ]
-    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(place)}")
+    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(selection)}")
 
 
-def propagation(subjects: Sequence[Subject], place: Place) -> list[str]:
+def propagation(subjects: Sequence[Subject], selection: Selection) -> list[str]:
     """The propagation that the spectrum predicts, and the one measured on the text."""
-    drawn = [figures_spectra.propagation(subject.run, place.layer, place.head) for subject in subjects]
-    return _sent(drawn, f"signal propagation of {_name(place)}, predicted and measured")
+    drawn = [
+        figures_spectra.propagation(subject.run, selection.layer, selection.head) for subject in subjects
+    ]
+    return _sent(drawn, f"signal propagation of {_name(selection)}, predicted and measured")
 
 
-def _name(place: Place) -> str:
-    return head_name(place.layer, place.head)
+def _name(selection: Selection) -> str:
+    return head_name(selection.layer, selection.head)
 
 
 def _sent(drawn: Sequence[go.Figure], label: str) -> list[str]:

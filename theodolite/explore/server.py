@@ -39,17 +39,17 @@ def listen(port: int | None) -> socket.socket:
         UsageError: the port is taken, or is none.
     """
     if port is not None and not 0 <= port <= 65535:
-        raise UsageError(f"{port} is no port: use one from 1024 to 65535")
+        raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
     tried = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
     for number in tried:
-        found = socket.socket()
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((HOST, number))
-            found.listen()
-            return found
+            listening.bind((HOST, number))
+            listening.listen()
+            return listening
         except OSError as error:
-            found.close()
+            listening.close()
             reason = error.strerror
     if port is None:
         raise UsageError(

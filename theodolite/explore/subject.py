@@ -45,7 +45,7 @@ KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Slow:
+class ConstituentsAndTags:
     """What is asked for apart; None with a reason where it cannot be had."""
 
     split: Constituents | None
@@ -85,7 +85,7 @@ class Subject:
         with self._lock:
             return head_view(self.read(ids), self._caught(ids, layer), layer, head)
 
-    def slow(self, ids: tuple[int, ...], layer: int, head: int) -> Slow:
+    def constituents_and_tags(self, ids: tuple[int, ...], layer: int, head: int) -> ConstituentsAndTags:
         """A layer's constituents on the prompt, and what the head writes."""
         with self._lock:
             read, view = self.read(ids), self.view(ids, layer, head)
@@ -93,7 +93,9 @@ class Subject:
                 lambda: self._remembered("split", KEPT_LAYERS, self._split)(ids, layer)
             )
             tags, no_tags = _or_reason(lambda: head_tags(self.model, read, self._caught(ids, layer), view))
-            return Slow(split, tags, not_split, no_tags or ("" if tags else "too few tokens are no sinks"))
+            return ConstituentsAndTags(
+                split, tags, not_split, no_tags or ("" if tags else "too few tokens besides the sinks")
+            )
 
     def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
         return self._remembered("caught", KEPT_LAYERS, self._catch)(ids, layer)
@@ -137,8 +139,8 @@ def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
         raise UsageError(_DIFFERENT.format(*(subject.name for subject in subjects)))
     most = longest_prompt(subjects)
     if len(first) > most:
-        why = "" if most == MOST_TOKENS else ", as many as the model has positions for"
-        raise UsageError(f"the prompt is {len(first)} tokens long: {most} can be shown{why}")
+        why = "" if most == MOST_TOKENS else ", the number of positions of the model"
+        raise UsageError(f"the prompt is {len(first)} tokens long: at most {most} can be shown{why}")
     if len(first) < LEAST_LENGTH:
         raise UsageError(f"the prompt is {counted(len(first), 'token')} long: type at least {LEAST_LENGTH}")
     return first
@@ -151,7 +153,7 @@ _DIFFERENT = (
 
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: there is no prompt to type")
+        raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a prompt")
     tokenizer: Any = model.tokenizer

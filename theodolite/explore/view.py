@@ -100,14 +100,14 @@ class Tags:
 
     Attributes:
         scores: (T, 3), on three principal components of the output in the residual stream.
-        kept: (T) the tokens that count for them: all but the first and the sinks.
+        counted: (T) the tokens that count for them: all but the first and the sinks.
         explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
         before: the same of the stream that enters the block.
         chance: what a random grouping explains on average.
     """
 
     scores: Float[Tensor, "positions 3"]
-    kept: Bool[Tensor, " positions"]
+    counted: Bool[Tensor, " positions"]
     explained: float
     before: float
     chance: float
@@ -130,11 +130,11 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run
     statistics = AttentionStatistics(model.layers, model.heads, len(ids), examples=0)
     tokens = Tokens.of(ids[None], model.device)
     with torch.inference_mode():
-        for seen in layers:
-            statistics.update(seen.layer, seen.inputs, tokens, first_context=0)
+        for of_layer in layers:
+            statistics.update(of_layer.layer, of_layer.inputs, tokens, first_context=0)
     state, heads = statistics.state(), range(model.heads)
     places = {
-        "layer": [seen.layer for seen in layers for _ in heads],
+        "layer": [of_layer.layer for of_layer in layers for _ in heads],
         "head": [head for _ in layers for head in heads],
     }
     columns = head_columns(state)
@@ -201,18 +201,18 @@ def head_tags(
     Raises:
         WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
     """
-    kept = torch.from_numpy(view.group != LEFT_OUT)
-    if int(kept.sum()) <= 2:
+    others = torch.from_numpy(view.group != LEFT_OUT)
+    if int(others.sum()) <= 2:
         return None
     weights = model.output_weights(view.layer)[view.head].double().cpu()
     output = caught.output[:, view.head].double().cpu() @ weights
-    group = torch.from_numpy(view.group)[kept]
+    group = torch.from_numpy(view.group)[others]
     stream = read.layers[view.layer].stream[0].double().cpu()
     return Tags(
-        scores=principal_scores(output, kept),
-        kept=kept,
-        explained=variance_explained(output[kept], group),
-        before=variance_explained(stream[kept], group),
+        scores=principal_scores(output, others),
+        counted=others,
+        explained=variance_explained(output[others], group),
+        before=variance_explained(stream[others], group),
         chance=chance_explained(group),
     )
 
@@ -222,14 +222,14 @@ def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
 
     Empty for None. Turned by the tokens that count in both; where too few do, a model's colours are its own.
     """
-    first = next((one for one in tags if one is not None), None)
-    made = []
-    for one in tags:
-        if one is None or first is None:
-            made.append(np.zeros((0, 3), np.uint8))
+    first = next((of_model for of_model in tags if of_model is not None), None)
+    colours = []
+    for of_model in tags:
+        if of_model is None or first is None:
+            colours.append(np.zeros((0, 3), np.uint8))
             continue
-        shared = one.kept & first.kept
-        alone = one is first or int(shared.sum()) <= COLOURS
-        scores = one.scores if alone else turned(one.scores, first.scores, shared)
-        made.append(rgb(scores, one.kept).numpy())
-    return made
+        shared = of_model.counted & first.counted
+        alone = of_model is first or int(shared.sum()) <= COLOURS
+        scores = of_model.scores if alone else turned(of_model.scores, first.scores, shared)
+        colours.append(rgb(scores, of_model.counted).numpy())
+    return colours

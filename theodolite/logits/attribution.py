@@ -18,13 +18,14 @@ from theodolite.corpus.corpus import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import Decomposition, decompose_around
 
-PATTERNS = ("induction", "previous", "same")
+PATTERNS = tuple(ATTENTION_PATTERNS)
 
 SCORED_CONTEXTS = 8
 """Repeated random sequences on which every head is scored."""
@@ -36,9 +37,8 @@ LONGEST = 256
 BEST = 3
 """So many heads of each pattern are attributed whatever their score."""
 
-STRONG = 0.2
 MOST = 16
-"""And those that pay the pattern at least so much of their attention, up to `MOST` heads a pattern."""
+"""And those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern."""
 
 COLUMNS = ["layer", "head", "pattern", "score", "group", "share", "only", "without", "uniform"]
 

@@ -9,16 +9,16 @@ from theodolite.judging import Verdict
 from theodolite.papers.catalogue import ALIASES, EXPERIMENTS, find, reproduce
 from theodolite.papers.experiment import Experiment, Study
 from theodolite.passes.prompts import Focus
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.report.outcome_page import write_index, write_outcome
 
 __all__ = [
     "ALIASES",
     "EXPERIMENTS",
-    "Comparison",
     "Experiment",
     "Focus",
     "Outcome",
+    "Reading",
     "Study",
     "Verdict",
     "find",

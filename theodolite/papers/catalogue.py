@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import place_of
+from theodolite.judging import reading_order
 from theodolite.models import OpenModel
 from theodolite.papers.catch_tag_release.averaging_models import AVERAGING
 from theodolite.papers.catch_tag_release.escape import ESCAPE
@@ -71,13 +71,13 @@ _MEASURED = sorted(
         *POSITIONAL_LOGITS,
         *ATTRIBUTION,
     ],
-    key=lambda experiment: place_of(experiment.name),
+    key=lambda experiment: reading_order(experiment.name),
 )
 
 _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
 
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
-"""These need no model and no text: theory, and trainings of their own."""
+"""These need no model and no text: theory, and training runs of their own."""
 
 _SINKS = [
     *AVERAGING,
@@ -103,14 +103,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             "(section 2)",
             _MEASURED,
         ),
-        *sorted(_LOCALIZATION, key=lambda experiment: place_of(experiment.name)),
+        *sorted(_LOCALIZATION, key=lambda experiment: reading_order(experiment.name)),
         claims(
             "localization",
             "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and entropy "
             "collapses (abstract)",
             _LOCALIZATION,
         ),
-        *sorted(_SINKS, key=lambda experiment: place_of(experiment.name)),
+        *sorted(_SINKS, key=lambda experiment: reading_order(experiment.name)),
         claims(
             "sinks",
             "Attention sinks catch tokens, tag them by outlier features, and release them; low-rank weights make "

@@ -9,7 +9,7 @@ import pandas as pd
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Answer, Verdict
 from theodolite.papers.experiment import Experiment
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
@@ -37,7 +37,7 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
                 verdicts.append(verdict)
                 rows.append({"experiment": experiment.name, **vars(verdict)})
         counted = [
-            Comparison(f"claims: {answer}", "", str(sum(verdict.verdict == answer for verdict in verdicts)))
+            Reading(f"claims: {answer}", str(sum(verdict.answer == answer for verdict in verdicts)))
             for answer in get_args(Answer)
         ]
         return Outcome(counted, verdicts, {"claims": pd.DataFrame(rows)}, runs=runs)

@@ -108,20 +108,20 @@ def show_outcome(
 ) -> None:
     """Print what the paper says beside what was found, and the verdicts that were not `said` before."""
     console.print(f"\n[bold]{escape(experiment.name)}[/bold]  {escape(experiment.title)}", highlight=False)
-    if outcome.comparisons:
+    if outcome.readings:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         parts = {"": "quantity", "paper": "paper", "here": "here"}
-        if not any(row.paper for row in outcome.comparisons):
+        if not any(row.paper for row in outcome.readings):
             del parts["paper"]
         for heading in parts:
             table.add_column(heading, overflow="fold")
-        for row in outcome.comparisons:
+        for row in outcome.readings:
             table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
         console.print(table)
     for verdict in outcome.verdicts:
         if verdict in said:
             continue
-        mark = MARKS[verdict.verdict]
-        line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.verdict}"
+        mark = MARKS[verdict.answer]
+        line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.answer}"
         console.print(line, highlight=False)
         console.print(f"  {harmless(verdict.evidence)}", style="dim", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""A grid of LocAteR trainings in numbers: a row for each at one step, means over seeds, effects paired by seed.
+"""A grid of LocAteR training runs in numbers: a row for each at one step, means over seeds, effects paired by seed.
 
 Nothing here judges, draws or trains.
 """
@@ -16,14 +16,15 @@ from scipy import stats
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.localization.locater_grid import Point
 from theodolite.papers.localization.locater_training import Setting
+from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 from theodolite.system.wording import number
 
 CONFIDENCE = 0.95
 
 MEASURES = {
-    "final_loss": "held-out loss, nats a token",
-    "lowest_loss": "lowest held-out loss, nats a token",
+    "final_loss": "held-out loss, nats per token",
+    "lowest_loss": "lowest held-out loss, nats per token",
     "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
     "trace_of_square": "tr(W_QK²)",
     "trace": "tr W_QK",
@@ -35,7 +36,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Effect:
-    """One number a seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
+    """One number per seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
 
     values: Floats
 
@@ -72,7 +73,7 @@ def judge_interval(claim: str, what: str, effect: Effect, criterion: Criterion, 
         )
     # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
     verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
-    return Verdict(claim, verdict.verdict, f"{what}: {effect}; {criterion}")
+    return Verdict(claim, verdict.answer, f"{what}: {effect}; {criterion}")
 
 
 def label_of(setting: Setting) -> str:
@@ -86,12 +87,12 @@ def label_of(setting: Setting) -> str:
 
 
 def without_seed(setting: Setting) -> Setting:
-    """The same setting of seed 0: what the trainings of all seeds have in common."""
+    """The same setting of seed 0: what the training runs of all seeds have in common."""
     return replace(setting, seed=0)
 
 
 def common_step(points: Sequence[Point]) -> int:
-    """The last step at which every one of the trainings was measured."""
+    """The last step at which every one of the training runs was measured."""
     measured = [set(point.losses["step"].tolist()) for point in points]
     return int(max(set.intersection(*measured)))
 
@@ -162,26 +163,27 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
     return Effect(paired.sort_index().to_numpy(dtype=np.float64))
 
 
-def rank_correlation(rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = "") -> Effect:
-    """Spearman's correlation of a measure with κ₂, or with another measure, over settings: one value a seed.
+def rank_correlation_by_seed(
+    rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = ""
+) -> Effect:
+    """Rank correlation of a measure with κ₂, or with another measure, over settings: one value per seed.
 
     Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
     """
-    found = []
+    by_seed = []
     for _, group in rows.groupby("seed"):
         own = group.set_index("setting")
         if not all(setting in own.index for setting in settings):
             continue
-        values = [float(own.at[setting, name]) for setting in settings]
+        values = np.array([float(own.at[setting, name]) for setting in settings])
         others = [float(own.at[setting, against]) if against else setting.mean for setting in settings]
-        constant = len(set(values)) == 1 or len(set(others)) == 1
-        found.append(0.0 if constant else float(stats.spearmanr(others, values).statistic))
-    return Effect(np.array(found, dtype=np.float64))
+        by_seed.append(float(np.nan_to_num(rank_correlation(np.array(others), values))))
+    return Effect(np.array(by_seed, dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class Comparable:
-    """The trainings of one depth and width, all at one step.
+    """The training runs of one depth and width, all at one step.
 
     Attributes:
         exact, printed: LocAteR settings by rising κ₂, with either gradient of its second term.

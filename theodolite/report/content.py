@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.report import published, summary
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, INDUCTION, LATER_SINK, PREVIOUS_TOKEN
+from theodolite.report import published
 from theodolite.report.data import column, entropy_share, head_labels, layer_mean, provenance
 from theodolite.report.measures import (
     ABSENT_AT_ZERO,
     ATTENTION,
+    BEHAVIOUR,
     CONSTITUENTS,
     HEAD_MEASURES,
     POSITIONAL,
-    ROLES,
     SINKS,
     SPECTRUM,
     SPECTRUM_DATA,
@@ -50,7 +51,7 @@ LONG_VALUE = 200
 TEXT = "Measured on the text"
 TILE_DIGITS = 2
 CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
-CARDS |= dict.fromkeys((ATTENTION, ROLES, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
+CARDS |= dict.fromkeys((ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL), TEXT)
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ def tiles(run: Run) -> list[Tile]:
     """The key numbers that this run has."""
     model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
     reference = published.AVERAGES[model]
-    found: list[Tile] = []
+    numbers: list[Tile] = []
 
-    def tell(name: str, label: str, note: str, *, share: bool = False) -> None:
-        found_mean = layer_mean(run, name)
-        if found_mean is None:
+    def add(name: str, label: str, note: str, *, share: bool = False) -> None:
+        mean_and_error = layer_mean(run, name)
+        if mean_and_error is None:
             return
-        mean, error = found_mean
+        mean, error = mean_and_error
         value, spread = (
             rounded_with_error(100 * mean, 100 * error) if share else rounded_with_error(mean, error)
         )
@@ -113,44 +114,40 @@ def tiles(run: Run) -> list[Tile]:
             value = percent(mean) if share else number(mean, TILE_DIGITS)
         elif share:
             spread += "\u00a0%"
-        found.append(Tile(label, value, note, spread))
+        numbers.append(Tile(label, value, note, spread))
 
-    tell("rank", "dimensions of position", f"{model} {reference.rank[0]:g}")
-    tell("relative_norm", "share of position", f"{model} {percent(reference.relative_norm[0])}", share=True)
-    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}, no other published"
-    tell("low_frequency_10", "smoothness", smooth, share=True)
-    tell("incoherence_mean", "position · context", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
-    tell("similarity_within", "alike within a label", f"{model} {reference.within[0]:g}")
+    add("rank", "positional rank", f"{model} {reference.rank[0]:g}")
+    norm = f"{model} {percent(reference.relative_norm[0])}"
+    add("relative_norm", "relative norm of the positional basis", norm, share=True)
+    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}, published for no other"
+    add("low_frequency_10", "smoothness of the positional basis", smooth, share=True)
+    add("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
+    add("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}")
     share = entropy_share(run)
     if share is not None:
-        found.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the highest possible"))
+        numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
     total = f"of {len(run.heads)} heads"
-    for name, label, least in (
-        ("sink_first", "first-token sinks", summary.SINK_HEAD),
-        ("sink_later", "later sinks", summary.LATER_SINK_HEAD),
-        ("previous_token", "previous-token heads", summary.PREVIOUS_TOKEN),
-        ("induction", "induction heads", summary.INDUCTION),
-    ):
-        values = column(run.heads, name)
+    for role in (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, INDUCTION):
+        values = column(run.heads, role.column)
         if values is not None:
-            found.append(Tile(label, str(int((values >= least).sum())), total))
+            numbers.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))
     if share is None:
-        found += _weight_tiles(run)
-    return found
+        numbers += _weight_tiles(run)
+    return numbers
 
 
 def _weight_tiles(run: Run) -> list[Tile]:
-    made = [Tile("heads", str(len(run.heads)), "read from weights alone")]
+    numbers = [Tile("heads", str(len(run.heads)), "read from weights alone")]
     trace, xi = column(run.heads, "trace"), column(run.heads, "xi_symmetric")
     if trace is not None:
-        made.append(
-            Tile("positive trace", str(int((trace > 0).sum())), "heads that seek keys like the query")
+        numbers.append(
+            Tile("positive trace", str(int((trace > 0).sum())), "heads whose queries prefer similar keys")
         )
     if xi is not None:
-        made.append(
+        numbers.append(
             Tile("median |ξ|", number(float(np.nanmedian(np.abs(xi)))), "concentration of the spectrum")
         )
-    return made
+    return numbers
 
 
 def flowing(token: object) -> str:
@@ -178,12 +175,12 @@ def _token(row: dict[Any, Any]) -> Token:
     shown = round(min(max(received, 0.0), 1.0), 2) if known and received >= FAINT else None
     sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
     text = flowing(row["token"])
-    kept = text.rstrip("\n")
-    return Token(kept, text[len(kept) :], shown, sink, where + (" · sink" if sink else ""))
+    line = text.rstrip("\n")
+    return Token(line, text[len(line) :], shown, sink, where + (" · sink" if sink else ""))
 
 
 def sink_tokens(run: Run) -> Table | None:
-    """The tokens that are most often sinks: contexts summed over heads, how many heads, the keenest one."""
+    """The tokens that are most often sinks: contexts summed over heads, how many heads, the strongest one."""
     if run.sinks is None or not len(run.sinks):
         return None
     rows = []
@@ -207,11 +204,11 @@ def sink_tokens(run: Run) -> Table | None:
         for contexts, token, first, heads, best, position in rows[:SINK_TOKENS]
     ]
     names = [
-        ("token", "spaces are shown as ␣, line ends as ↵"),
-        ("position", "where it stands when it is a sink"),
+        ("token", "spaces are shown as ␣, line breaks as ↵"),
+        ("position", "where it is when it is a sink"),
         ("times a sink", "head × context pairs"),
-        ("heads", "heads that use it"),
-        ("keenest head", "the head that uses it in most contexts, and in how many of all"),
+        ("heads", "heads for which it is a sink"),
+        ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
     ]
     return Table(names, cells)
 
@@ -329,7 +326,7 @@ def subtitle(run: Run) -> str:
     model = provenance(run, "model") or {}
     if model.get("layers") == 0:
         trained = model.get("architecture") not in (None, "no model")
-        return visible(model["architecture"], 60) if trained else "theory, or trainings of its own"
+        return visible(model["architecture"], 60) if trained else "theory, or training runs of its own"
     shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
@@ -345,16 +342,16 @@ def text_line(run: Run) -> str:
     """One line on the text that was read, or that none was."""
     corpus = provenance(run, "corpus")
     if provenance(run, "grid"):
-        return "read from what the trainings measured on their own held-out text"
-    for kept, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
-        if provenance(run, kept):
-            return f"the models of a folder of trainings, measured on {text}"
+        return "read from what the training runs measured on their own held-out text"
+    for source, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
+        if provenance(run, source):
+            return f"the models of a folder of training runs, measured on {text}"
     if provenance(run, "model", "layers") == 0:
-        return "no model and no text were read"
+        return "no model or text was read"
     if provenance(run, "reads"):
         return f"on {provenance(run, 'reads')}"
     if not corpus:
-        return "from its weights alone, no text read"
+        return "weights only, no text was read"
     size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"
     return f"on {size} from {visible(corpus['name'], 80)}"
 
@@ -367,7 +364,7 @@ def _short_count(amount: float) -> str:
 
 
 def first_head(run: Run) -> str:
-    """The head that the page opens with: the strongest first-token sink, else the first."""
+    """The head that the page opens with: the one with the strongest induction, else the first."""
     names = [name.removeprefix("L").replace("H", ",") for name in head_labels(run)]
-    scores = column(run.heads, "induction")
+    scores = column(run.heads, INDUCTION.column)
     return names[0 if scores is None else int(np.nanargmax(scores))] if names else ""

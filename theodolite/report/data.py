@@ -99,7 +99,7 @@ def layer_numbers(run: Run) -> Floats:
 
 
 def residual_layers(run: Run) -> int:
-    """L + 1, the number of residual layers, from the table or from any array that has one row a layer."""
+    """L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
     if run.layers is not None and len(run.layers):
         return int(run.layers["layer"].max()) + 1
     return blocks(run) + 1

@@ -21,6 +21,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.report import style
 from theodolite.report.data import blocks, heads_per_block
 from theodolite.report.drawing import constituents as figures_constituents
@@ -40,7 +41,7 @@ _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
 _NAMES: dict[str, Sequence[object]] = {
     "measure": tuple(HEAD_MEASURES),
-    "pattern": tuple(figures_constituents.PATTERNS),
+    "pattern": tuple(ATTENTION_PATTERNS),
     "cutoff": figures_geometry.CUTOFFS,
     "suffix": ("", "_data"),
     "name": ("spectrum", "spectrum_data"),

@@ -1,8 +1,7 @@
-"""Checks of what looks unhealthy, each with the threshold that it stands on.
+"""Health checks of a run, each with its threshold.
 
-A check is made only where the run has its numbers, and says so when it finds nothing: silence is not health.
-The thresholds are conventions for a first look, not verdicts; what each is measured against is written beside
-it.
+A check is made only where the run has its numbers, and reports that it passed: silence is not health. The thresholds
+are conventions for a first look, not verdicts; what each is measured against is written beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.report.data import column, entropy_share, head_labels, provenance
 from theodolite.system.wording import counted, listed, number, percent, visible
 
@@ -21,29 +21,26 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
-ENTROPY_COLLAPSE = 0.05  # share of the highest entropy below which a head looks at one key
-RESTING = 0.90  # share of contexts with a first-token sink that explains a low entropy
-FIXED_ROLE = 0.60  # previous-, same-token or induction score that explains a low entropy
+ENTROPY_COLLAPSE = 0.05  # share of the maximum entropy below which a head attends to a single key
 VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
 DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
 UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script
 CONSTANT = 0.95  # share of the logits' variance in pairs with a mean or bias above which nothing else counts
-REASON = 160  # characters of a reason that are told
-UNIFORM = 0.995  # share of the highest entropy above which a head takes a plain average
+REASON = 160  # characters of a reason that are shown
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found; `concern` when it deserves a look."""
+    """The outcome of one check."""
 
     name: str
     text: str
-    concern: bool
+    flagged: bool
 
 
 def checks(run: Run) -> list[Check]:
     """Every check that the run's numbers allow."""
-    made: tuple[Callable[[Run], Check | None], ...] = (
+    every: tuple[Callable[[Run], Check | None], ...] = (
         _rank_collapse,
         _entropy_collapse,
         _vanishing,
@@ -54,7 +51,7 @@ def checks(run: Run) -> list[Check]:
         _not_split,
         _unknown_tokens,
     )
-    return [check for make in made if (check := make(run)) is not None]
+    return [check for check_of in every if (check := check_of(run)) is not None]
 
 
 def _named(run: Run, chosen: npt.NDArray[np.bool_]) -> str:
@@ -88,26 +85,21 @@ def _entropy_collapse(run: Run) -> Check | None:
     if not low.any():
         return Check(
             "entropy collapse",
-            f"No entropy collapse: every head keeps at least {limit} of the highest entropy.",
+            f"No entropy collapse: every head has at least {limit} of the maximum entropy.",
             False,
         )
     explained = np.zeros(len(share), dtype=bool)
-    for name, least in (
-        ("sink_first", RESTING),
-        ("previous_token", FIXED_ROLE),
-        ("same_token", FIXED_ROLE),
-        ("induction", FIXED_ROLE),
-    ):
-        values = column(run.heads, name)
+    for role in (*PATTERN_ROLES, *SINK_ROLES):
+        values = column(run.heads, role.column)
         if values is not None:
-            explained |= low & (values >= least)
+            explained |= low & (values >= role.explains_low_entropy)
     rest = low & ~explained
     heads = counted(int(low.sum()), "head")
-    text = f"{heads} with less than {limit} of the highest entropy: {_named(run, low)}."
+    text = f"{heads} with less than {limit} of the maximum entropy: {_named(run, low)}."
     if not rest.any():
         return Check(
             "entropy collapse",
-            f"{text} All rest on the first token or have one fixed role, as is common.",
+            f"{text} All are first-token sink heads or have one fixed role, as is common.",
             False,
         )
     if explained.any():
@@ -121,14 +113,14 @@ def _vanishing(run: Run) -> Check | None:
         gone = reach < VANISHING
         if gone.any():
             text = (
-                f"Vanishing signal: fewer than {percent(VANISHING)} of the keys get through in "
+                f"Vanishing signal: fewer than {percent(VANISHING)} of the keys propagate in "
                 f"{counted(int(gone.sum()), 'head')}: {_named(run, gone)}."
             )
             return Check("vanishing signal", text, True)
         lowest = percent(float(np.nanmin(reach)))
         return Check(
             "vanishing signal",
-            f"No vanishing signal: every head lets at least {lowest} of the keys through.",
+            f"No vanishing signal: at least {lowest} of the keys propagate in every head.",
             False,
         )
     name = "regime_data" if "regime_data" in run.heads.columns else "regime"
@@ -139,7 +131,7 @@ def _vanishing(run: Run) -> Check | None:
         heads = counted(int(predicted.sum()), "head")
         text = f"Theory predicts a vanishing signal for {heads}: {_named(run, predicted)}."
         return Check("vanishing signal", text, True)
-    return Check("vanishing signal", "Theory predicts a vanishing signal for no head.", False)
+    return Check("vanishing signal", "Theory predicts no vanishing signal.", False)
 
 
 def _dead_heads(run: Run) -> Check | None:
@@ -148,15 +140,17 @@ def _dead_heads(run: Run) -> Check | None:
         return None
     dead = size <= DEAD_SHARE * float(np.nanmedian(size))
     share = entropy_share(run)
-    plain = np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM) & ~dead
-    found = []
+    plain = (
+        np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~dead
+    )
+    causes = []
     if dead.any():
-        found.append(f"W_QK is as good as zero in {_named(run, dead)}")
+        causes.append(f"W_QK is numerically zero in {_named(run, dead)}")
     if plain.any():
-        found.append(f"a plain average is all that is left of {_named(run, plain)}")
-    if found:
-        return Check("dead heads", f"Dead heads: {'; '.join(found)}.", True)
-    return Check("dead heads", "No dead heads: every W_QK has a size like the others'.", False)
+        causes.append(f"attention is uniform in {_named(run, plain)}")
+    if causes:
+        return Check("dead heads", f"Dead heads: {'; '.join(causes)}.", True)
+    return Check("dead heads", "No dead heads: no W_QK is negligible beside the others.", False)
 
 
 def _constant_logits(run: Run) -> Check | None:
@@ -166,18 +160,18 @@ def _constant_logits(run: Run) -> Check | None:
     constant = share >= CONSTANT
     if not constant.any():
         text = (
-            "No constant logits: in every head at least "
+            "No constant logits: in every head, at least "
             f"{percent(1 - CONSTANT)} of the logits' variance depends on position or context."
         )
         return Check("constant logits", text, False)
-    resting = column(run.heads, "sink_first")
-    rest = constant if resting is None else constant & ~(resting >= RESTING)
+    resting = column(run.heads, FIRST_TOKEN_SINK.column)
+    rest = constant if resting is None else constant & ~(resting >= FIRST_TOKEN_SINK.explains_low_entropy)
     text = (
-        f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone carry at least "
-        f"{percent(CONSTANT)} of the logits' variance, whatever position and context: {_named(run, constant)}."
+        f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone account for at least "
+        f"{percent(CONSTANT)} of the logits' variance, independent of position and context: {_named(run, constant)}."
     )
     if not rest.any():
-        text += " All rest on the first token, as is common."
+        text += " All are first-token sink heads, as is common."
     return Check("constant logits", text, bool(rest.any()))
 
 
@@ -187,7 +181,7 @@ def _not_split(run: Run) -> Check | None:
         return None
     layers = listed([f"layer {visible(layer)}" for layer in refused])
     reason = visible(next(iter(refused.values())), REASON)
-    return Check("constituents", f"Logits are not taken apart in {layers}: {reason}.", True)
+    return Check("constituents", f"Logits could not be decomposed in {layers}: {reason}.", True)
 
 
 def _massive(run: Run) -> Check | None:
@@ -200,7 +194,7 @@ def _massive(run: Run) -> Check | None:
         text = (
             f"Massive activations after the first token in {counted(len(have), 'layer')} (first in layer "
             f"{have.min()}): "
-            "common in large models, hard on low-precision formats."
+            "common in large models, harmful to low-precision formats."
         )
         return Check("massive activations", text, True)
     return Check("massive activations", "No massive activations after the first token.", False)
@@ -222,5 +216,8 @@ def _unknown_tokens(run: Run) -> Check | None:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or unknown / tokens < UNKNOWN:
         return None
-    text = f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text does not suit the model."
+    text = (
+        f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text may be in a language or "
+        "script that the model does not know."
+    )
     return Check("unknown tokens", text, True)

@@ -1,7 +1,6 @@
-"""What every column of a run means, in plain words, with the formula and where it comes from.
+"""What every column of a run means, with the formula and its source.
 
-Hover texts, captions, table headings and pickers all read from here, so that a measure is explained in one
-way only. Nothing here reads a run.
+Hover texts, captions, table headings and pickers all read from here. Nothing here reads a run.
 """
 
 from __future__ import annotations
@@ -9,12 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from theodolite.measure.head_roles import (
+    FIRST_TOKEN_SINK,
+    INDUCTION,
+    LATER_SINK,
+    LEARNED_SINK,
+    PREVIOUS_TOKEN,
+    SAME_TOKEN,
+    HeadRole,
+)
+
 BAO = "Bao et al. 2024"
 SONG = "Song & Zhong 2024"
 ZHANG = "Zhang et al. 2025"
 ZHAI = "Zhai et al. 2023"
 XIAO = "Xiao et al. 2024"
 OLSSON = "Olsson et al. 2022"
+TITLES = {
+    BAO: "Self-attention Networks Localize When QK-eigenspectrum Concentrates",
+    SONG: "Uncovering hidden geometry in Transformers via disentangling position and context",
+    ZHANG: "Attention Sinks and Outlier Features: A ‘Catch, Tag, and Release’ Mechanism for Embeddings",
+    ZHAI: "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
+    XIAO: "Efficient Streaming Language Models with Attention Sinks",
+    OLSSON: "In-context Learning and Induction Heads",
+}
+"""The publications that the report names, by their short names."""
 
 Scale = Literal["share", "balance", "amount", "decades", "signed", "kind"]
 
@@ -41,17 +59,22 @@ class Measure:
         return f"{self.name} (with Σ̂)" if self.group == SPECTRUM_DATA else self.name
 
 
-ATTENTION, ROLES, SINKS = "Attention on the text", "What the head does", "Sinks"
-CONSTITUENTS, POSITIONAL = "Constituents of its logits", "What it makes of position"
+ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
+CONSTITUENTS, POSITIONAL = "Constituents of its logits", "Position in the head"
 SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
+
+
+def _of_role(role: HeadRole, group: str, source: str) -> Measure:
+    return Measure(role.column, role.name, group, role.meaning, "share", source)
+
 
 _MEASURED = [
     Measure(
         "entropy",
         "entropy",
         ATTENTION,
-        "Mean Shannon entropy of the head's attention rows. Low: it looks at one key at a time; high: it "
-        "averages.",
+        "Mean Shannon entropy of the head's attention rows. Low: attention to a single key; high: near-uniform "
+        "attention.",
         "amount",
         f"{ZHAI}; {BAO}, section 5",
         "nats",
@@ -60,7 +83,7 @@ _MEASURED = [
         "entropy_bound",
         "entropy bound",
         ATTENTION,
-        "The lowest mean entropy that the sizes of tokens and W_QK allow. Near 0 it promises nothing.",
+        "Lower bound on the mean entropy from the norms of the tokens and of W_QK. Near 0 it is vacuous.",
         "amount",
         f"{ZHAI}, Theorem 3.1 (exact form)",
         "nats",
@@ -70,60 +93,16 @@ _MEASURED = [
         "signal propagation",
         ATTENTION,
         "Share of the last query's keys whose piecewise-linear softmax value lies in [0, 1], so that their "
-        "signal "
-        "reaches the gradient. 0: the signal vanishes.",
+        "signal reaches the gradient. 0: vanishing signal.",
         "share",
         f"{BAO}, section 3",
     ),
-    Measure(
-        "previous_token",
-        "previous token",
-        ROLES,
-        "Mean attention that a token pays to the token just before it.",
-        "share",
-        OLSSON,
-    ),
-    Measure(
-        "same_token",
-        "same token",
-        ROLES,
-        "Mean attention that a token pays to earlier copies of itself.",
-        "share",
-        f"{SONG}, section 5",
-    ),
-    Measure(
-        "induction",
-        "induction",
-        ROLES,
-        "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
-        "share",
-        OLSSON,
-    ),
-    Measure(
-        "sink_first",
-        "first-token sink",
-        SINKS,
-        "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on "
-        "average.",
-        "share",
-        f"{XIAO}; {ZHANG}",
-    ),
-    Measure(
-        "sink_later",
-        "later sink",
-        SINKS,
-        "Share of contexts in which a token after the first is a sink.",
-        "share",
-        ZHANG,
-    ),
-    Measure(
-        "sink_learned",
-        "learned sink",
-        SINKS,
-        "Mean attention that goes to a learned sink column of the model, which is no token at all.",
-        "share",
-        "models with a sink column, such as gpt-oss",
-    ),
+    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON),
+    _of_role(SAME_TOKEN, BEHAVIOUR, f"{SONG}, section 5"),
+    _of_role(INDUCTION, BEHAVIOUR, OLSSON),
+    _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}"),
+    _of_role(LATER_SINK, SINKS, ZHANG),
+    _of_role(LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss"),
 ]
 
 _CONSTITUENTS = [
@@ -131,8 +110,8 @@ _CONSTITUENTS = [
         "share_position",
         "logit share: position",
         CONSTITUENTS,
-        "Share of the logits' variance along the keys that needs the position and nothing of the context: pos on one "
-        "side or both, mean or bias on the other. Negative: it takes back what others put in.",
+        "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
+        "bias on the other. Negative: it cancels other constituents.",
         "balance",
         f"{SONG}, section 5.2",
     ),
@@ -140,8 +119,8 @@ _CONSTITUENTS = [
         "share_context",
         "logit share: context",
         CONSTITUENTS,
-        "The share that needs the context and no position: what is neither mean nor position on one side or both, "
-        "mean or bias on the other.",
+        "The share that depends on context only: what is neither mean nor position on one side or both, mean or bias "
+        "on the other.",
         "balance",
         f"{SONG}, section 5.2",
     ),
@@ -149,7 +128,7 @@ _CONSTITUENTS = [
         "share_cross",
         "logit share: both",
         CONSTITUENTS,
-        "The share of position on one side and what is neither mean nor position on the other.",
+        "The share with position on one side and what is neither mean nor position on the other.",
         "balance",
         f"{SONG}, section 5.2",
     ),
@@ -157,8 +136,8 @@ _CONSTITUENTS = [
         "share_constant",
         "logit share: constant",
         CONSTITUENTS,
-        "The share of mean and bias on both sides: what only the norm's scale of each token moves, or with rotary "
-        "positions the distance.",
+        "The share with mean or bias on both sides: it varies only with the norm's scale of each token, or with rotary "
+        "positions with the distance.",
         "balance",
         f"{SONG}, section 5.2",
     ),
@@ -174,8 +153,8 @@ _CONSTITUENTS = [
         "argmax_property",
         "argmax property",
         POSITIONAL,
-        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean, is largest at t itself among t' ≤ t. Above 0.8 "
-        "position alone makes the head look at or near the query. Raw vectors, without the layer's norm.",
+        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean, is largest at t itself among t' ≤ t. Above 0.8, "
+        "position alone makes the head attend at or near the query. Raw vectors, without the layer's norm.",
         "share",
         f"{SONG}, eq. 8 and Fig. 25",
     ),
@@ -183,7 +162,7 @@ _CONSTITUENTS = [
         "argmax_property_normed",
         "argmax property, normed",
         POSITIONAL,
-        "The argmax property of positions as the head reads them, behind the layer's norm.",
+        "The argmax property of positions as the head reads them, after the layer's norm.",
         "share",
         f"{SONG}, eq. 8; the norm is ours",
     ),
@@ -191,8 +170,8 @@ _CONSTITUENTS = [
         "pwp_low_frequency_10",
         "smoothness of PWPᵀ",
         POSITIONAL,
-        "Share of the energy of PWPᵀ in its 10 × 10 lowest frequencies: near 1, neighbouring positions get like "
-        "logits.",
+        "Share of the energy of PWPᵀ in its 10 × 10 lowest frequencies: near 1, neighbouring positions get "
+        "similar logits.",
         "share",
         f"{SONG}, Table 3",
     ),
@@ -211,8 +190,8 @@ _SPECTRAL = [
         "regime",
         "predicted regime",
         SPECTRUM,
-        "Which tokens' signal the spectrum lets through: early, middle or late in the context, all alike "
-        "(uniform), or none (vanishing). Empty where it is not defined.",
+        "Which tokens' signal the spectrum lets through: early, middle or late in the context, all equally "
+        "(uniform), or none (vanishing). Empty where undefined.",
         "kind",
         f"{BAO}, Lemma 2",
     ),
@@ -220,7 +199,7 @@ _SPECTRAL = [
         "regime_margin",
         "margin of the regime",
         SPECTRUM,
-        "How far the quantity that decides the regime is from its nearest threshold: 0.02 is a name by a hair, 0.3 a "
+        "How far the quantity that decides the regime is from its nearest threshold: 0.02 is a borderline case, 0.3 a "
         "clear one.",
         "share",
         f"{BAO}, Lemma 2",
@@ -237,9 +216,8 @@ _SPECTRAL = [
         "xi_symmetric",
         "ξ of the symmetric part",
         SPECTRUM,
-        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); its size, how "
-        "concentrated "
-        "the spectrum is around its mean.",
+        "tr W/√tr W² of the symmetric part of W. The sign says late (+) or early (−); the magnitude, how "
+        "concentrated the spectrum is around its mean.",
         "signed",
         f"{BAO}, eq. 6",
     ),
@@ -256,7 +234,7 @@ _SPECTRAL = [
         "xi",
         "ξ",
         SPECTRUM,
-        "tr W/√tr W². Empty where tr W² is negative: then the symmetric part's ξ is the one to read.",
+        "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
         "signed",
         f"{BAO}, eq. 6",
     ),
@@ -265,7 +243,7 @@ _SPECTRAL = [
         "trace",
         "trace",
         SPECTRUM,
-        "tr W, the sum of the eigenvalues. Positive: a token prefers keys like itself.",
+        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
         "signed",
         f"{BAO}, section 4",
     ),
@@ -281,7 +259,7 @@ _SPECTRAL = [
         "frobenius_squared",
         "squared Frobenius norm",
         SPECTRUM,
-        "‖W‖²_F = tr WᵀW, the size of the matrix. What LocAteR keeps small.",
+        "‖W‖²_F = tr WᵀW, the size of the matrix. The term that LocAteR penalises.",
         "decades",
         f"{BAO}, section 6",
     ),
@@ -302,7 +280,7 @@ _SPECTRAL_DATA = [
         measure,
         column=f"{measure.column}_data",
         group=SPECTRUM_DATA,
-        meaning=f"{measure.meaning} Here W = W_QK Σ̂, with the tokens' covariance in this text.",
+        meaning=f"{measure.meaning} Here W = W_QK Σ̂, with the covariance of the tokens in this text.",
     )
     for measure in _SPECTRAL
 ]
@@ -311,8 +289,8 @@ HEAD_MEASURES: dict[str, Measure] = {
     measure.column: measure for measure in [*_MEASURED, *_CONSTITUENTS, *_SPECTRAL, *_SPECTRAL_DATA]
 }
 
-ABSENT_AT_ZERO = ("sink_learned", "share_additive")
-"""Measures of what most models do not have: not offered where they are 0 in every head."""
+ABSENT_AT_ZERO = (LEARNED_SINK.column, "share_additive")
+"""Measures of what most models lack: not offered where they are 0 in every head."""
 
 LAYER_TITLES: dict[str, str] = {
     "rank": "rank (ScreeNOT)",
@@ -330,13 +308,13 @@ LAYER_TITLES: dict[str, str] = {
     "similarity_between": "similarity between",
     "norm": "norm",
     "norm_first": "norm, first token",
-    "cosine_previous": "cosine to layer before",
+    "cosine_previous": "cosine to previous layer",
     "rank_collapse": "rank-collapse residual",
     "massive_activations": "massive activations",
     "massive_activations_first": "massive, first token",
     "outlier_dimensions": "outlier dimensions",
     "silhouette": "silhouette of labels",
-    "cluster_ari": "k-means against labels",
+    "cluster_ari": "k-means ARI",
     **{f"pp_low_frequency_{cutoff}": f"PPᵀ low freq. K={cutoff}" for cutoff in (1, 3, 5, 10)},
 }
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report import content, health
 from theodolite.report.data import column, head_labels
 from theodolite.report.summary import health_line
-from theodolite.report.terminal import HEAD_MEASURES
 from theodolite.system.wording import number, visible
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-CONCERNS = 4
-"""Concerns of health that are told; the report has all."""
+FLAGGED = 4
+"""Flagged health checks that are shown; the report has all."""
 
 STYLE = """
 .{0} {{ max-width: 60rem; padding: .9rem 1.1rem; border: 1px solid #e2dfd6; border-radius: 8px; background: #fdfcf9;
@@ -37,17 +37,17 @@ STYLE = """
 
 
 def as_html(run: Run) -> str:
-    """What was read of what, whether something looks unhealthy, the key numbers, the strongest heads, where next."""
+    """What was surveyed on what text, health, the key numbers, the strongest heads, and what to call next."""
     name = visible((run.provenance.get("model") or {}).get("id") or "a model", 80)
     parts = [
         f'<p class="name">{escape(name)}</p>',
         f'<p class="of">{escape(content.subtitle(run))}<br>{escape(content.text_line(run))}</p>',
     ]
     checks = health.checks(run)
-    concerns = [check for check in checks if check.concern]
+    flagged = [check for check in checks if check.flagged]
     if checks:
-        parts.append(f"<p><strong>{escape(health_line(len(concerns), len(checks)))}</strong></p>")
-    parts += [f"<p>{escape(check.text)}</p>" for check in concerns[:CONCERNS]]
+        parts.append(f"<p><strong>{escape(health_line(len(flagged), len(checks)))}</strong></p>")
+    parts += [f"<p>{escape(check.text)}</p>" for check in flagged[:FLAGGED]]
     tiles = "".join(
         f"<li><b>{escape(tile.value + (f' ± {tile.error}' if tile.error else ''))}</b>{escape(tile.label)}"
         f'<br><span class="of">{escape(tile.note)}</span></li>'
@@ -57,24 +57,24 @@ def as_html(run: Run) -> str:
     heads = "; ".join(f"{kind} {score}" for kind, score in strongest(run))
     parts.append(f"<p>Strongest heads: {escape(heads)}.</p>" if heads else "")
     parts.append(
-        '<p class="of">Next: <code>theodolite.write_report(run, "report")</code> for the whole page, '
+        '<p class="of">Next: <code>theodolite.write_report(run, "report")</code> for the full report, '
         "<code>theodolite.report.figures.available(run)</code> for its figures, <code>run.heads</code> and "
         "<code>run.layers</code> for the tables.</p>"
     )
     inner = "".join(parts)
-    # A name of its own, so that the style of one run's box touches no other part of the notebook.
-    own = f"theodolite-{hashlib.sha256(inner.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
-    return f'<div class="{own}"><style>{STYLE.format(own)}</style>{inner}</div>'
+    # A class name of its own, so that the style of one run's box touches no other part of the notebook.
+    name = f"theodolite-{hashlib.sha256(inner.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    return f'<div class="{name}"><style>{STYLE.format(name)}</style>{inner}</div>'
 
 
 def strongest(run: Run) -> list[tuple[str, str]]:
-    """Of each kind of head, the one that has most of it: ("previous token", "L3H0 (0.45)")."""
-    found = []
-    for name, kind in HEAD_MEASURES.items():
-        values = column(run.heads, name)
+    """For each role, the head with the highest score: ("previous token", "L3H0 (0.45)")."""
+    strongest_heads = []
+    for role in COMMON_ROLES:
+        values = column(run.heads, role.column)
         if values is None:
             continue
         best = int(np.nanargmax(values))
         if values[best] > 0:
-            found.append((kind, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
-    return found
+            strongest_heads.append((role.name, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
+    return strongest_heads

@@ -26,12 +26,12 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One quantity: what the paper prints (“…”: its words; empty: nothing), and what was measured here, as shown."""
+class Reading:
+    """One quantity as measured here, as shown, and what the paper prints of it (“…”: its words; empty: nothing)."""
 
     quantity: str
-    paper: str
     here: str
+    paper: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Outcome:
     """What an experiment gives.
 
     Attributes:
-        comparisons: the few numbers that stand side by side, paper and here.
+        readings: the few numbers to see first, beside the paper's where it prints them.
         verdicts: on each claim that the experiment decides.
         tables: name → table, with every number behind the figures.
         exhibits: the figures with their captions.
         runs: what was surveyed besides the run itself: name → provenance.
     """
 
-    comparisons: list[Comparison]
+    readings: list[Reading]
     verdicts: list[Verdict]
     tables: dict[str, pd.DataFrame]
     exhibits: list[Exhibit] = field(default_factory=list)

@@ -16,9 +16,10 @@ from typing import Any
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, place_of
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
 from theodolite.passes.run import Run
 from theodolite.report import content
+from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
 from theodolite.system.files import write_text, writing
@@ -26,16 +27,14 @@ from theodolite.system.wording import visible
 
 RESULT = "result.json"
 SOURCES = {
-    "geometry": "Song & Zhong 2024: Uncovering hidden geometry in Transformers via disentangling position and context.",
-    "localization": "Bao et al. 2024: Self-attention networks localize when QK-eigenspectrum concentrates.",
-    "sinks": "Zhang, Khan & Papyan 2025: Attention sinks and outlier features: a ‘catch, tag, and release’ mechanism "
-    "for embeddings.",
+    group: f"{paper}: {TITLES[paper]}."
+    for group, paper in (("geometry", SONG), ("localization", BAO), ("sinks", ZHANG))
 }
 """The paper of each group of experiments."""
 
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def folder_of(name: str, place: Path) -> Path:
@@ -51,7 +50,7 @@ def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
         "title": experiment.title,
         "paper": experiment.paper,
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
-        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: _records(table) for name, table in outcome.tables.items()},
         "provenance": run.provenance,
         "other_runs": outcome.runs,
@@ -107,9 +106,8 @@ def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
             "text_line": content.text_line(run),
             "tally": _tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
-            "comparisons": [
-                {key: harmless(value) for key, value in vars(comparison).items()}
-                for comparison in outcome.comparisons
+            "readings": [
+                {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
             ],
             "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
             "tables": {name: table for name, table in tables.items() if table is not None},
@@ -134,7 +132,7 @@ def write_index(place: str | Path) -> Path | None:
     found = [entry for path in sorted(place.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
     if not found:
         return None
-    found.sort(key=lambda entry: place_of(entry["name"]))
+    found.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
     values = {
         "entries": found,
@@ -164,7 +162,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 def _tally(verdicts: list[Verdict]) -> str:
     """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
-    counts = {answer: sum(verdict.verdict == answer for verdict in verdicts) for answer in MARKS}
+    counts = {answer: sum(verdict.answer == answer for verdict in verdicts) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
     told = ", ".join(
         f"{count} {many.get(answer, answer) if count > 1 else answer}"
@@ -177,10 +175,10 @@ def _tally(verdicts: list[Verdict]) -> str:
 def _shown(verdict: Verdict) -> dict[str, str]:
     return {
         "claim": harmless(verdict.claim),
-        "verdict": verdict.verdict,
+        "answer": verdict.answer,
         "evidence": harmless(verdict.evidence),
-        "mark": MARKS[verdict.verdict],
-        "kind": KINDS[verdict.verdict],
+        "mark": MARKS[verdict.answer],
+        "kind": KINDS[verdict.answer],
     }
 
 

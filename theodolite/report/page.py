@@ -21,6 +21,7 @@ from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
+from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import write_text, writing
@@ -85,7 +86,7 @@ def render(run: Run) -> str:
     blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
     tiles, findings = content.tiles(run), summarise(run)
     checks = [finding for finding in findings if finding.topic == HEALTH]
-    concerns = [finding for finding in checks if finding.status == "look"]
+    flagged = [finding for finding in checks if finding.status == "flagged"]
     sinks = content.sink_texts(run), content.sink_tokens(run)
     shown = {section for section, found in blocks.items() if found} | ({"sinks"} if any(sinks) else set())
     return rendered(
@@ -100,15 +101,17 @@ def render(run: Run) -> str:
                 ("#tables", "Tables"),
                 ("#provenance", "Provenance"),
             ],
-            "health": health_line(len(concerns), len(checks)),
-            "concerns": concerns,
-            "passed": [finding for finding in checks if finding.status == "well"],
+            "health": health_line(len(flagged), len(checks)),
+            "flagged": flagged,
+            "passed": [finding for finding in checks if finding.status == "passed"],
             "topics": _topics([finding for finding in findings if finding.topic != HEALTH], shown),
             "tiles": tiles,
             "blocks": blocks,
             "glossary": measure_glossary(run),
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
+            "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
+            "publications": TITLES,
             "outliers": content.outlier_table(run),
             "layers": content.layers_table(run),
             "heads": content.heads_table(run),

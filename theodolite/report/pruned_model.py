@@ -10,7 +10,7 @@ from theodolite.passes.run import Run
 from theodolite.prune import Pruned
 from theodolite.report.drawing import pruning as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
-from theodolite.report.outcome import Comparison, Heading, Outcome
+from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
 
@@ -30,23 +30,23 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     table, told = pruned.table, pruned.provenance["pruning"]
     entries = (table["outputs"] * table["inputs"]).to_numpy(float)
     kept = 1 - float((table["sparsity"] * entries).sum() / entries.sum())
-    comparisons = [
-        Comparison("method", "", _method(told)),
-        Comparison("matrices", "", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
-        Comparison("removed of their entries", "", percent(1 - kept)),
-        Comparison("relative error of outputs, scaled norm", "", _spread(table["error_scaled"])),
+    readings = [
+        Reading("method", _method(told)),
+        Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
+        Reading("removed of their entries", percent(1 - kept)),
+        Reading("relative error of outputs, scaled norm", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
-        comparisons.append(Comparison("relative error of outputs", "", _spread(table["error"])))
+        readings.append(Reading("relative error of outputs", _spread(table["error"])))
     if "bytes" in told:
         size = f"{number(told['bytes'] / 1e6)} MB ({told['format']}), dense {number(told['dense_bytes'] / 1e6)} MB"
-        comparisons.append(Comparison("weights on disk", "", size))
+        readings.append(Reading("weights on disk", size))
     notes = [
         ("left dense", listed(list(told["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
-    comparisons += [Comparison(name, "", said) for name, said in notes if said]
-    return Outcome(comparisons, [], {"matrices": table}, _exhibits(table))
+    readings += [Reading(name, said) for name, said in notes if said]
+    return Outcome(readings, [], {"matrices": table}, _exhibits(table))
 
 
 def write_page(pruned: Pruned, place: Path) -> Path:

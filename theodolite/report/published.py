@@ -163,7 +163,7 @@ LOW_FREQUENCY_OTHER_TEXT: dict[str, float] = {
 }
 # Appendix B.2, on a random sequence: norm of layer 1 and of the last layer over that of layer 0, GPT-2.
 NORM_RATIO_FIRST, NORM_RATIO_LAST = 10.92, 109.8
-# Section 4.3 and D.3: a model of additions, whose positional basis is not smooth.
+# Section 4.3 and D.3: a model trained on addition, whose positional basis is not smooth.
 LOW_FREQUENCY_ADDITION = 0.5
 
 _FAMILIES = {

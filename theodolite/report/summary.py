@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from theodolite.measure.head_roles import FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK, PATTERN_ROLES, HeadRole
 from theodolite.report import health, published
 from theodolite.report.data import (
     Floats,
@@ -38,25 +39,19 @@ from theodolite.theory.regimes import UNDEFINED
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-Status = Literal["plain", "well", "look"]
+Status = Literal["plain", "passed", "flagged"]
 
 SMOOTH = 0.90  # share of the Gram matrix's energy in the 10 lowest frequencies; GPT-2 has 0.997
-ROUGH = 0.60  # below it the positional basis is not smooth; a model of additions has about 0.5
+ROUGH = 0.60  # below it the positional basis is not smooth; a model trained on addition has about 0.5
 CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
 WEAK_SEPARATION = 1.2
 NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
 ENTANGLED = 0.30
-SINK_HEAD = 0.5  # share of contexts in which a head must have a sink to be named for it
-LATER_SINK_HEAD = 0.1
-LEARNED_SINK = 0.3  # mean attention to a learned sink column
-PREVIOUS_TOKEN = 0.4  # mean attention that makes a head a previous-token head
-SAME_TOKEN = 0.3
-INDUCTION = 0.3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence of one topic. `status` "look" marks what deserves a look, "well" a check that passed."""
+    """A sentence of one topic. `status`: of a health check, "passed" or "flagged"; of all else "plain"."""
 
     topic: str
     text: str
@@ -77,18 +72,18 @@ def summarise(run: Run) -> list[Finding]:
         ("Heads", _heads),
         ("Constituents", constituents),
     )
-    findings = [Finding(topic, text) for topic, tell in parts for text in tell(run)]
+    findings = [Finding(topic, text) for topic, sentences in parts for text in sentences(run)]
     return findings + [
-        Finding("Health", check.text, "look" if check.concern else "well") for check in health.checks(run)
+        Finding("Health", check.text, "flagged" if check.flagged else "passed")
+        for check in health.checks(run)
     ]
 
 
-def health_line(concerns: int, checks: int) -> str:
-    """The outcome of the checks of health in one sentence."""
-    if not concerns:
-        return f"Nothing looks unhealthy: {counted(checks, 'check')} passed."
-    deserve = "deserves" if concerns == 1 else "deserve"
-    return f"{concerns} of {counted(checks, 'check')} of health {deserve} a look."
+def health_line(flagged: int, checks: int) -> str:
+    """The outcome of the health checks in one sentence."""
+    if not flagged:
+        return "The health check passed." if checks == 1 else f"All {checks} health checks passed."
+    return f"{flagged} of {counted(checks, 'health check')} flagged."
 
 
 def _range(values: Floats, show: Callable[[float], str]) -> str:
@@ -101,77 +96,68 @@ def _extremes(run: Run, values: Floats) -> tuple[int, int]:
     return int(layers[np.nanargmax(values)]), int(layers[np.nanargmin(values)])
 
 
-def _mean(found: tuple[float, float]) -> str:
+def _mean(mean_and_error: tuple[float, float]) -> str:
     """A mean in two digits, or with its standard error where it has one."""
-    mean, error = found
+    mean, error = mean_and_error
     return with_error(mean, error) if error > 0 else number(mean, 2)
 
 
 def _position(run: Run) -> list[str]:
-    told = []
+    sentences = []
     norm, rank = column(run.layers, "relative_norm"), column(run.layers, "rank")
     model = published.closest(provenance(run, "model", "family"), provenance(run, "model", "positions"))
     reference = published.AVERAGES[model]
     norm_mean, rank_mean = layer_mean(run, "relative_norm"), layer_mean(run, "rank")
     if norm is not None and norm_mean is not None:
         most, least = _extremes(run, norm)
-        told.append(
-            f"Position takes {percent_with_error(*norm_mean)} of the largest direction of the hidden "
-            f"states on "
-            f"average over layers: most in layer {most} ({percent(float(np.nanmax(norm)))}), least in layer "
-            f"{least} "
-            f"({percent(float(np.nanmin(norm)))}). Published for {model}: "
-            f"{percent(reference.relative_norm[0])}."
+        sentences.append(
+            f"The relative norm of the positional basis is {percent_with_error(*norm_mean)} on average over layers, "
+            f"highest in layer {most} ({percent(float(np.nanmax(norm)))}) and lowest in layer {least} "
+            f"({percent(float(np.nanmin(norm)))}). Published for {model}: {percent(reference.relative_norm[0])}."
         )
     if rank is not None and rank_mean is not None:
-        told.append(
-            f"It lives in about {_mean(rank_mean)} dimensions ({_range(rank, number)} by "
-            f"layer), "
-            f"against {reference.rank[0]:.1f} published for {model}."
+        sentences.append(
+            f"Its mean rank is {_mean(rank_mean)} ({_range(rank, number)} by layer); published for {model}: "
+            f"{reference.rank[0]:.1f}."
         )
     smooth = layer_mean(run, "low_frequency_10")
     if smooth is not None:
         share = smooth[0]
-        word = (
-            "is smooth" if share >= SMOOTH else "is only partly smooth" if share >= ROUGH else "is not smooth"
-        )
-        told.append(
-            f"Its shape {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the energy of its "
-            f"Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model of additions about "
+        word = "smooth" if share >= SMOOTH else "only partly smooth" if share >= ROUGH else "not smooth"
+        sentences.append(
+            f"It is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the energy of its Gram "
+            f"matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
             f"{percent(published.LOW_FREQUENCY_ADDITION)})."
         )
-    return told
+    return sentences
 
 
 def _context(run: Run) -> list[str]:
-    told = []
+    sentences = []
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
     if within is not None and between is not None:
         ratio = within[0] / between[0] if between[0] > 0 else np.inf
         word = "clearly" if ratio >= CLEAR_SEPARATION else "weakly" if ratio >= WEAK_SEPARATION else "hardly"
-        told.append(
-            f"Contexts group {word} by label: two of one label are {_mean(within)} alike (mean "
-            f"|cosine|), two of "
-            f"different labels {_mean(between)}."
+        sentences.append(
+            f"Contexts cluster {word} by label: the mean |cosine| of context vectors is {_mean(within)} within labels "
+            f"and {_mean(between)} between labels."
         )
     elif column(run.layers, "relative_norm") is not None:
-        told.append("The text has no labels, or only one, so nothing can be said about topics.")
+        sentences.append("The text has no labels, or only one, so clustering by topic cannot be assessed.")
     agreement, silhouette = layer_mean(run, "cluster_ari"), layer_mean(run, "silhouette")
     if agreement is not None and silhouette is not None:
-        told.append(
-            f"k-means finds the labels again with an adjusted Rand index of {_mean(agreement)} (1: exactly, 0: as "
-            f"by chance); their mean silhouette is {_mean(silhouette)}."
+        sentences.append(
+            f"k-means recovers the labels with an adjusted Rand index of {_mean(agreement)} (1: perfect, 0: chance); "
+            f"their mean silhouette is {_mean(silhouette)}."
         )
     mean, random = layer_mean(run, "incoherence_mean"), column(run.layers, "incoherence_random")
     if mean is not None:
         level = mean[0]
         near = level <= NEARLY_ORTHOGONAL or (random is not None and level <= 1.5 * float(np.nanmean(random)))
         word = "nearly orthogonal" if near else "entangled" if level > ENTANGLED else "partly entangled"
-        chance = (
-            "" if random is None else f"; random directions would give {number(float(np.nanmean(random)), 2)}"
-        )
-        told.append(f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}.")
-    return told
+        chance = "" if random is None else f" (random directions: {number(float(np.nanmean(random)), 2)})"
+        sentences.append(f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}.")
+    return sentences
 
 
 def _regimes(run: Run, name: str) -> str | None:
@@ -186,80 +172,72 @@ def _regimes(run: Run, name: str) -> str | None:
 
 
 def _localization(run: Run) -> list[str]:
-    told = []
+    sentences = []
     total = counted(len(run.heads), "head")
     share, entropy = entropy_share(run), column(run.heads, "entropy")
     if share is not None and entropy is not None:
         names = head_labels(run)
         sharpest, widest = int(np.nanargmin(share)), int(np.nanargmax(share))
-        told.append(
-            f"Attention is spread over {percent(float(np.nanmean(share)))} of the highest possible entropy "
-            f"on average; "
-            f"sharpest is {names[sharpest]} ({number(entropy[sharpest], 2)} nats), widest {names[widest]} "
+        sentences.append(
+            f"Mean attention entropy is {percent(float(np.nanmean(share)))} of its maximum; the sharpest head is "
+            f"{names[sharpest]} ({number(entropy[sharpest], 2)} nats), the most uniform {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
     weights, data = _regimes(run, "regime"), _regimes(run, "regime_data")
     if data is not None:
-        told.append(f"From W_QK and the covariance of this text, theory predicts of {total}: {data}.")
+        sentences.append(f"Regimes that theory predicts from W_QK Σ̂, of {total}: {data}.")
     if weights is not None:
-        alone = "From W_QK alone" if data is not None else "From W_QK alone (no text was read)"
-        told.append(
-            f"{alone}, it would be {weights}."
-            if data is not None
-            else f"{alone}, theory predicts of {total}: {weights}."
+        source = (
+            "From W_QK alone" if data is not None else f"Regimes that theory predicts from W_QK, of {total}"
         )
-    reach = column(run.heads, "propagation")
-    if reach is not None:
-        told.append(
-            f"Measured, the signal of {percent(float(np.nanmean(reach)))} of the keys gets through "
-            f"({_range(reach, percent)} by head)."
+        sentences.append(f"{source}: {weights}.")
+    propagation = column(run.heads, "propagation")
+    if propagation is not None:
+        sentences.append(
+            f"Measured signal propagation: {percent(float(np.nanmean(propagation)))} of the keys on average "
+            f"({_range(propagation, percent)} by head)."
         )
-    return told
+    return sentences
 
 
-def _strongest(run: Run, name: str, least: float) -> list[str]:
-    """Heads whose `name` is at least `least`, strongest first, each with its score."""
-    values = column(run.heads, name)
+def _heads_of(run: Run, role: HeadRole) -> list[str]:
+    """Heads that have the role, strongest first, each with its score."""
+    values = column(run.heads, role.column)
     if values is None:
         return []
-    order = [
-        int(i) for i in np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable") if values[i] >= least
-    ]
+    order = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable")
     names = head_labels(run)
-    return [f"{names[i]} ({number(values[i], 2)})" for i in order]
+    return [f"{names[i]} ({number(values[i], 2)})" for i in order if values[i] >= role.threshold]
 
 
 def _sinks(run: Run) -> list[str]:
-    told = []
-    total, half = len(run.heads), percent(SINK_HEAD)
-    if column(run.heads, "sink_first") is not None:
-        first = _strongest(run, "sink_first", SINK_HEAD)
-        if first:
-            told.append(
-                f"{len(first)} of {counted(total, 'head')} use the first token as a sink in at least {half} "
-                f"of the "
-                f"contexts: {listed(first)}."
-            )
-        else:
-            told.append(f"No head uses the first token as a sink in {half} or more of the contexts.")
-    if column(run.heads, "sink_later") is not None:
-        later = _strongest(run, "sink_later", LATER_SINK_HEAD)
-        if later:
-            tokens = _later_tokens(run)
-            told.append(
-                f"{counted(len(later), 'head')} {'makes' if len(later) == 1 else 'make'} a sink of a later "
-                f"token in at "
-                f"least {percent(LATER_SINK_HEAD)} of the contexts: {listed(later)}"
-                + (f"; most often {listed(tokens, 3)}." if tokens else ".")
-            )
-        else:
-            told.append("Later tokens hardly ever become sinks.")
-    learned = _strongest(run, "sink_learned", LEARNED_SINK)
-    if learned:
-        told.append(
-            f"A learned sink takes more than {number(LEARNED_SINK)} of the attention of {listed(learned)}."
+    sentences = []
+    total, least = counted(len(run.heads), "head"), percent(FIRST_TOKEN_SINK.threshold)
+    if column(run.heads, FIRST_TOKEN_SINK.column) is not None:
+        heads = _heads_of(run, FIRST_TOKEN_SINK)
+        sentences.append(
+            f"{len(heads)} of {total} have a first-token sink in at least {least} of the contexts: {listed(heads)}."
+            if heads
+            else f"No head has a first-token sink in at least {least} of the contexts."
         )
-    return told
+    if column(run.heads, LATER_SINK.column) is not None:
+        heads, least = _heads_of(run, LATER_SINK), percent(LATER_SINK.threshold)
+        if heads:
+            tokens = _later_tokens(run)
+            often = f"; most often {listed(tokens, 3)}" if tokens else ""
+            have = "has" if len(heads) == 1 else "have"
+            sentences.append(
+                f"{counted(len(heads), 'head')} {have} a later sink in at least {least} of the contexts: "
+                f"{listed(heads)}{often}."
+            )
+        else:
+            sentences.append(f"No head has a later sink in at least {least} of the contexts.")
+    learned = _heads_of(run, LEARNED_SINK)
+    if learned:
+        sentences.append(
+            f"A learned sink receives at least {number(LEARNED_SINK.threshold)} of the attention of {listed(learned)}."
+        )
+    return sentences
 
 
 def _later_tokens(run: Run) -> list[str]:
@@ -273,41 +251,37 @@ def _later_tokens(run: Run) -> list[str]:
 
 
 def _outliers(run: Run) -> list[str]:
-    told = []
-    massive, first = (
-        column(run.layers, "massive_activations"),
-        column(run.layers, "massive_activations_first"),
-    )
+    sentences = []
+    massive = column(run.layers, "massive_activations")
+    first = column(run.layers, "massive_activations_first")
     layers = (
         run.layers["layer"].to_numpy(dtype=int) if massive is not None or first is not None else np.array([])
     )
     for values, where in ((first, "at the first token"), (massive, "at later tokens")):
         if values is None:
             continue
-        have = layers[np.nan_to_num(values) > 0]
-        if len(have):
-            told.append(
-                f"Massive activations stand {where} in {counted(len(have), 'layer')} "
-                f"({_spans(have.tolist())}), most "
-                f"in layer {int(layers[np.nanargmax(values)])} ({number(float(np.nanmax(values)))})."
+        having = layers[np.nan_to_num(values) > 0]
+        if len(having):
+            sentences.append(
+                f"Massive activations occur {where} in {counted(len(having), 'layer')} ({_spans(having.tolist())}), "
+                f"most in layer {int(layers[np.nanargmax(values)])} ({number(float(np.nanmax(values)))})."
             )
-    if massive is not None and not told:
-        told.append("There are no massive activations.")
+    if massive is not None and not sentences:
+        sentences.append("There are no massive activations.")
     dimensions = column(run.layers, "outlier_dimensions")
     if dimensions is not None:
         most, _ = _extremes(run, dimensions)
         highest = float(np.nanmax(dimensions))
-        told.append(
-            f"At most {counted(int(highest), 'feature dimension')} (layer {most}) "
-            f"{'is' if highest == 1 else 'are'} an outlier."
+        sentences.append(
+            f"At most {counted(int(highest), 'outlier dimension')} in one layer (layer {most})."
             if highest
-            else "No feature dimension is an outlier."
+            else "There are no outlier dimensions."
         )
     shares = array(run, "outlier_share")
     if shares is not None and dimensions is not None and np.nanmax(dimensions) > 0:
         leading = np.argsort(-np.nan_to_num(shares).max(axis=0), kind="stable")[:3]
-        told[-1] += f" The most persistent: {listed([str(int(i)) for i in leading])}."
-    return told
+        sentences[-1] += f" The most persistent: {listed([str(int(i)) for i in leading])}."
+    return sentences
 
 
 def _spans(numbers: list[int]) -> str:
@@ -322,21 +296,17 @@ def _spans(numbers: list[int]) -> str:
 
 
 def _heads(run: Run) -> list[str]:
-    told = []
-    for name, kind, least in (
-        ("previous_token", "previous-token", PREVIOUS_TOKEN),
-        ("induction", "induction", INDUCTION),
-        ("same_token", "same-token", SAME_TOKEN),
-    ):
-        values = column(run.heads, name)
+    sentences = []
+    for role in PATTERN_ROLES:
+        values = column(run.heads, role.column)
         if values is None:
             continue
-        found = _strongest(run, name, least)
+        heads = _heads_of(run, role)
         best = int(np.nanargmax(values))
         strongest = f"{head_labels(run)[best]} ({number(values[best], 2)})"
-        told.append(
-            f"{kind.capitalize()} heads: {listed(found)}."
-            if found
-            else f"No {kind} head stands out; the strongest is {strongest}."
+        sentences.append(
+            f"{role.plural.capitalize()}: {listed(heads)}."
+            if heads
+            else f"No {role.title} stands out; the strongest is {strongest}."
         )
-    return told
+    return sentences

@@ -11,15 +11,13 @@ import numpy as np
 import pandas as pd
 
 from theodolite.measure.constituents import DISJOINT
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, SLIGHT
 from theodolite.report.data import Floats, column
 from theodolite.report.drawing.constituents import ADDITIVE, attributed
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
-
-SLIGHT = 0.1  # a score below it is no pattern worth taking apart
-KEEPS = 0.5  # share of the score above even attention that a group alone must keep to be what makes the head
 
 SHARES = {
     "share_position": "position",
@@ -28,35 +26,32 @@ SHARES = {
     "share_constant": "constant",
     "share_additive": "additive bias",
 }
-PATTERNS = {
-    "previous": "to the previous token",
-    "induction": "to what followed the same token before",
-    "same": "to the earlier copy of the same token",
-}
 
 
 def constituents(run: Run) -> list[str]:
     """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
-    told = [sentence for pattern in PATTERNS if (sentence := _pattern(run, pattern)) is not None]
-    return _shares(run) + told
+    sentences = [
+        sentence for pattern in ATTENTION_PATTERNS if (sentence := _pattern(run, pattern)) is not None
+    ]
+    return _shares(run) + sentences
 
 
 def _shares(run: Run) -> list[str]:
-    found: dict[str, Floats] = {}
+    shares: dict[str, Floats] = {}
     for name in SHARES:
         values = column(run.heads, name)
         if values is not None and np.nan_to_num(values).any():
-            found[name] = values
-    if not found:
+            shares[name] = values
+    if not shares:
         return []
-    table = np.stack(list(found.values()))
+    table = np.stack(list(shares.values()))
     split = np.isfinite(table).all(axis=0)
     if not split.any():
         return []
     means = table[:, split].mean(axis=1)
-    leads = np.bincount(table[:, split].argmax(axis=0), minlength=len(found))
+    leads = np.bincount(table[:, split].argmax(axis=0), minlength=len(shares))
     order = np.argsort(-means, kind="stable")
-    names = list(found)
+    names = list(shares)
     parts = listed([f"{percent(float(means[i]))} {SHARES[names[i]]}" for i in order], limit=len(names))
     leading = [
         f"{SHARES[names[i]]} in {counted(int(leads[i]), 'head')}"
@@ -64,8 +59,8 @@ def _shares(run: Run) -> list[str]:
         if leads[i]
     ]
     return [
-        f"On average over {counted(int(split.sum()), 'head')} the logits' variance is {parts} (mean and bias count "
-        f"with what is on the other side); the largest share is {listed(leading, limit=len(names))}."
+        f"On average over {counted(int(split.sum()), 'head')}, the logits' variance is {parts} (mean and bias count "
+        f"with the constituent on the other side); the largest share is {listed(leading, limit=len(names))}."
     ]
 
 
@@ -76,20 +71,24 @@ def _pattern(run: Run, pattern: str) -> str | None:
     rows = heads[0]
     score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
     name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
-    where, paid = PATTERNS[pattern], f"{number(score, 2)}; even attention pays {number(uniform, 2)}"
+    where, paid = (
+        ATTENTION_PATTERNS[pattern].target,
+        f"{number(score, 2)}; uniform attention: {number(uniform, 2)}",
+    )
     if score < SLIGHT or score <= uniform:
-        return f"On random tokens no head attends much {where}; {name} does most ({paid})."
-    return f"On random tokens {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
+        return f"On random tokens, no head attends strongly {where}; {name} has the highest score ({paid})."
+    return f"On random tokens, {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
 
 
 def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     apart = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
     best = apart.sort_values("only", kind="stable").iloc[-1]
     group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
-    enough = KEEPS * (score - uniform)
-    left = f"without it {number(without, 2)} is left"
+    enough = RETAINED * (score - uniform)
+    left = f"ablating it leaves {number(without, 2)}"
     if only - uniform < enough:
-        return f"no group of constituents keeps half of that alone; most does {group} ({number(only, 2)}), and {left}"
+        most = f"{group} retains most ({number(only, 2)})"
+        return f"no group of constituents alone retains half of that; {most}, and {left}"
     if without - uniform < enough:
-        return f"{group} alone keeps {number(only, 2)}, and {left}"
-    return f"{group} alone keeps {number(only, 2)}, but {left}, so that others carry it too"
+        return f"{group} alone retains {number(only, 2)}; {left}"
+    return f"{group} alone retains {number(only, 2)}, but {left}, so other groups carry it too"

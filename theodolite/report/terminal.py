@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: a short table a layer, a short table of notable heads, and JSON."""
+"""What the terminal shows of a run: a short table of layers, a short table of notable heads, and JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import rounded_with_error
 
@@ -26,13 +27,6 @@ LAYER_COLUMNS = {
     "rank_collapse": "resid.",
     "massive_activations_first": "mass.",
     "outlier_dimensions": "outl.",
-}
-HEAD_MEASURES = {
-    "sink_first": "first-token sink",
-    "sink_later": "later sink",
-    "previous_token": "previous token",
-    "same_token": "same token",
-    "induction": "induction",
 }
 SPECTRUM_COLUMNS = {
     "trace": "trace",
@@ -71,23 +65,23 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
     """The layers with standard errors (±): beside their values in a wide terminal, below them in another."""
-    shown = [name for name in LAYER_COLUMNS if name in layers.columns]
-    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in shown)
+    names = [name for name in LAYER_COLUMNS if name in layers.columns]
+    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in names)
     caption = (
-        "rank and relative norm of the positional basis, its energy in the ten lowest frequencies (smooth); "
-        "incoherence of position and context; similarity of contexts within and between labels; "
-        "residual of a context's tokens (0: rank collapse); massive activations at position 0; outlier dimensions"
-    ) + ("; ± one standard error from resampling contexts, coarse for ranks and counts" if known else "")
+        "rank, relative norm and low-frequency energy (smooth) of the positional basis; incoherence of position and "
+        "context; cosine similarity of contexts within and between labels; residual of the tokens (0: rank collapse); "
+        "massive activations at position 0; outlier dimensions"
+    ) + ("; ± one standard error from resampling contexts (coarse for ranks and counts)" if known else "")
     table = Table(
         title="Residual stream, by layer",
         caption=caption,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0) if wide or not known else 0,
     )
-    for name in shown:
+    for name in names:
         table.add_column(LAYER_COLUMNS[name], justify="right")
     for row in layers.to_dict(orient="records"):
-        table.add_row(*(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in shown))
+        table.add_row(*(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in names))
     return table
 
 
@@ -101,12 +95,12 @@ def _with_error(value: float, error: float, *, wide: bool) -> str:
 def _strongest_heads(heads: pd.DataFrame) -> Table:
     table = Table(title="Strongest heads", box=box.SIMPLE_HEAD)
     table.add_column("measure")
-    for place in range(STRONGEST):
-        table.add_column(str(place + 1))
-    for column, title in HEAD_MEASURES.items():
-        best = heads[heads[column] > 0].nlargest(STRONGEST, column)
-        cells = [f"L{row.layer}H{row.head} {_number(getattr(row, column))}" for row in best.itertuples()]
-        table.add_row(title, *(cells or ["none"]))
+    for rank in range(STRONGEST):
+        table.add_column(str(rank + 1))
+    for role in COMMON_ROLES:
+        best = heads[heads[role.column] > 0].nlargest(STRONGEST, role.column)
+        cells = [f"L{row.layer}H{row.head} {_number(getattr(row, role.column))}" for row in best.itertuples()]
+        table.add_row(role.name, *(cells or ["none"]))
     return table
 
 

@@ -51,7 +51,7 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
 
 
 def verdict(table: pd.DataFrame, words: str) -> str:
-    found = [verdict.verdict for verdict in judged(table) if words in verdict.claim]
+    found = [verdict.answer for verdict in judged(table) if words in verdict.claim]
     return found[0]
 
 
@@ -198,7 +198,7 @@ def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the theorem holds, the rate is the derived one, and attention falls by e a unit of s_tag."""
     monkeypatch.setattr(averaging_construction, "SEQUENCES", 100)
     outcome = Study(theory_run()).outcome(averaging.AVERAGING[0])
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS] * 6
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 6
     errors = outcome.tables["errors"].query("s_tag == 30")
     np.testing.assert_allclose(errors["median"], errors["derived_median"], rtol=1e-2)
     rest = outcome.tables["attention"].set_index("s_tag")["rest"]

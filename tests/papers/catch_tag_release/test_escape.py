@@ -84,7 +84,7 @@ def test_verdicts_follow_the_numbers():
         {"none": [3.0, 3.1, 3.2], "off-by-one": [2.9, 3.0, 3.1], "learned": [3.0, 3.1, 3.2]},
     )
     outcome = escape_outcome(table, {"folder": "x"})
-    by_claim = [(v.claim.split(":")[1].split(" (")[0], v.verdict) for v in outcome.verdicts]
+    by_claim = [(v.claim.split(":")[1].split(" (")[0], v.answer) for v in outcome.verdicts]
     assert by_claim == [
         (" softmax off by one", "holds"),
         (" softmax off by one", "holds"),
@@ -97,9 +97,9 @@ def test_verdicts_follow_the_numbers():
     assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence
     assert len(outcome.exhibits[0].draw(None).data) == 3 * len(MEASURES)
     one = escape_outcome(table[table["seed"] == 0], {})
-    assert {verdict.verdict for verdict in one.verdicts} == {"not testable here"}
+    assert {verdict.answer for verdict in one.verdicts} == {"not testable here"}
     without = table.assign(sinks=0.0)
-    assert escape_outcome(without, {}).verdicts[0].verdict == "not testable here"
+    assert escape_outcome(without, {}).verdicts[0].answer == "not testable here"
 
 
 def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path):

@@ -81,11 +81,11 @@ def test_verdicts_follow_the_numbers():
         "magnitude": [0.4, 0.4, 0.4, 0.4, 0.4, 0.4],
     }
     sharp = shots_outcome(made_up(curves, 1e-4), {}).verdicts
-    assert [verdict.verdict for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
+    assert [verdict.answer for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
     # The lead over SparseGPT is the same at 0 and at 5.
-    assert sharp[4].verdict == "not decided"
+    assert sharp[4].answer == "not decided"
     blurred = [v for v in shots_outcome(made_up(curves, 0.5), {}).verdicts if "similarly" not in v.claim]
-    assert {verdict.verdict for verdict in blurred} == {"not decided"}
+    assert {verdict.answer for verdict in blurred} == {"not decided"}
 
 
 def test_the_folder_is_known_and_others_are_refused(folder):

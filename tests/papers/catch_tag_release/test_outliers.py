@@ -62,13 +62,13 @@ def found(studied) -> Outliers:
 
 
 def verdicts(made: list) -> dict[str, str]:
-    return {verdict.claim: verdict.verdict for verdict in made}
+    return {verdict.claim: verdict.answer for verdict in made}
 
 
 def test_verdicts_on_a_planted_activation(studied, found):
     """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
     study, outcome = studied
-    assert [verdict.verdict for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
+    assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
     assert "0.625" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
     of = verdicts(massive_verdicts(found))
@@ -102,7 +102,7 @@ def test_a_model_without_massive_activations_gives_no_verdict_on_them(opened):
     corpus = Corpus.random_tokens(model.tokenizer, 24, 8)
     run = run_of(model, pd.DataFrame([], columns=SINKS))
     outcome = Study(run, model, corpus).outcome(OUTLIERS[0])
-    assert {verdict.verdict for verdict in outcome.verdicts[1:]} == {UNTESTABLE}
+    assert {verdict.answer for verdict in outcome.verdicts[1:]} == {UNTESTABLE}
     assert all("largest |x| is" in verdict.evidence for verdict in outcome.verdicts[1:])
     assert "tokens" not in [exhibit.key for exhibit in outcome.exhibits]
     for exhibit in outcome.exhibits:
@@ -130,7 +130,7 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
     at_sinks, sinks_at = sink_verdicts(replace(found, massive=massive), sinks, corpus)
-    assert (at_sinks.verdict, sinks_at.verdict) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
+    assert (at_sinks.answer, sinks_at.answer) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     assert (
@@ -145,7 +145,7 @@ def test_position_0_is_one_place_whatever_its_token(found):
     sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
     made = sink_verdicts(replace(found, massive=massive), sinks, corpus)
-    assert [verdict.verdict for verdict in made] == [HOLDS, HOLDS]
+    assert [verdict.answer for verdict in made] == [HOLDS, HOLDS]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
     found, consistency, massive, verdict
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
-    assert consistency_verdict(replace(found, dimensions=dimensions)).verdict == verdict
+    assert consistency_verdict(replace(found, dimensions=dimensions)).answer == verdict
 
 
 @pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])

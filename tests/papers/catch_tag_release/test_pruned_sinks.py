@@ -61,11 +61,11 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 def test_paired_verdicts():
     dense, oats = some_look(0), some_look(0)
     none = Look(dense.loss, torch.zeros_like(dense.sinks))
-    assert compression._kept(dense, oats).verdict == "holds"
-    assert compression._kept(dense, none).verdict == "fails"
-    assert compression._fewer(dense, oats, none, "Wanda").verdict == "holds"
-    assert compression._fewer(dense, none, oats, "Wanda").verdict == "fails"
-    assert compression._fewer(dense, some_look(2, 0.5), some_look(3, 0.5), "Wanda").verdict == "not decided"
+    assert compression._kept(dense, oats).answer == "holds"
+    assert compression._kept(dense, none).answer == "fails"
+    assert compression._fewer(dense, oats, none, "Wanda").answer == "holds"
+    assert compression._fewer(dense, none, oats, "Wanda").answer == "fails"
+    assert compression._fewer(dense, some_look(2, 0.5), some_look(3, 0.5), "Wanda").answer == "not decided"
 
 
 def test_the_front_is_of_those_that_none_beats():

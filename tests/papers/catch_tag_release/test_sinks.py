@@ -46,7 +46,7 @@ def run(model):
 
 
 def verdicts(outcome):
-    return {verdict.claim.partition("(")[0].strip(): verdict.verdict for verdict in outcome.verdicts}
+    return {verdict.claim.partition("(")[0].strip(): verdict.answer for verdict in outcome.verdicts}
 
 
 def test_a_planted_mechanism_is_judged(model, run, tmp_path):
@@ -67,7 +67,7 @@ def test_an_ablated_head_is_judged(model, run):
     changes = outcome.tables["changes"].set_index(["ablation", "measure"])["change"]
     assert changes["tag ablated", "η² in layer 1"] < -0.3
     assert changes["tag ablated", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
-    assert outcome.comparisons[0].here == "L0H1, in 6 contexts"
+    assert outcome.readings[0].here == "L0H1, in 6 contexts"
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
 
@@ -89,34 +89,34 @@ HEADS = pd.DataFrame(
 def test_heads_count_by_the_contexts_that_they_rest_on():
     """Oracle: by hand, (60 · 0.3 + 30 · 0.2 + 10 · 0.05)/100; the head of one context has no error and is left out."""
     found = _clustered(HEADS)
-    assert found.verdict == "holds"
+    assert found.answer == "holds"
     assert ": 0.24 ± 0.02; " in found.evidence
     assert "mean over 3 heads" in found.evidence
     assert "1 head that rest on one context left out" in found.evidence
-    assert _clustered(HEADS[3:]).verdict == "not testable here"
+    assert _clustered(HEADS[3:]).answer == "not testable here"
 
 
 def test_the_largest_of_more_layers_must_gain_more():
     """Oracle: Bonferroni by hand: 2 standard errors for one later layer, 2.28 for two, 2.53 for four."""
     last = HEADS.assign(layer=3, gain=[0.0205, 0.0205, -0.1, 0.5])
-    assert _released(last, 4).verdict == "holds"  # two of three, of whom there is one later layer: two errors
-    assert _released(HEADS.assign(layer=2), 4).verdict == "not decided"  # the better one of two: 2.28
-    assert _released(HEADS.assign(layer=2, gain=0.0235), 4).verdict == "holds"
-    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).verdict == "not decided"
+    assert _released(last, 4).answer == "holds"  # two of three, of whom there is one later layer: two errors
+    assert _released(HEADS.assign(layer=2), 4).answer == "not decided"  # the better one of two: 2.28
+    assert _released(HEADS.assign(layer=2, gain=0.0235), 4).answer == "holds"
+    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).answer == "not decided"
     assert "more in 0 of 3 heads with a sink, less in 1 " in _released(HEADS.assign(layer=2), 4).evidence
-    assert _released(HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).verdict == "fails"
-    assert _released(HEADS.assign(gain_se=math.nan), 4).verdict == "not testable here"
+    assert _released(HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).answer == "fails"
+    assert _released(HEADS.assign(gain_se=math.nan), 4).answer == "not testable here"
 
 
 def test_a_share_of_few_sinks_is_uncertain():
     """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, by hand."""
     weights = np.array([1.0, 1.0, 0.0])
     outlying = pd.Series([False, False, True])
-    assert _outlying(outlying, weights).verdict == "not decided"  # 0 ± 0.35, and the criterion is 0.5
+    assert _outlying(outlying, weights).answer == "not decided"  # 0 ± 0.35, and the criterion is 0.5
     assert ": 0 ± 0.4; " in _outlying(outlying, weights).evidence
-    assert _outlying(pd.Series([False] * 30), np.ones(30)).verdict == "fails"
-    assert _copied(pd.Series([0.99, 0.97, 0.98]), np.ones(3)).verdict == "holds"
-    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).verdict == "not decided"
+    assert _outlying(pd.Series([False] * 30), np.ones(30)).answer == "fails"
+    assert _copied(pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
+    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"
 
 
 def test_a_trace_of_an_older_version_is_refused(model):

@@ -10,7 +10,7 @@ import pytest
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.papers import Study
-from theodolite.papers.hidden_geometry.heads import HEADS, _rank_correlation
+from theodolite.papers.hidden_geometry.heads import HEADS, _over_heads
 
 FIGURE_25 = HEADS[0]
 
@@ -26,14 +26,14 @@ def test_shares_and_correlations_of_heads_laid_down(run):
     above = int((share > 0.8).sum())
     local = _with(run, argmax_property=share, previous_token=share**3, entropy=-share)
     outcome = Study(local).outcome(FIGURE_25)
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
     assert f"share of {count} heads above 0.8: {above / count:.3f}" in outcome.verdicts[0].evidence
     found = outcome.tables["correlations"].set_index("with")["rank_correlation"]
     assert found["previous_token"] == pytest.approx(1)
     assert found["entropy"] == pytest.approx(-1)
     assert found["layer"] < -0.9
     reverse = _with(run, argmax_property=share[::-1] * 0.79, previous_token=share)
-    answers = [verdict.verdict for verdict in Study(reverse).outcome(FIGURE_25).verdicts]
+    answers = [verdict.answer for verdict in Study(reverse).outcome(FIGURE_25).verdicts]
     assert answers == [FAILS, FAILS, FAILS]
 
 
@@ -41,7 +41,7 @@ def test_a_correlation_within_its_error_decides_nothing(run):
     """Oracle: shares that alternate have a rank correlation near 0 with anything monotone."""
     share = np.tile([0.9, 0.1], len(run.heads) // 2)
     run = _with(run, argmax_property=share, previous_token=np.linspace(0, 1, len(share)))
-    assert Study(run).outcome(FIGURE_25).verdicts[2].verdict == UNDECIDED
+    assert Study(run).outcome(FIGURE_25).verdicts[2].answer == UNDECIDED
 
 
 def test_the_normed_share_is_shown_where_the_run_has_it(run):
@@ -58,14 +58,14 @@ def test_a_run_without_the_column_says_so(run):
         Study(bare).outcome(FIGURE_25)
 
 
-def test_rank_correlation_is_that_of_the_ranks():
+def test_over_heads_is_that_of_the_ranks():
     """Oracle: Pearson's correlation of the ranks, by numpy; heads without a value are left out."""
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=30), generator.normal(size=30)
     x[3] = np.nan
     ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
-    found, count = _rank_correlation(x, y)
+    found, count = _over_heads(x, y)
     assert found == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert count == 29
-    assert np.isnan(_rank_correlation(x[:6], y[:6])[0])
-    assert np.isnan(_rank_correlation(np.ones(30), y)[0])
+    assert np.isnan(_over_heads(x[:6], y[:6])[0])
+    assert np.isnan(_over_heads(np.ones(30), y)[0])

@@ -27,7 +27,7 @@ def _planted(run, rank: int, found):
 
 
 def _answers(run) -> list[str]:
-    return [reproduce(f"geometry/{name}", run).verdicts[0].verdict for name in ("table1", "table4")]
+    return [reproduce(f"geometry/{name}", run).verdicts[0].answer for name in ("table1", "table4")]
 
 
 def test_the_energy_within_a_rank_is_that_of_the_singular_values(run):
@@ -55,11 +55,11 @@ def test_no_rank_is_no_low_rank(run):
     nothing = _planted(run, 40, 0.0)
     assert _answers(nothing) == [UNTESTABLE, UNTESTABLE]
     assert "no rank found" in reproduce("geometry/table4", nothing).verdicts[0].evidence
-    assert reproduce("geometry/figure3", nothing).verdicts[0].verdict == UNTESTABLE
+    assert reproduce("geometry/figure3", nothing).verdicts[0].answer == UNTESTABLE
     kept = _verdicts_2(_planted(run, 6, 6.0), nothing)[
         0
     ]  # a change of the mean rank by 6, of which nothing is known
-    assert kept.verdict == UNTESTABLE
+    assert kept.answer == UNTESTABLE
     assert "no rank found in 0 layers here" in kept.evidence
     one = _planted(run, 6, np.array([0.0] + [6.0] * (layers - 1)))
     assert _answers(one) == [HOLDS, UNTESTABLE]

@@ -40,7 +40,7 @@ CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 
 @pytest.fixture(scope="module")
 def adder(tmp_path_factory):
-    """A model of additions trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
+    """A model trained on addition trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
     folder = tmp_path_factory.mktemp("training") / "adder"
     config = SmallConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
     train_small(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
@@ -83,10 +83,10 @@ def _table(*rows: dict[str, float]) -> pd.DataFrame:
 def test_when_a_spiral_appears(rows, expected, said):
     """Oracle: series written down, in which it is there or not."""
     verdict = appears(_table(*rows), 1, "a claim", training.SPIRAL)
-    assert verdict.verdict == expected
+    assert verdict.answer == expected
     assert said in verdict.evidence
     opposite = appears(_table(*rows), 1, "a claim", training.SPIRAL, expected=False)
-    assert opposite.verdict == {HOLDS: FAILS, FAILS: HOLDS}.get(expected, UNTESTABLE)
+    assert opposite.answer == {HOLDS: FAILS, FAILS: HOLDS}.get(expected, UNTESTABLE)
 
 
 @pytest.mark.parametrize("name", list(SPIRAL))
@@ -101,12 +101,12 @@ def test_every_criterion_is_needed(name):
 def test_claims_go_by_the_text_and_few_positions_decide_nothing(run):
     """Oracle: what the paper says of language and of additions."""
     table = _table(CLOUD, SPIRAL)
-    assert [verdict.verdict for verdict in _verdicts(table, 1, run)] == [HOLDS, HOLDS]
+    assert [verdict.answer for verdict in _verdicts(table, 1, run)] == [HOLDS, HOLDS]
     corpus = run.provenance["corpus"] | {"name": "addition"}
     additions = replace(run, provenance=run.provenance | {"corpus": corpus})
-    assert [verdict.verdict for verdict in _verdicts(table, 1, additions)] == [FAILS]
+    assert [verdict.answer for verdict in _verdicts(table, 1, additions)] == [FAILS]
     short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
-    assert _verdicts(table, 1, replace(run, arrays=short))[0].verdict == UNTESTABLE
+    assert _verdicts(table, 1, replace(run, arrays=short))[0].answer == UNTESTABLE
 
 
 def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkey
     """Oracle: after 12 steps no answer of six digits or more is right by chance."""
     monkeypatch.setattr("theodolite.papers.training.tasks.TESTED", 50)
     outcome = Study(_of(run, adder), adder).outcome(ADDITION)
-    assert [verdict.verdict for verdict in outcome.verdicts] == [FAILS, UNTESTABLE]
+    assert [verdict.answer for verdict in outcome.verdicts] == [FAILS, UNTESTABLE]
     table = outcome.tables["accuracy"]
     assert list(table["examples"]) == ["5 to 10 digits", "1 digit", "2 digits", "3 digits", "4 digits"]
     assert (table["tested"] == 50).all()
@@ -159,7 +159,7 @@ def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkey
 def test_other_models_are_no_adders(run, opened):
     model = opened("gpt2")
     assert not is_adder(model)
-    with pytest.raises(UsageError, match="is no model of additions"):
+    with pytest.raises(UsageError, match="was not trained on addition"):
         Study(_of(run, model), model).outcome(ADDITION)
 
 
@@ -176,7 +176,7 @@ def test_accuracies_are_judged_with_their_errors(accuracies, expected):
     """Oracle: the paper's own numbers hold by its own words."""
     values = np.array(accuracies)
     errors = np.array([binomial_error(value, 1000) for value in accuracies])
-    assert [verdict.verdict for verdict in _accuracy_verdicts(values, errors, 1000, "10 digits")] == expected
+    assert [verdict.answer for verdict in _accuracy_verdicts(values, errors, 1000, "10 digits")] == expected
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.5])
@@ -199,10 +199,10 @@ def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share,
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(_of(run, adder), examples=tokens, layers=run.layers.assign(low_frequency_10=0.5))
     verdict = Study(rough, adder).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
-    assert verdict.verdict == (HOLDS if known else UNTESTABLE)
+    assert verdict.answer == (HOLDS if known else UNTESTABLE)
     assert known or f"{share:.2f}" in verdict.evidence
     alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
-    assert alone.verdict == UNTESTABLE
+    assert alone.answer == UNTESTABLE
     assert "give the model" in alone.evidence
 
 
@@ -211,8 +211,8 @@ def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
     run = survey(adder, few)
     for name in ("figure5", "figure19"):
         verdict = Study(run, adder, few).outcome(EXPERIMENTS[f"geometry/{name}"]).verdicts[0]
-        assert verdict.verdict == UNTESTABLE
+        assert verdict.answer == UNTESTABLE
         assert "not known to add" in verdict.evidence
         assert "200 sums of 5 to 10 digits" in verdict.evidence
     other = opened("gpt2")
-    assert "no model of additions alone" in why_no_adder(Study(_of(run, other), other))
+    assert "was not trained on addition alone" in why_no_adder(Study(_of(run, other), other))

@@ -50,11 +50,11 @@ def surveyed(opened):
 
 
 def _answers(outcome) -> list[str]:
-    return [verdict.verdict for verdict in outcome.verdicts]
+    return [verdict.answer for verdict in outcome.verdicts]
 
 
 def _attribution(run, **only: dict[str, float]):
-    """The run with one head a pattern, score 0.8 over even attention of 0.1, and scores with one group only."""
+    """The run with one head a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
     rows = [
         {"layer": 1, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
         | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}
@@ -71,7 +71,7 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
     study = Study(run, planted, corpus)
     for name in ("geometry/figure6", "geometry/attribution"):
         verdicts = study.outcome(EXPERIMENTS[name]).verdicts
-        assert [v.verdict for v in verdicts] == [HOLDS, HOLDS, HOLDS, HOLDS, UNTESTABLE]
+        assert [v.answer for v in verdicts] == [HOLDS, HOLDS, HOLDS, HOLDS, UNTESTABLE]
         assert ["ours" in v.claim for v in verdicts] == [False, True, False, True, False]
     assert "L0H0" in study.outcome(EXPERIMENTS["geometry/figure6"]).verdicts[2].evidence
     shares = study.outcome(EXPERIMENTS["geometry/figure6"]).tables["shares"].set_index("panels")
@@ -140,11 +140,11 @@ def test_the_mean_changes_the_largest_constituent_or_not(run):
     """Oracle: a table; μ × pos of 0.5 lifts pos-pos above a cvec-cvec of 0.4."""
     calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 20
     moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 3
-    assert _mean_verdict(_shares(run, calm)).verdict == HOLDS
+    assert _mean_verdict(_shares(run, calm)).answer == HOLDS
     verdict = _mean_verdict(_shares(run, calm[3:] + moved))
-    assert verdict.verdict == FAILS
+    assert verdict.answer == FAILS
     assert ": 0.850" in verdict.evidence
-    assert _mean_verdict(replace(run, constituents=pd.DataFrame())).verdict == UNTESTABLE
+    assert _mean_verdict(replace(run, constituents=pd.DataFrame())).answer == UNTESTABLE
 
 
 @pytest.mark.parametrize("family", ["llama3", "bloom"])
@@ -234,10 +234,10 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
 def test_roughness_is_claimed_of_additions_only(run):
     """Oracle: shares on either side of 0.6, and text that is no addition."""
     additions = replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")}))
-    assert _smooth_verdict(additions, 0.5, 16, 32).verdict == HOLDS
-    assert _smooth_verdict(additions, 0.7, 16, 32).verdict == FAILS
-    assert _smooth_verdict(additions, 0.5, 16, 12).verdict == UNTESTABLE
-    assert _smooth_verdict(run, 0.5, 16, 32).verdict == UNTESTABLE
+    assert _smooth_verdict(additions, 0.5, 16, 32).answer == HOLDS
+    assert _smooth_verdict(additions, 0.7, 16, 32).answer == FAILS
+    assert _smooth_verdict(additions, 0.5, 16, 12).answer == UNTESTABLE
+    assert _smooth_verdict(run, 0.5, 16, 32).answer == UNTESTABLE
 
 
 def test_a_prompt_is_read_as_the_model_reads_it(opened):

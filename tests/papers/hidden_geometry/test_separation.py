@@ -49,9 +49,9 @@ def _measured(run, spread: float, seed: int = 0):
 def test_planted_clusters_are_seen_and_noise_is_not(run):
     """Oracle: contexts at a tenth of the distance between centres, and contexts at forty times it."""
     tight = Study(_measured(run, 0.1)).outcome(CLUSTERS)
-    assert [verdict.verdict for verdict in tight.verdicts] == [HOLDS, HOLDS, HOLDS]
+    assert [verdict.answer for verdict in tight.verdicts] == [HOLDS, HOLDS, HOLDS]
     loose = Study(_measured(run, 40.0)).outcome(CLUSTERS)
-    assert [verdict.verdict for verdict in loose.verdicts][1:] == [FAILS, FAILS]
+    assert [verdict.answer for verdict in loose.verdicts][1:] == [FAILS, FAILS]
     diagonal = np.diag(np.array(tight.exhibits[1].draw(run).data[0].z))
     np.testing.assert_array_equal(diagonal, 1)
 
@@ -83,13 +83,13 @@ def test_random_directions_are_incoherent_and_shared_ones_are_not(run):
     random = torch.randn(run.arrays["positional_basis"].shape, generator=torch.Generator().manual_seed(3))
     drawn = replace(run, arrays=run.arrays | {"positional_basis": random})
     outcome = Study(_measured(drawn, 40.0)).outcome(INCOHERENCE)
-    assert outcome.verdicts[0].verdict == HOLDS
-    ratio = float(outcome.comparisons[-1].here)
+    assert outcome.verdicts[0].answer == HOLDS
+    ratio = float(outcome.readings[-1].here)
     assert ratio == pytest.approx(1, abs=0.05)
     measured = _measured(drawn, 40.0)
     table = measured.layers.assign(incoherence_mean=0.9, incoherence_max=1.0)
     aligned = Study(replace(measured, layers=table)).outcome(INCOHERENCE)
-    assert [verdict.verdict for verdict in aligned.verdicts] == [FAILS, FAILS]
+    assert [verdict.answer for verdict in aligned.verdicts] == [FAILS, FAILS]
 
 
 @pytest.mark.parametrize(("error", "expected"), [(0.001, FAILS), (0.1, UNDECIDED)])
@@ -99,8 +99,8 @@ def test_the_table_and_the_layers_know_the_same_errors_of_the_ratio(run, error, 
     columns |= {f"{name}_se": error for name in columns}
     measured = _measured(run, 0.1)
     measured = replace(measured, layers=measured.layers.assign(**columns))
-    assert reproduce("geometry/table1", measured).verdicts[2].verdict == expected
-    assert Study(measured).outcome(CLUSTERS).verdicts[2].verdict == expected
+    assert reproduce("geometry/table1", measured).verdicts[2].answer == expected
+    assert Study(measured).outcome(CLUSTERS).verdicts[2].answer == expected
 
 
 def test_the_error_of_a_quotient_is_that_of_drawn_ones():

@@ -30,7 +30,7 @@ def test_with_noise_a_line_of_slope_one_above_the_noise_holds():
     ones = torch.ones_like(rho)
     clean = FactorisationError(rho, rho / 10, ones, rho, ones)
     noisy = FactorisationError(rho, 3 * rho.clamp(min=128**-0.5), ones, ones, ones)
-    answers = [verdict.verdict for verdict in theorems._verdicts_2(clean, noisy)]
+    answers = [verdict.answer for verdict in theorems._verdicts_2(clean, noisy)]
     assert answers == [HOLDS, HOLDS, HOLDS]
     assert noisy.slope < 0.9
 
@@ -64,12 +64,12 @@ def test_on_a_smooth_arc_the_bound_is_of_use_and_on_noise_it_is_not(run):
     angle = torch.cos(torch.pi * (torch.arange(48) + 0.5) / 48) / 2
     smooth = torch.zeros(48, 64)
     smooth[:, 0], smooth[:, 1] = torch.cos(angle), torch.sin(angle)
-    answers = [v.verdict for v in Study(_with_basis(run, smooth)).outcome(THEOREM_1).verdicts]
+    answers = [v.answer for v in Study(_with_basis(run, smooth)).outcome(THEOREM_1).verdicts]
     assert answers == [HOLDS, HOLDS, HOLDS]
     rough = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     outcome = Study(_with_basis(run, rough)).outcome(THEOREM_1)
-    assert [v.verdict for v in outcome.verdicts] == [HOLDS, FAILS, FAILS]
-    assert outcome.comparisons[0].here == "none up to 48"
+    assert [v.answer for v in outcome.verdicts] == [HOLDS, FAILS, FAILS]
+    assert outcome.readings[0].here == "none up to 48"
 
 
 def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     z ~ N(0, 12/d), d = 128, whatever the incoherence: drawn here. An error that is flat has slope 0, not 1."""
     monkeypatch.setattr(theorems, "DRAWS", 30)
     outcome = Study(run).outcome(THEOREM_2)
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
     assert all("drawn bases, not of this model" in verdict.claim for verdict in outcome.verdicts)
     assert "at width 128 the noise of size 1/√d rules at every incoherence" in outcome.verdicts[2].evidence
     table = outcome.tables["errors"]
@@ -89,5 +89,5 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     assert (table["error"].diff()[1:] > 0).all()
     noise = np.abs(np.expm1(np.random.default_rng(0).normal(scale=(12 / 128) ** 0.5, size=100_000))).mean()
     assert abs(table["noisy_error"][0] - noise) < 4 * table["noisy_error_se"][0]
-    shown = [comparison.here for comparison in outcome.comparisons]
+    shown = [reading.here for reading in outcome.readings]
     assert float(shown[2]) == pytest.approx(run.layers["incoherence_mean"].mean(), rel=1e-2)

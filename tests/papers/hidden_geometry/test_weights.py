@@ -26,7 +26,7 @@ def run():
 
 
 def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
-    """Three heads a block: so many with a positional part, so many that are diagonal, the rest noise."""
+    """Three heads per block: so many with a positional part, so many that are diagonal, the rest noise."""
     generator = torch.Generator().manual_seed(0)
     basis = run.arrays["positional_basis"][:, 1:].double()
 
@@ -57,7 +57,7 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
 
 
 def _answers(outcome) -> list[str]:
-    return [verdict.verdict for verdict in outcome.verdicts]
+    return [verdict.answer for verdict in outcome.verdicts]
 
 
 def test_planted_parts_are_found_where_they_are(run):

@@ -18,7 +18,7 @@ from theodolite.papers.localization.head_predictions import (
     from_increments,
     from_survey,
     others_mean,
-    rank_correlation,
+    rank_correlation_of_heads,
     regime_of_curve,
     width_of,
 )
@@ -37,15 +37,15 @@ def test_rank_correlation_and_its_interval():
     x = DRAWN.normal(size=200)
     y = 0.6 * x + 0.8 * DRAWN.normal(size=200)
     tied = np.round(x, 1)
-    estimate = rank_correlation(tied, y, 0)
+    estimate = rank_correlation_of_heads(tied, y, 0)
     assert estimate.value == pytest.approx(stats.spearmanr(tied, y).statistic)
     assert estimate.error == pytest.approx(0.048, rel=0.35)
     assert estimate.low < estimate.value < estimate.high
-    assert estimate == rank_correlation(tied, y, 0)
+    assert estimate == rank_correlation_of_heads(tied, y, 0)
     x[:3] = np.nan
-    assert rank_correlation(x, y, 0).heads == 197
-    assert np.isnan(rank_correlation(x[:9], y[:9], 0).value)
-    assert np.isnan(rank_correlation(np.ones(20), y[:20], 0).value)
+    assert rank_correlation_of_heads(x, y, 0).heads == 197
+    assert np.isnan(rank_correlation_of_heads(x[:9], y[:9], 0).value)
+    assert np.isnan(rank_correlation_of_heads(np.ones(20), y[:20], 0).value)
 
 
 def test_agreement_is_cohens():
@@ -126,7 +126,7 @@ def test_the_page_compares_three_predictions_with_every_head(opened):
     assert len(outcome.verdicts) == 11
     assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     if len(run.heads) < 8:
-        assert outcome.verdicts[0].verdict == UNTESTABLE
+        assert outcome.verdicts[0].answer == UNTESTABLE
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(run)
         if exhibit.choice:
@@ -149,7 +149,7 @@ def test_other_families_give_every_verdict(opened, family):
         found = from_increments(study)
         assert np.isnan(found.curve).all()
         assert set(found.regime) == {"undefined"}
-        assert {verdict.verdict for verdict in outcome.verdicts[:3]} == {UNTESTABLE}
+        assert {verdict.answer for verdict in outcome.verdicts[:3]} == {UNTESTABLE}
         assert outcome.tables["heads"]["error_increments"].isna().all()
     else:
         assert outcome.tables["heads"]["error_increments"].notna().all()

@@ -21,7 +21,13 @@ from theodolite.papers.experiment import Study
 from theodolite.papers.localization.locater_figures import REGULARISED, grid_run, judge_effect, outcome_of
 from theodolite.papers.localization.locater_grid import Point, read_grid
 from theodolite.papers.localization.locater_training import Setting
-from theodolite.papers.paired_effects import Effect, at_step, common_step, difference, rank_correlation
+from theodolite.papers.paired_effects import (
+    Effect,
+    at_step,
+    common_step,
+    difference,
+    rank_correlation_by_seed,
+)
 from theodolite.report.outcome_page import write_outcome
 
 STEPS = [0, 1, 2, 5, 10]
@@ -63,7 +69,7 @@ def grid(direction: float, seeds: int = 3, **place: int) -> list[Point]:
 
 
 def verdicts(points: list[Point]) -> dict[str, str]:
-    return {verdict.claim: verdict.verdict for verdict in outcome_of(points, RECIPE).verdicts}
+    return {verdict.claim: verdict.answer for verdict in outcome_of(points, RECIPE).verdicts}
 
 
 CAPTIONS = (
@@ -104,7 +110,7 @@ def test_the_printed_gradient_is_judged_apart() -> None:
         replace(p, setting=replace(p.setting, gradient="published")) for p in grid(-1.0) if p.setting.mean > 0
     ]
     outcome = outcome_of([*grid(1.0), *other], RECIPE)
-    found = {verdict.claim: verdict.verdict for verdict in outcome.verdicts}
+    found = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     assert [found[claim] for claim in CAPTIONS] == [HOLDS] * 4
     assert [found[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
@@ -135,15 +141,15 @@ def test_intervals_and_correlations() -> None:
     assert effect.mean + effect.half_width == pytest.approx(interval.high)
     rows = at_step(grid(1.0), 10)
     settings = [Setting(scale=100.0, mean=mean) for mean in MEANS]
-    np.testing.assert_allclose(rank_correlation(rows, settings, "entropy").values, 1)
-    np.testing.assert_allclose(rank_correlation(rows, settings, "final_loss", "entropy").values, -1)
-    assert rank_correlation(rows, settings, "trace").mean == 0
+    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "entropy").values, 1)
+    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "final_loss", "entropy").values, -1)
+    assert rank_correlation_by_seed(rows, settings, "trace").mean == 0
     found = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
     np.testing.assert_allclose(found.values, expected)
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
     assert len(difference(missing, settings[-1], settings[0], "entropy", relative=False).values) == 2
-    assert len(rank_correlation(missing, settings, "entropy").values) == 2
+    assert len(rank_correlation_by_seed(missing, settings, "entropy").values) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,8 +165,8 @@ def test_intervals_and_correlations() -> None:
 def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
     effect = Effect(np.array(values))
-    assert judge_effect("x", "difference", effect, 1).verdict == verdict
-    assert judge_effect("x", "difference", Effect(-effect.values), -1).verdict == verdict
+    assert judge_effect("x", "difference", effect, 1).answer == verdict
+    assert judge_effect("x", "difference", Effect(-effect.values), -1).answer == verdict
 
 
 def write(folder: Path, points: list[Point]) -> None:
@@ -206,6 +212,6 @@ def test_pages(tmp_path: Path) -> None:
     experiment = next(one for one in REGULARISED if one.name == "localization/figure8")
     page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
-    assert {v["verdict"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
-    assert "21 trainings in grid" in page.read_text(encoding="utf-8")
+    assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
+    assert "21 training runs in grid" in page.read_text(encoding="utf-8")
     assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from theodolite.papers.localization.monitor_runs import (
 from theodolite.papers.training.tasks import Characters
 
 FALLING = 4 - 0.01 * np.arange(200.0)
-"""0.01 nats a step, so 1 nat in the steps over which a stall is judged."""
+"""0.01 nats per step, so 1 nat in the steps over which a stall is judged."""
 
 
 SIGNS = Signs(rise=0.05, gain=0.01)

@@ -38,7 +38,7 @@ def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
 )
 def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: list[str]) -> None:
     """Oracle: who came first, read off the numbers."""
-    assert [verdict.verdict for verdict in monitored.judged(runs(healthy, failing))] == verdicts
+    assert [verdict.answer for verdict in monitored.judged(runs(healthy, failing))] == verdicts
 
 
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:

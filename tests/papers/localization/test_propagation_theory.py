@@ -35,7 +35,7 @@ SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 
 
 def answers(name):
-    return [verdict.verdict for verdict in reproduce(name).verdicts]
+    return [verdict.answer for verdict in reproduce(name).verdicts]
 
 
 def test_the_largest_errors_of_the_linearised_softmax_are_where_its_clamp_sets_in():
@@ -52,7 +52,7 @@ def test_the_largest_errors_of_the_linearised_softmax_are_where_its_clamp_sets_i
     np.testing.assert_allclose(
         many["piecewise"], np.clip((1 + many["logit"] * (1 - 1 / 40)) / 40, 0, 1), rtol=1e-9, atol=1e-15
     )
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS, FAILS, FAILS, FAILS, FAILS]
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, FAILS, FAILS, FAILS]
 
 
 def test_the_best_clamped_line_balances_both_of_its_errors():
@@ -108,8 +108,8 @@ def test_figure_3_follows_lemma_2():
     assert window(5.12) == (0.5, pytest.approx(0.6953125))
     assert [round(xi * eta, 9) for xi, eta in READINGS_3] == [1.28, 5.12, 5.12]
     outcome = reproduce("localization/figure3")
-    assert [verdict.verdict for verdict in outcome.verdicts] == [HOLDS] * 3
-    text = " ".join(row.here for row in outcome.comparisons)
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 3
+    text = " ".join(row.here for row in outcome.readings)
     assert "262\u202f144" in text
 
 
@@ -125,7 +125,7 @@ def test_figure_4_judges_the_printed_bound_by_a_real_entropy():
     assert table["published"].max() > 200
     large = table[table["tokens"] == 4096]
     assert float((large["asymptotic"] - large["exact"]).abs().max()) < 0.01
-    assert [verdict.verdict for verdict in outcome.verdicts] == [FAILS, HOLDS, FAILS, HOLDS]
+    assert [verdict.answer for verdict in outcome.verdicts] == [FAILS, HOLDS, FAILS, HOLDS]
 
 
 def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
@@ -145,8 +145,8 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     again = reproduce("localization/figure5")
     assert again.tables["propagation"].equals(points)
     assert len(outcome.verdicts) == 10
-    assert outcome.verdicts[0].verdict == FAILS  # the printed variance
-    assert outcome.verdicts[4].verdict == HOLDS  # within the simulation's own error
+    assert outcome.verdicts[0].answer == FAILS  # the printed variance
+    assert outcome.verdicts[4].answer == HOLDS  # within the simulation's own error
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(theory_run())
         options = exhibit.choice.options(theory_run())

@@ -19,7 +19,7 @@ from theodolite.papers.experiment import Experiment
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.averaging import ABSENT, averaging_error, averaging_model, mean_after
 
@@ -56,16 +56,14 @@ def _figure_6(study: Study) -> Outcome:
     slope = math.log(attention["rest"][at[30.0]] / attention["rest"][at[20.0]]) / (RATE[1] - RATE[0])
     plain = errors[errors["b_d"] == "b = 0, d = 1"].set_index("s_tag")
     ratio = plain["median"] / plain["derived_median"]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             "median error over the median of d (s − 1)² e^{−s} |cov(S_j, x_j)|, at s = s_tag = 20",
-            "",
             number(ratio[20.0], 5),
         ),
         *(
-            Comparison(
+            Reading(
                 f"error at s_tag = {tag:g}: median, mean, largest",
-                "",
                 ", ".join(number(plain.loc[tag, name]) for name in ("median", "mean", "largest")),
             )
             for tag in (10.0, 20.0, 30.0)
@@ -75,10 +73,10 @@ def _figure_6(study: Study) -> Outcome:
     verdicts = _verdicts_6(numbers, places, plain, slope)
     exhibits = [_maps_6(numbers), _curve_6(errors), _rest_6(attention)]
     tables = {"errors": errors, "attention": attention}
-    return Outcome(comparisons, verdicts, tables, exhibits)
+    return Outcome(readings, verdicts, tables, exhibits)
 
 
-def _outside(numbers: Tensor) -> list[Comparison]:
+def _outside(numbers: Tensor) -> list[Reading]:
     """Where the theorem says nothing: [SEP] in the last place, or absent."""
     model = averaging_model(SHOWN_TAGS[-1])
     cases = (
@@ -90,9 +88,8 @@ def _outside(numbers: Tensor) -> list[Comparison]:
         ("no [SEP]: largest |f(x) − mean of all numbers|", ABSENT, numbers.mean(-1)),
     )
     return [
-        Comparison(
+        Reading(
             f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}",
-            "",
             number(float((model(numbers, place).output - expected).abs().max())),
         )
         for what, place, expected in cases

@@ -68,7 +68,7 @@ class _Tested:
 
 
 def measured(trained: Trained) -> pd.DataFrame:
-    """One row a seed, on sequences that no training has seen.
+    """One row per seed, on sequences that no training has seen.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
     sink: mean attention of tokens after [SEP] to it; sinks: share of sequences in which it exceeds 0.3. outlier: RMS of

@@ -1,6 +1,6 @@
 """Averaging learned from scratch: does it take the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
 
-Claims of Zhang et al. 2025. The trainings are in `train.averaging`, the construction in `averaging_construction`.
+Claims of Zhang et al. 2025. The training runs are in `train.averaging`, the construction in `averaging_construction`.
 They need no model and no text.
 """
 
@@ -31,7 +31,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, percent, with_error
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _averaging(study: Study) -> Outcome:
     first = study.run.provenance["seed"]
     trained = []
     for done, (kind, count) in enumerate(KINDS.items(), 1):
-        study.say(f"trainings {done} of {len(KINDS)}: {kind.name}, {counted(count, 'seed')}")
+        study.say(f"training runs {done} of {len(KINDS)}: {kind.name}, {counted(count, 'seed')}")
         trained.append(train_averaging(kind, range(first, first + count)))
     models = pd.concat([measured(each) for each in trained], ignore_index=True)
     exhibits = [
@@ -73,11 +73,10 @@ def _averaging(study: Study) -> Outcome:
     return Outcome(_compared(models), judged(models), {"models": models}, exhibits)
 
 
-def _compared(models: pd.DataFrame) -> list[Comparison]:
+def _compared(models: pd.DataFrame) -> list[Reading]:
     found = [
-        Comparison(
+        Reading(
             "variance left by predicting the mean of all numbers; by 0",
-            "",
             f"{_range(models['left_mean_of_all'])}; 1",
         )
     ]
@@ -88,7 +87,7 @@ def _compared(models: pd.DataFrame) -> list[Comparison]:
         seeds = f"{int(rows['solved'].sum())} of {len(rows)} seeds solve the task"
         unsolved = rows.loc[~rows["solved"], "seed"].astype(str).tolist()
         seeds += f" (not: {listed(unsolved, 10)})" if unsolved else ""
-        found.append(Comparison(str(kind), "", "; ".join([seeds, *parts])))
+        found.append(Reading(str(kind), "; ".join([seeds, *parts])))
     return found
 
 
@@ -221,7 +220,7 @@ def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
         f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Held: attention to [SEP] above "
         f"{HELD_BELOW:g} of a sequence's mean is charged for.",
         "seeds that stay near the dotted lines have found no way to tell the tokens after [SEP].",
-        f"{ZHANG}, section 4; the trainings are ours",
+        f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 
@@ -279,9 +278,9 @@ def _dots(models: pd.DataFrame, column: str) -> Exhibit:
             (SOLVED.limit, limit.limit),
             logarithmic=column == "outlier",
         ),
-        "A dot a seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
+        "One dot per seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
         look,
-        f"{ZHANG}, section 4; the trainings are ours",
+        f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 

@@ -35,7 +35,7 @@ from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.report.drawing import escape as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number
 
@@ -56,9 +56,9 @@ NAMES = {
 }
 
 MEASURES = {
-    "loss": "held-out loss, nats a token",
+    "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
-    "stretches": "the same, sinks of a stretch counted",
+    "stretches": "the same, with local sinks",
     "caught": "share of queries that a token catches",
     "tag": "η² of the head's output by being caught, mean over caught queries",
     "first": "attention to the first token",
@@ -140,7 +140,7 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
 
 
 def escape_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row a model: escape, seed and the `MEASURES`."""
+    """One row per model: escape, seed and the `MEASURES`."""
     rows = []
     for seed in seeds_of(folder):
         for escape in ESCAPES:
@@ -170,7 +170,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `escape_table`."""
     verdicts = []
     for escape in ESCAPES[1:]:
-        for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
+        for name, what in (("sinks", "of the whole context"), ("stretches", "local or not")):
             claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
             own, none = _paired(table, escape, name)
             if not (none > 0).all():
@@ -188,20 +188,20 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
                 SAME,
             )
         )
-    comparisons = [
-        Comparison(what, "", "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
+    readings = [
+        Reading(what, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
         for name, what in MEASURES.items()
     ]
     figure = exhibit(
         "escape",
         "With an escape and without",
         drawing.by_escape(table, NAMES, MEASURES),
-        "A dot a model, lines join those of a seed, which saw the same tokens in the same order.",
+        "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"models": table}, [figure], {"trainings": kept})
+    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": kept})
 
 
 def _level(table: pd.DataFrame, escape: str, name: str) -> str:
@@ -213,7 +213,7 @@ def _make(study: Study) -> Outcome:
     kept = study.run.provenance.get("escapes")
     if kept is None:
         raise UsageError(
-            f"sinks/escape is read from a folder of trainings: give the one that `{COMMAND}` wrote"
+            f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
         )
     return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
 
@@ -260,7 +260,7 @@ def escapes_run(folder: str | Path) -> Run:
 ESCAPE = [
     Experiment(
         "sinks/escape",
-        "Do sinks need the tag? Models with an escape from attention, and without",
+        "Do sinks need the tag? Models with a no-op option, and without",
         "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
         "needed for that",
         (),

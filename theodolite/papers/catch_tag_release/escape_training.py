@@ -1,4 +1,4 @@
-"""Tiny models with and without an escape from attention, on the same text, tokens and seeds: do sinks need the tag?
+"""Tiny models with and without a no-op option, on the same text, tokens and seeds: do sinks need the tag?
 
 One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
 that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training that was

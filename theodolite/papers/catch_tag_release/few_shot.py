@@ -32,7 +32,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.wording import counted, number, percent
 
@@ -51,13 +51,13 @@ CALIBRATION = 512
 ASKED_WITH = 1
 """Seed of the prompts that all models answer."""
 
-GROWS = Criterion("more than", 0.0, "more right answers with five examples than with none")
+EXAMPLES_HELP = Criterion("more than", 0.0, "more right answers with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
 
 def shots_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row a model, sparsity, method and number of examples: accuracy with its binomial standard error.
+    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error.
 
     The dense model stands at every sparsity.
     """
@@ -110,7 +110,7 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
             "More examples help the dense model (section 3.5)",
             "accuracy with five examples less that with none",
             dense[:, -1] - dense[:, 0],
-            GROWS,
+            EXAMPLES_HELP,
         )
     ]
     for sparsity in SPARSITIES:
@@ -131,10 +131,9 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
                     WIDENS,
                 ),
             ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{name}, {percent(sparsity)} removed" if name != DENSE else name,
-            "",
             ", ".join(percent(value) for value in _by_shots(table, name, sparsity).mean(axis=0)) + " by k",
         )
         for sparsity in SPARSITIES
@@ -142,7 +141,7 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         if name != DENSE or sparsity == SPARSITIES[0]
     ]
     return Outcome(
-        comparisons,
+        readings,
         verdicts,
         {"accuracy": table},
         [_chart(table, s) for s in SPARSITIES],
@@ -174,7 +173,7 @@ def _make(study: Study) -> Outcome:
     kept = study.run.provenance.get("few_shot")
     if kept is None:
         raise UsageError(
-            f"sinks/figure3 is read from a folder of trainings: give the one that `{COMMAND}` wrote into"
+            f"sinks/figure3 is read from a folder of training runs: give the one that `{COMMAND}` wrote into"
         )
     return shots_outcome(shots_table(Path(kept["folder"]), study.say), kept)
 

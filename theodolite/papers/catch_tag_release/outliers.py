@@ -16,7 +16,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import outliers as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
 from theodolite.system.wording import counted, head_name, listed, number, percent, token_text
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
@@ -76,7 +76,7 @@ def _outliers(study: Study) -> Outcome:
         *massive_verdicts(found),
         *sink_verdicts(found, run.sinks, corpus),
     ]
-    return Outcome(_comparisons(found), verdicts, tables, figures, {"outliers": found.numbers})
+    return Outcome(_readings(found), verdicts, tables, figures, {"outliers": found.numbers})
 
 
 def consistency_verdict(found: Outliers) -> Verdict:
@@ -236,7 +236,7 @@ def _said(tokens: pd.DataFrame) -> str:
     return listed(list(dict.fromkeys(names)), 5)
 
 
-def _comparisons(found: Outliers) -> list[Comparison]:
+def _readings(found: Outliers) -> list[Reading]:
     layers, dimensions = found.layers, found.dimensions
     largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
     ratio = largest / (dimensions["rms"] / dimensions["rms_ratio"])
@@ -260,7 +260,7 @@ def _comparisons(found: Outliers) -> list[Comparison]:
             f"{number(float(ratio[top]))} ({place})",
         ),
     ]
-    return [Comparison(*row) for row in rows]
+    return [Reading(quantity, here, paper) for quantity, paper, here in rows]
 
 
 def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:

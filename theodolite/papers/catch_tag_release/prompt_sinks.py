@@ -18,7 +18,7 @@ from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number
 from theodolite.system.wording import token_text as shown_token
@@ -76,21 +76,17 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         }
     )
     head = head_name(trace.layer, trace.head)
-    why = (
-        [Comparison("head", "", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
-    )
-    comparisons = [
+    why = [Reading("head", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
+    readings = [
         *why,
-        Comparison(f"sinks of {head}", "", _listed_sinks(trace, tokens)),
+        Reading(f"sinks of {head}", _listed_sinks(trace, tokens)),
         *(
-            Comparison(
-                f"η² of the grouping by sink: {name}", "", f"{number(value)} (by chance {number(chance)})"
-            )
+            Reading(f"η² of the grouping by sink: {name}", f"{number(value)} (by chance {number(chance)})")
             for name, value in eta.items()
         ),
     ]
     return Outcome(
-        comparisons,
+        readings,
         _verdicts(trace, eta, chance)[int(chosen) :],
         {"places": table, "tokens": listing},
         _exhibits(trace, tokens, sinks, places, scores, colours, groups),
@@ -193,7 +189,7 @@ def _exhibits(
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
             "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
-            "of those who see them on average, or the most of what a stretch of them pays.",
+            "of those who see them on average, or for local sinks the most that a contiguous span pays.",
             "strong columns: everything that comes after is caught by that token.",
             source,
             wide=True,

@@ -50,7 +50,7 @@ class Look:
     """What is measured of one model.
 
     Attributes:
-        loss: next-token loss of each context, nats a token.
+        loss: next-token loss of each context, nats per token.
         sinks: which keys of which heads are sinks of each context (the survey's criterion; no learned columns).
         prompt: one head on one prompt, where one was asked for.
     """

@@ -35,7 +35,7 @@ from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.system.wording import head_name, with_error
@@ -70,7 +70,7 @@ def _prompt(study: Study) -> Prompt:
 
 
 def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> pd.DataFrame:
-    """One row a model: sinks kept and new over the dense model's, and the loss beyond its own."""
+    """One row per model: sinks kept and new over the dense model's, and the loss beyond its own."""
     rows = []
     for name, look in looks.items():
         kept, new, loss = kept_sinks(dense, look, layer), new_sinks(dense, look), loss_difference(dense, look)
@@ -88,11 +88,10 @@ def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> 
     return pd.DataFrame(rows)
 
 
-def _told(table: pd.DataFrame) -> list[Comparison]:
+def _told(table: pd.DataFrame) -> list[Reading]:
     return [
-        Comparison(
+        Reading(
             row.model,
-            "",
             f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of the dense model's sinks, has "
             f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new ones; loss "
             f"{with_error(row.loss_more, row.loss_more_se)} nats more",
@@ -187,7 +186,7 @@ def _figure_4(study: Study) -> Outcome:
                 claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
             ),
             judge(
-                "It is this term, not what any as large a change does (control, ours)",
+                "The effect is specific to this term: a norm-matched random change does not have it (control, ours)",
                 f"share of the layer's sinks that is left: {spared[0]}",
                 spared[1][0],
                 SPARED,

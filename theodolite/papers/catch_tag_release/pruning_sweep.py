@@ -28,7 +28,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import sweep as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, listed, number, percent, with_error
 
@@ -84,30 +84,30 @@ def _sweep(study: Study) -> Outcome:
     cost = table["bytes"].to_numpy()
     table["front_loss"] = front(cost, -table["loss_more"].to_numpy())
     table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
-    comparisons = []
+    readings = []
     for sparsity in SPARSITIES:
         own = table[table["sparsity"] == sparsity]
         least, most = own.loc[own["loss_more"].idxmin()], own.loc[own["sinks_kept"].fillna(0).idxmax()]
-        comparisons.append(
-            Comparison(
+        readings.append(
+            Reading(
                 f"{percent(sparsity)} removed, {percent(own['bytes'].mean())} of the bytes",
-                "rank ratio 0.25",
                 f"least loss at rank ratio {number(least['rank_ratio'])} "
                 f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
                 f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
+                "rank ratio 0.25",
             )
         )
     figure = exhibit(
         "front",
         "Loss and sinks against bytes",
         drawing.fronts(table),
-        "A dot a pruning by OATS, coloured by its rank ratio; bytes as stored (values, a bit an entry, and factors). "
-        "The line joins those that no other beats. Bars are standard errors over contexts.",
+        "One dot per pruning by OATS, coloured by its rank ratio; bytes as stored (values, one bit per entry, "
+        "factors). The line joins those that no other beats. Bars are standard errors over contexts.",
         "the colour of the dots on the line: how much rank pays.",
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
     )
-    return Outcome(comparisons, [], {"prunings": table}, [figure])
+    return Outcome(readings, [], {"prunings": table}, [figure])
 
 
 def tagging_layers(study: Study) -> list[int]:
@@ -149,13 +149,12 @@ def _allocation(study: Study) -> Outcome:
         ]
     table = pd.DataFrame(rows)
     by_plan = {name: table[table["plan"] == name] for name in plans}
-    comparisons = [
-        Comparison("layers whose heads tag", "", listed([str(layer) for layer in tagging], 20)),
-        Comparison("layers of the control", "", listed([str(layer) for layer in control], 20)),
+    readings = [
+        Reading("layers whose heads tag", listed([str(layer) for layer in tagging], 20)),
+        Reading("layers of the control", listed([str(layer) for layer in control], 20)),
         *(
-            Comparison(
+            Reading(
                 name,
-                "",
                 f"sinks kept {_level(own, 'sinks_kept')}, loss {_level(own, 'loss_more')} nats more, bytes "
                 f"{number(float(own['bytes'].mean()))} of the dense",
             )
@@ -181,12 +180,12 @@ def _allocation(study: Study) -> Outcome:
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
-        f"A dot a calibration; {percent(SPARSITY)} removed in all, rank ratio {USUAL}, {RAISED} where it is raised.",
+        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {USUAL}, {RAISED} where raised.",
         "dots that lie higher on the left and lower on the right than those of uniform ranks.",
         "ours",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"prunings": table}, [figure])
+    return Outcome(readings, verdicts, {"prunings": table}, [figure])
 
 
 def _better(claim: str, gains: Floats) -> Verdict:

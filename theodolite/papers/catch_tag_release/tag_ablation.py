@@ -16,7 +16,7 @@ from theodolite.report.drawing import ablation as drawing
 from theodolite.report.drawing.traces import sink_name
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
     LATER_SINKS,
@@ -30,9 +30,9 @@ from theodolite.system.wording import counted, head_name, number, percent, with_
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
-ERRORS = 2.0
+SIGMAS = 2.0
 
-MORE = f"criterion: {ERRORS:g} standard errors of the paired difference more than on others (ours)"
+MORE = f"criterion: {SIGMAS:g} standard errors of the paired difference more than on others (ours)"
 
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
@@ -72,11 +72,10 @@ def _make(study: Study) -> Outcome:
     name = head_name(layer, head)
     return Outcome(
         [
-            Comparison("ablated head", "", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
+            Reading("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
             *(
-                Comparison(
+                Reading(
                     f"{row.ablation}: {row.measure}",
-                    "",
                     f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
                     f"{with_error(row.control, row.control_se)}",
                 )
@@ -146,7 +145,7 @@ def _against_control(
 def _criterion(least: float) -> str:
     part = f"{percent(least)} of what it was and " if least else ""
     return (
-        f"criterion: {part}{ERRORS:g} standard errors of the paired difference more than the control (ours)"
+        f"criterion: {part}{SIGMAS:g} standard errors of the paired difference more than the control (ours)"
     )
 
 
@@ -164,7 +163,7 @@ def _against_others(table: pd.DataFrame) -> Verdict:
 def _decided(claim: str, measured: str, gain: float, error: float, criterion: str) -> Verdict:
     if not math.isfinite(gain) or not math.isfinite(error):
         return Verdict(claim, UNTESTABLE, f"{measured}: too few contexts; {criterion}")
-    return Verdict(claim, HOLDS if gain > ERRORS * error else FAILS, f"{measured}; {criterion}")
+    return Verdict(claim, HOLDS if gain > SIGMAS * error else FAILS, f"{measured}; {criterion}")
 
 
 ABLATION = [

@@ -10,9 +10,9 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.judging import (
-    ERRORS,
     FAILS,
     HOLDS,
+    SIGMAS,
     UNDECIDED,
     UNTESTABLE,
     Criterion,
@@ -26,7 +26,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import traces as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number, percent, with_error
 
@@ -63,13 +63,13 @@ def traced_outcome(run: Run) -> Outcome:
         claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
         return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
     later = traces[traces["kind"] == "later"]
-    comparisons = [
-        Comparison("heads that have a sink", "", f"{len(heads)} of {_heads_of(run)}"),
+    readings = [
+        Reading("heads that have a sink", f"{len(heads)} of {_heads_of(run)}"),
         *(
-            Comparison(f"sinks: {name}", "", _counted(traces[traces["kind"] == kind]))
+            Reading(f"sinks: {name}", _counted(traces[traces["kind"] == kind]))
             for kind, name in drawing.KIND_NAMES.items()
         ),
-        *(Comparison(_place(row), "", _told(row)) for _, row in traces.head(3).iterrows()),
+        *(Reading(_place(row), _told(row)) for _, row in traces.head(3).iterrows()),
     ]
     weights = traces["tagged"].fillna(0).to_numpy()
     verdicts = [
@@ -84,7 +84,7 @@ def traced_outcome(run: Run) -> Outcome:
         _copied(traces["alignment"], weights),
         _outlying(traces["outlier_dimensions"] != "", weights),
     ]
-    return Outcome(comparisons, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
+    return Outcome(readings, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
 
 
 def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:
@@ -93,7 +93,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "release",
             "Where each tag lives on",
             drawing.release_map(traces, release),
-            "A row a sink, those that tag most first; η², the share of the variance within contexts that is between "
+            "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
             "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
@@ -104,7 +104,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "strength",
             "How much is caught, and how strongly it is tagged",
             drawing.strength(traces),
-            "A dot a sink of a head: the share of all queries of the text that it catches, and η² of the head's "
+            "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
             "output by being caught or not.",
             "dots to the right and up: sinks that mark many tokens clearly.",
             f"{ZHANG}, section 2",
@@ -113,8 +113,8 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "kept",
             "The grouping before the head and after it",
             drawing.kept(heads),
-            "A dot a head: η² of its grouping of tokens in the residual stream that enters its block, and the largest "
-            "of all later layers; bars: the standard error of the difference. On the dotted line nothing was added.",
+            "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
+            "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
             "dots well above the line. On it, the grouping was there before the head looked.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),
@@ -156,10 +156,10 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
         return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
-    chance = NormalDist().cdf(-ERRORS)
+    chance = NormalDist().cdf(-SIGMAS)
     needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
     yes = int((clear["gain"] > needed * clear["gain_se"]).sum())
-    no = int((clear["gain"] < -ERRORS * clear["gain_se"]).sum())
+    no = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
     evidence = (
         f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {yes} of "

@@ -62,9 +62,9 @@ def why_no_adder(study: Study) -> str | None:
     if study.model is None:
         return "whether the model adds is not known without it: give the model beside the run"
     if not is_adder(study.model):
-        return f"{study.model.id} is no model of additions alone, so whether it adds is not known"
+        return f"{study.model.id} was not trained on addition alone, so whether it adds is not known"
     task = task_of(study.run)
     share = task.accuracy(on_cpu(study.model))
-    what = f"share of {GLANCED} sums of {spelled(task.digits)} that are right in every character"
+    what = f"exact-match accuracy on {GLANCED} sums of {spelled(task.digits)}"
     verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
-    return None if verdict.verdict == HOLDS else f"this model is not known to add: {verdict.evidence}"
+    return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"

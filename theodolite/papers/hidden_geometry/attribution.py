@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
-from theodolite.logits.attribution import STRONG
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
 from theodolite.papers.experiment import Experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
@@ -24,7 +24,7 @@ from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 TIMES_EVEN = 2.0
-"""A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
+"""A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
 
 KEEPS = Criterion(
-    "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
+    "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
 OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
@@ -43,8 +43,8 @@ REFUSALS_SAID = 2
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """A pattern of attention: the run's name for it, ours, how it is measured, the paper's claim, its constituent.
+class PatternClaims:
+    """What is claimed of one of `ATTENTION_PATTERNS`: its name there, the paper's, the claims, their constituents.
 
     `strict` is the paper's constituent, which takes the mean for zero; `group` the same with the pairs of a mean or a
     bias on the other side, which `ours` claims. Both are judged, each by its own words.
@@ -52,36 +52,32 @@ class Pattern:
 
     name: str
     title: str
-    meaning: str
     claim: str
     strict: str
     ours: str
     group: str
 
 
-PATTERNS = [
-    Pattern(
+CLAIMS = [
+    PatternClaims(
         "same",
         "identical tokens",
-        "to the same token of the first copy",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
         "cvec-cvec",
         "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
         "context",
     ),
-    Pattern(
+    PatternClaims(
         "previous",
         "the token before",
-        "to the token before",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
         "pos-pos",
         "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
         "position",
     ),
-    Pattern(
+    PatternClaims(
         "induction",
         "shifted tokens",
-        "to the token after the same one of the first copy",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
         "cvec-cvec",
         "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
@@ -95,7 +91,7 @@ PATTERNS = [
 class Head:
     """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
 
-    kept, left: what is left of the score's excess over even attention with this group only, and without it.
+    kept, left: what is left of the score's excess over uniform attention with this group only, and without it.
     """
 
     layer: int
@@ -119,23 +115,23 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, pattern: Pattern, group: str) -> bool:
+    def determined_by(self, pattern: PatternClaims, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
         return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
 
     def said(self, group: str) -> str:
         """The head's numbers in a line."""
         row = self.groups.loc[group]
-        evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
+        evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
         if not self.found:
             return evidence
         evidence += (
-            f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
+            f": {group} alone retains {percent(float(row['kept']))}, ablating it leaves {percent(float(row['left']))}, "
             f"its share of the logits' variance is {percent(float(row['share']))}"
         )
         if self.strongest != group:
             most = percent(float(self.groups.loc[self.strongest, "kept"]))
-            evidence += f"; {self.strongest} alone keeps {most}"
+            evidence += f"; {self.strongest} alone retains {most}"
         return evidence
 
 
@@ -156,12 +152,12 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times uniform attention is asked of such a head (ours)"
     why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
 
-def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
     if not heads or not heads[0].found:
         return [_none_found(pattern.claim, heads, pattern.strict)]
@@ -175,11 +171,11 @@ def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
     ]
 
 
-def _claims(pattern: Pattern) -> list[tuple[str, str]]:
+def _claims(pattern: PatternClaims) -> list[tuple[str, str]]:
     return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
 
 
-def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
+def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     found = [head for head in heads if head.found]
     if not found:
         return [_none_found(pattern.claim, heads, pattern.strict)]
@@ -189,22 +185,22 @@ def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
         kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
         what = (
             f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
-            f"other group more (it keeps {percent(kept)} on average)"
+            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
+            f"no other group more (it retains {percent(kept)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
     return verdicts
 
 
-def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
+def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
     return exhibit(
         pattern.name,
-        f"Attention to {pattern.title}: with one constituent only, and without it",
+        f"Attention to {pattern.title}: one constituent alone, and ablated",
         figures_constituents.attribution(run, pattern.name),
-        f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
-        "line), recomputed from the logits of one group of constituents only and without them, and even attention "
-        "(dotted line).",
-        f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
+        f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the heads that "
+        "pay most: as measured (solid line), recomputed from the logits of one group of constituents alone and with "
+        "that group ablated, and uniform attention (dotted line).",
+        f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its part "
         "without mean and bias.",
         f"{SONG}, section 5.2; the recomputation is ours",
         wide=True,
@@ -212,30 +208,30 @@ def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
 
 
 def _attribution(study: Study) -> Outcome:
-    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in PATTERNS}
-    verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
-    comparisons = []
-    for pattern in PATTERNS:
+    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in CLAIMS}
+    verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
+    readings = []
+    for pattern in CLAIMS:
         found = sum(head.found for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
-    comparisons += refusals(study.run)
+        readings.append(Reading(f"heads found that attend to {pattern.title}", f"{found}{top}"))
+    readings += refusals(study.run)
     table = study.run.attribution.copy()
     excess = table["score"] - table["uniform"]
     excess = excess.where(excess > 0)
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
-    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in PATTERNS if heads[pattern.name]]
-    return Outcome(comparisons, verdicts, {"attribution": table}, exhibits)
+    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in CLAIMS if heads[pattern.name]]
+    return Outcome(readings, verdicts, {"attribution": table}, exhibits)
 
 
-def refusals(run: Run) -> list[Comparison]:
+def refusals(run: Run) -> list[Reading]:
     """A line where layers could not be split, with the reason."""
     refused = provenance(run, "constituents_refused") or {}
     if not refused:
         return []
     said = "; ".join(list(refused.values())[:REFUSALS_SAID])
-    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {said}")]
+    return [Reading("layers whose logits cannot be split", f"{len(refused)}: {said}")]
 
 
 def share_grids(run: Run) -> dict[str, Floats]:
@@ -270,7 +266,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "shares",
             "Share of logit variance of every head",
             pictures[0],
-            "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
+            "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
             "heads that one group makes: strong in one map, pale in the others.",
@@ -324,11 +320,11 @@ def _constituents(study: Study) -> Outcome:
             OFTEN,
         ),
     ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
-            "“important, often dominant”" if group == "pos-pos" else "",
             percent(means[group]) + (f"; {percent(largest[group])} of the heads" if group in apart else ""),
+            "“important, often dominant”" if group == "pos-pos" else "",
         )
         for group in grids
     ]
@@ -338,7 +334,7 @@ def _constituents(study: Study) -> Outcome:
         for head in range(heads_per_block(run))
     ]
     return Outcome(
-        [*comparisons, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
+        [*readings, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
     )
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
+from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, evenly, need, provenance, value_of
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.exhibit import by_layer, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 
 if TYPE_CHECKING:
@@ -110,20 +111,18 @@ def _figure_2(study: Study) -> Outcome:
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
     )
-    comparisons = [
-        Comparison(
-            "labels and contexts", "4 documents of 32", f"{len(set(of))} labels, {len(places)} contexts"
-        ),
-        Comparison("mean cosine within a label", "", number(float(blocks["within"].mean()))),
-        Comparison("mean cosine between labels", "", number(float(blocks["between"].mean()))),
-        Comparison(
+    readings = [
+        Reading("labels and contexts", f"{len(set(of))} labels, {len(places)} contexts", "4 documents of 32"),
+        Reading("mean cosine within a label", number(float(blocks["within"].mean()))),
+        Reading("mean cosine between labels", number(float(blocks["between"].mean()))),
+        Reading(
             "mean |cosine| of positions and contexts",
-            "“values close to 0”",
             number(float(blocks["position_context"].mean())),
+            "“values close to 0”",
         ),
     ]
     return Outcome(
-        comparisons,
+        readings,
         _verdicts(run, blocks, gap_errors(grams, len(positions), of)),
         {"blocks": blocks},
         [figure],
@@ -153,15 +152,15 @@ def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
     claim = "The blocks become progressively clear with depth (appendix C.3)"
     if not np.isfinite(gap).all():
         return [*verdicts, Verdict(claim, UNTESTABLE, "no label has two contexts")]
-    if len(gap) < LEAST_LAYERS or np.ptp(gap) == 0:
+    correlation = float(rank_correlation(np.arange(float(len(gap))), gap))
+    if len(gap) < LEAST_LAYERS or math.isnan(correlation):
         return [
             *verdicts,
             Verdict(claim, UNTESTABLE, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can"),
         ]
-    correlation = float(spearmanr(np.arange(len(gap)), gap).statistic)
     what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
-    # The standard error of a rank correlation under independence.
-    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, (len(gap) - 1) ** -0.5)]
+    error = error_under_independence(len(gap))
+    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, error)]
 
 
 CONTEXTS = [

@@ -50,7 +50,7 @@ SPIRAL_TURNS = Criterion(
     1.0,
     "a whole turn about the centre: a random walk's first two principal components make about two thirds (ours)",
 )
-GROWS = Criterion("at least", 10.0, "“dramatically” and “significantly” read as: tenfold (ours)")
+TENFOLD = Criterion("at least", 10.0, "“dramatically” and “significantly” read as: tenfold (ours)")
 DEEPENS = Criterion("more than", 0.0, "“progressively” read as: rising with depth (ours)")
 CLUSTERS = Criterion(
     "at least",

@@ -22,7 +22,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _figure_8(study: Study) -> Outcome:
             "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
             f"norm at layer {last} over layer 0, {length - 1} random tokens",
             float(ratios[last]),
-            criteria.GROWS,
+            criteria.TENFOLD,
             float(ratio_errors[last]),
         ),
         judge(
@@ -90,16 +90,16 @@ def _figure_8(study: Study) -> Outcome:
             float(cosine_errors[0, far]),
         ),
     ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"norm of layer {layer} over layer 0",
-            f"GPT-2: {paper:g}",
             with_error(ratios[layer], ratio_errors[layer]),
+            f"GPT-2: {paper:g}",
         )
         for layer, paper in ((1, published.NORM_RATIO_FIRST), (last, published.NORM_RATIO_LAST))
     ]
     near = f"{number(cosines[0, 1:].min())} to {number(cosines[0, 1:].max())}"
-    comparisons.append(Comparison("mean cosine of layer 0 with the others", "“close to 0”", near))
+    readings.append(Reading("mean cosine of layer 0 with the others", near, "“close to 0”"))
     table = pd.DataFrame({"layer": range(len(norms)), "norm": norms, "norm_se": errors, "norm_ratio": ratios})
     matrix = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in range(len(norms))])
     figures = [
@@ -123,7 +123,7 @@ def _figure_8(study: Study) -> Outcome:
             f"{SONG}, Fig. 8, right",
         ),
     ]
-    return Outcome(comparisons, verdicts, {"norms": table, "cosines": matrix}, figures)
+    return Outcome(readings, verdicts, {"norms": table, "cosines": matrix}, figures)
 
 
 DEPTH = [

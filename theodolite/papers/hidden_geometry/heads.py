@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.experiment import Experiment
+from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent
 
 if TYPE_CHECKING:
@@ -46,21 +46,18 @@ MEANT = {
 BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent through the layer's norm"}
 
 
-def _rank_correlation(x: Floats, y: Floats) -> tuple[float, int]:
-    """Spearman's, over heads that have both; NaN where there are too few or one does not vary."""
+def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
+    """Rank correlation over the heads that have both, and their number; NaN where they are too few."""
     both = np.isfinite(x) & np.isfinite(y)
     count = int(both.sum())
-    if count < LEAST_HEADS or np.ptp(x[both]) == 0 or np.ptp(y[both]) == 0:
-        return math.nan, count
-    return float(spearmanr(x[both], y[both]).statistic), count
+    return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
 
 
 def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion) -> Verdict:
-    correlation, count = _rank_correlation(x, y)
+    correlation, count = _over_heads(x, y)
     if math.isnan(correlation):
         return Verdict(claim, UNTESTABLE, f"{what}: {count} heads with both, or no difference between them")
-    # The standard error of a rank correlation under independence.
-    return judge(claim, f"{what}, {count} heads", correlation, criterion, (count - 1) ** -0.5)
+    return judge(claim, f"{what}, {count} heads", correlation, criterion, error_under_independence(count))
 
 
 def _map(run: Run, name: str) -> Exhibit:
@@ -83,7 +80,7 @@ def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
     for name, values in shares.items():
         for measure in ("previous_token", "entropy", "layer"):
             other = column(run.heads, measure)
-            correlation, count = (math.nan, 0) if other is None else _rank_correlation(values, other)
+            correlation, count = (math.nan, 0) if other is None else _over_heads(values, other)
             rows.append((name, measure, correlation, count))
     return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
 
@@ -119,16 +116,16 @@ def _figure_25(study: Study) -> Outcome:
     shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
     published = shares["argmax_property"]
     correlations = _correlations(run, shares)
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
-            "GPT-2: more than 43 %" if name == "argmax_property" else "",
             percent(float((values > MOSTLY).mean())),
+            "GPT-2: more than 43 %" if name == "argmax_property" else "",
         )
         for name, values in shares.items()
     ]
-    comparisons += [
-        Comparison(f"rank correlation with {said}, {MEANT[name]}", "", number(found))
+    readings += [
+        Reading(f"rank correlation with {said}, {MEANT[name]}", number(found))
         for name, measure, found, _ in correlations.itertuples(index=False)
         if (said := LOCALITY.get(measure))
     ]
@@ -150,7 +147,7 @@ def _figure_25(study: Study) -> Outcome:
     names = ["layer", "head", *shares, *(name for name in LOCALITY if name in run.heads)]
     tables = {"heads": run.heads[names].copy(), "correlations": correlations}
     return Outcome(
-        comparisons, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
+        readings, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
     )
 
 

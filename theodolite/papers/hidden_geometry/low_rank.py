@@ -82,7 +82,7 @@ def low_rank_verdict(run: Run, claim: str, *, every: bool) -> Verdict:
     if missing:
         cap += f" and found none at layer {listed([str(layer) for layer in missing])}: no rank found, not testable"
     parts = [_of_rank(run, claim, ranks, every), _of_energy(run, claim, every)]
-    answers = {part.verdict for part in parts}
+    answers = {part.answer for part in parts}
     undecided = bool(missing) if every else 2 * len(missing) >= layers
     answer: Answer = HOLDS
     if FAILS in answers:
@@ -113,7 +113,7 @@ def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     count = int(np.isfinite(held).sum())
     what = f"share of the energy of P within its rank, {taken} {count} layers"
     verdict = judge(claim, what, value, criteria.WITHIN_RANK, math.nan)
-    if verdict.verdict == FAILS and criteria.WITHIN_RANK.met(without_noise):
+    if verdict.answer == FAILS and criteria.WITHIN_RANK.met(without_noise):
         contexts = run.provenance["corpus"]["contexts"]
         near = f"{verdict.evidence}; up to {number(without_noise)} without the sampling noise of {contexts} contexts"
         return Verdict(claim, UNDECIDED, near)

@@ -23,7 +23,7 @@ from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import by_layer, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ NOISY = 0.5
 
 def _beside(
     run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
-) -> tuple[list[Comparison], dict[str, pd.DataFrame], list]:
+) -> tuple[list[Reading], dict[str, pd.DataFrame], list]:
     """A layer column beside a published table: the means, all rows as a table, and the figure."""
     values, errors = value_of(run, name), error_of(run, name)
     model = closest_model(run)
@@ -45,7 +45,7 @@ def _beside(
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
     here = bracketed(*mean_over_layers(values)[:2])
-    comparisons = [Comparison(f"{title}, mean (sd) over layers", f"{model}: {printed}", here)]
+    readings = [Reading(f"{title}, mean (sd) over layers", here, f"{model}: {printed}")]
     own = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
     paper = pd.DataFrame(
         [
@@ -64,14 +64,14 @@ def _beside(
         f"{SONG}, {place}",
         wide=True,
     )
-    return comparisons, {"this_run": own, "published": paper}, [figure]
+    return readings, {"this_run": own, "published": paper}, [figure]
 
 
 def _table_4(study: Study) -> Outcome:
     run = study.run
-    comparisons, tables, exhibits = _beside(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
+    readings, tables, exhibits = _beside(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    return Outcome(comparisons, [low_rank_verdict(run, claim, every=True)], tables, exhibits)
+    return Outcome(readings, [low_rank_verdict(run, claim, every=True)], tables, exhibits)
 
 
 def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int) -> Verdict:
@@ -174,16 +174,14 @@ def _principal_components(run: Run, place: str) -> Outcome:
         ),
     ]
     means = {name: mean_over_layers(shape[name].to_numpy())[:2] for name in shape.columns[2:]}
-    comparisons = [
-        Comparison(
-            "share of energy in two directions, mean (sd)", "", bracketed(*means["share_of_two_directions"])
-        ),
-        Comparison(
+    readings = [
+        Reading("share of energy in two directions, mean (sd)", bracketed(*means["share_of_two_directions"])),
+        Reading(
             "roughness of the curve on these two (random order: 1)",
-            "“continuous”",
             bracketed(*means["smooth_roughness"]),
+            "“continuous”",
         ),
-        Comparison("turns about the centre", "“often spiral”", bracketed(*means["turns"])),
+        Reading("turns about the centre", bracketed(*means["turns"]), "“often spiral”"),
     ]
     picture = exhibit(
         "principal-components",
@@ -207,7 +205,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
         choice=by_layer(layers, lambda layer: geometry.waves_traces(run, layer)),
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"shape": shape}, [picture, waves])
+    return Outcome(readings, verdicts, {"shape": shape}, [picture, waves])
 
 
 def _figure_1(study: Study) -> Outcome:
@@ -217,7 +215,7 @@ def _figure_1(study: Study) -> Outcome:
     widest = int(scale.argmax())
     what = f"scale of the largest component at layer {widest} over that at layer 0"
     claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    made.verdicts.append(judge(claim, what, growth, criteria.GROWS))
+    made.verdicts.append(judge(claim, what, growth, criteria.TENFOLD))
     return made
 
 
@@ -228,7 +226,7 @@ def _figure_24(study: Study) -> Outcome:
         run, "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
     )
     runs = {} if run is study.run else {"random": run.provenance}
-    return Outcome(made.comparisons, [*made.verdicts, persists], made.tables, made.exhibits, runs)
+    return Outcome(made.readings, [*made.verdicts, persists], made.tables, made.exhibits, runs)
 
 
 def _figure_3(study: Study) -> Outcome:
@@ -240,9 +238,9 @@ def _figure_3(study: Study) -> Outcome:
     for place in range(kept.shape[1]):
         table[f"singular_value_{place + 1}"] = kept[:, place]
     smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
-    comparisons = [
-        Comparison("share of energy within the rank", "", percent(mean_over_layers(held)[0])),
-        Comparison("energy of the 10 × 10 lowest frequencies", "GPT-2: 99.7 %", with_error(smooth, error)),
+    readings = [
+        Reading("share of energy within the rank", percent(mean_over_layers(held)[0])),
+        Reading("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %"),
     ]
     verdicts = [
         judge_layers(
@@ -270,7 +268,7 @@ def _figure_3(study: Study) -> Outcome:
         f"{SONG}, Fig. 3, right",
         choice=by_layer(len(ranks), lambda layer: geometry.dct_traces(run, layer)),
     )
-    return Outcome(comparisons, verdicts, {"spectrum": table}, [spectrum, frequencies])
+    return Outcome(readings, verdicts, {"spectrum": table}, [spectrum, frequencies])
 
 
 def _experiment(

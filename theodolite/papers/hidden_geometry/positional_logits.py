@@ -28,7 +28,7 @@ from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 from theodolite.theory.decomposition import PARTS, decompose_around
 
@@ -81,11 +81,11 @@ def _sampled(study: Study) -> Tensor:
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
-    claim = "The QK matrix of a model of additions is not smooth (section 4.3, Figs. 5, 19 and 22)"
+    claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
     what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({what}: {number(share)})"
-        return Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({what}: {number(share)})"
+        return Verdict(claim, UNTESTABLE, f"{why}: survey a model trained on addition on addition problems")
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
         return Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
     chance = (10 / positions) ** 2
@@ -132,20 +132,20 @@ def _figure_19(study: Study) -> Outcome:
         ),
         wide=True,
     )
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             "share of energy at K = 10 of pos-pos, median over heads",
-            "“visibly discontinuous”",
             number(median),
+            "“visibly discontinuous”",
         )
     ]
     if found.refused:
         said = next(iter(found.refused.values()))
-        comparisons.append(Comparison("layers that cannot be split", "", f"{len(found.refused)}: {said}"))
+        readings.append(Reading("layers that cannot be split", f"{len(found.refused)}: {said}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
-    if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
+    if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
-    return Outcome(comparisons, [verdict], {"smoothness": table}, [figure])
+    return Outcome(readings, [verdict], {"smoothness": table}, [figure])
 
 
 POSITIONAL_LOGITS = [

@@ -1,4 +1,4 @@
-"""Models that are trained here: the positional basis while it is learned, and how well a model of additions adds.
+"""Models that are trained here: the positional basis while it is learned, and the accuracy of addition.
 
 A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
 """
@@ -32,7 +32,7 @@ from theodolite.report.data import Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, with_error
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _surveyed(study: Study) -> list[_Step]:
 
 
 def _table(series: list[_Step]) -> pd.DataFrame:
-    """One row a step and layer."""
+    """One row per step and layer."""
     parts = []
     for entry in series:
         shape = shape_of(entry.run).assign(step=entry.step)
@@ -235,30 +235,30 @@ def _training(study: Study) -> Outcome:
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, panels, limits),
-        f"One line a layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
+        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay.",
         f"{SONG}, sections 2 and 3, at every checkpoint of a training",
         wide=True,
     )
     chosen = sorted({1, (layers - 1) // 2} - {0})
-    comparisons = []
+    readings = []
     for title, (means, _) in panels.items():
         pairs = zip(steps, means, strict=True)
         values = [
             f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()
         ]
-        comparisons.append(Comparison(f"{title}, mean over layers, by step", "", ", ".join(values)))
+        readings.append(Reading(f"{title}, mean over layers, by step", ", ".join(values)))
     verdicts = [verdict for layer in chosen for verdict in _verdicts(table, layer, run)]
     runs = {f"step {entry.step}": entry.run.provenance for entry in series}
-    return Outcome(comparisons, verdicts, {"steps": table}, [_curves(series), measures], runs)
+    return Outcome(readings, verdicts, {"steps": table}, [_curves(series), measures], runs)
 
 
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
         "Additions are learned in distribution (section 4.3)",
-        f"share of {count} sums of {trained} that are right in every character",
+        f"exact-match accuracy on {count} sums of {trained}",
         float(values[0]),
         ACCURATE,
         float(errors[0]),
@@ -270,7 +270,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
         NO_GENERALISATION,
         float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
     )
-    if learned.verdict != HOLDS:
+    if learned.answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
         shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
     return [learned, shorter]
@@ -280,7 +280,7 @@ def _addition(study: Study) -> Outcome:
     model = study.opened()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
+            f"{model.id} was not trained on addition: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
     task = task_of(study.run)
@@ -296,17 +296,17 @@ def _addition(study: Study) -> Outcome:
         "“above 99 %”",
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
-    comparisons = [
-        Comparison(f"right answers, {name}", said, with_error(float(value), float(e)))
+    readings = [
+        Reading(f"right answers, {name}", with_error(float(value), float(e)), said)
         for name, said, value, e in zip(names, printed, values, errors, strict=True)
     ]
-    comparisons.append(Comparison("positions of this model", "absolute; rotary", model.positions))
+    readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
     figure = exhibit(
         "accuracy",
         "Right answers by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Greedy answers to {count} new sums of each kind, right in every character, with binomial standard errors. "
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
         "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
         "smooth is judged by geometry/figure5.",
         "a fall from the left: lengths that training never saw.",
@@ -314,7 +314,7 @@ def _addition(study: Study) -> Outcome:
         wide=True,
     )
     return Outcome(
-        comparisons, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
+        readings, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
     )
 
 

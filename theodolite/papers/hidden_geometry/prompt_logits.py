@@ -23,10 +23,10 @@ from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry.attribution import (
-    PATTERNS,
+    CLAIMS,
     TIMES_EVEN,
     Head,
-    Pattern,
+    PatternClaims,
     attributed_heads,
     refusals,
     top_head_verdicts,
@@ -37,7 +37,7 @@ from theodolite.passes.run import Run
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 
@@ -57,12 +57,12 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-Chosen = dict[tuple[int, int], list[Pattern]]
+Chosen = dict[tuple[int, int], list[PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 
 def _top_heads(run: Run) -> dict[str, list[Head]]:
-    return {pattern.name: attributed_heads(run, pattern.name) for pattern in PATTERNS}
+    return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
 
 
 def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
@@ -71,7 +71,7 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
     chosen: Chosen = {}
-    for pattern in PATTERNS:
+    for pattern in CLAIMS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
     if not chosen:
@@ -140,7 +140,7 @@ def _tables(
     return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
 
 
-def _title(place: tuple[int, int], followed: list[Pattern], top: dict[str, list[Head]]) -> str:
+def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
     """`L3H5: attends most to the token before (0.26)`."""
     said = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
     return head_name(*place) + (f": attends most to {listed(said)}" if said else "")
@@ -149,7 +149,7 @@ def _title(place: tuple[int, int], followed: list[Pattern], top: dict[str, list[
 def _figure_6(study: Study) -> Outcome:
     ids, tokens = _read(study)
     top = _top_heads(study.run)
-    exhibits, panels, comparisons = [], {}, []
+    exhibits, panels, readings = [], {}, []
     for (layer, head), followed in _chosen(study, top).items():
         split = _split(study, ids, layer, head)
         name = head_name(layer, head)
@@ -157,11 +157,9 @@ def _figure_6(study: Study) -> Outcome:
         exhibits.append(_panels(study, split, _title((layer, head), followed, top), head, tokens))
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
-        comparisons.append(
-            Comparison(f"{name}: largest shares of the logits' variance on this prompt", "", named)
-        )
-    verdicts = [v for pattern in PATTERNS for v in top_head_verdicts(pattern, top[pattern.name])]
-    return Outcome([*comparisons, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
+        readings.append(Reading(f"{name}: largest shares of the logits' variance on this prompt", named))
+    verdicts = [v for pattern in CLAIMS for v in top_head_verdicts(pattern, top[pattern.name])]
+    return Outcome([*readings, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
 
 
 def _mean_verdict(run: Run) -> Verdict:
@@ -218,7 +216,7 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
+def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims) -> list[Reading]:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
     own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
     if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():
@@ -226,7 +224,7 @@ def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> 
     shares = own[own["group"] == pattern.strict].set_index("mean")["kept"]
     both = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
     what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
-    return [Comparison(what, "", both)]
+    return [Reading(what, both)]
 
 
 def _figure_30(study: Study) -> Outcome:
@@ -256,19 +254,19 @@ def _figure_30(study: Study) -> Outcome:
                 )
             )
     kept = pd.DataFrame(rows)
-    comparisons = [
-        Comparison(f"{name}: largest share", "", max(of_head[:-2], key=lambda panel: panel.share).name)
+    readings = [
+        Reading(f"{name}: largest share", max(of_head[:-2], key=lambda panel: panel.share).name)
         for name, of_head in panels.items()
     ]
     if rows:
-        comparisons += [
+        readings += [
             line
             for place, followed in chosen.items()
             for pattern in followed
             for line in _kept_line(kept, place, pattern)
         ]
     tables = _tables(ids, tokens, panels) | ({"kept": kept} if rows else {})
-    return Outcome(comparisons, [_mean_verdict(study.run)], tables, exhibits)
+    return Outcome(readings, [_mean_verdict(study.run)], tables, exhibits)
 
 
 _SPLIT = ("model", "arrays.positional_basis", "arrays.mean")

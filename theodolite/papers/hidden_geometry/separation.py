@@ -30,7 +30,7 @@ from theodolite.report.drawing import experiments as lines
 from theodolite.report.drawing import theory
 from theodolite.report.exhibit import Exhibit, by_layer, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 
 if TYPE_CHECKING:
@@ -181,12 +181,12 @@ COMPARED = {
 """Layer column → (how it is called, its field of a published row)."""
 
 
-def _beside_paper(run: Run, name: str, title: str, part: str) -> Comparison:
+def _beside_paper(run: Run, name: str, title: str, part: str) -> Reading:
     """The mean over layers, beside that of the models that the paper has on OpenWebText."""
     rows = published.AVERAGES.items() if part else ()
     printed = ", ".join(f"{model}: {getattr(row, part)[0]:g}" for model, row in rows)
     mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
-    return Comparison(f"{title}, mean over layers", printed, with_error(mean, error))
+    return Reading(f"{title}, mean over layers", with_error(mean, error), printed)
 
 
 def _clusters(study: Study) -> Outcome:
@@ -196,11 +196,11 @@ def _clusters(study: Study) -> Outcome:
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(numbered.max()) + 1)]
     if not frequent_labels(numbered, 2)[1:]:
         raise UsageError("geometry/clusters needs two labels with two contexts each: give more --contexts")
-    comparisons = [_beside_paper(run, name, *said) for name, said in COMPARED.items()]
+    readings = [_beside_paper(run, name, *said) for name, said in COMPARED.items()]
     counted = len(frequent_labels(numbered, len(names)))
-    comparisons.append(Comparison("labels with two contexts or more", "4 documents of 32", str(counted)))
+    readings.append(Reading("labels with two contexts or more", str(counted), "4 documents of 32"))
     figures = [_gram(run, names), _by_cluster(run, names), *_agreement(run)]
-    return Outcome(comparisons, _cluster_verdicts(run), {"layers": _columns(run, tuple(COMPARED))}, figures)
+    return Outcome(readings, _cluster_verdicts(run), {"layers": _columns(run, tuple(COMPARED))}, figures)
 
 
 def _columns(run: Run, names: tuple[str, ...]) -> pd.DataFrame:
@@ -245,14 +245,14 @@ def _incoherence(study: Study) -> Outcome:
         ),
     ]
     parts = ("incoherence", "", "", "")
-    comparisons = [
+    readings = [
         _beside_paper(run, name, f"|cosine|, {title}", part)
         for name, title, part in zip(names, titles, parts, strict=True)
     ]
-    comparisons[1] = replace(comparisons[1], paper="“random baseline is about 0.1”")
+    readings[1] = replace(readings[1], paper="“random baseline is about 0.1”")
     over = values["incoherence_mean"] / values["incoherence_random"]
-    comparisons.append(Comparison("mean over that of random directions", "", number(float(np.nanmean(over)))))
-    return Outcome(comparisons, verdicts, {"layers": _columns(run, names)}, [figure])
+    readings.append(Reading("mean over that of random directions", number(float(np.nanmean(over)))))
+    return Outcome(readings, verdicts, {"layers": _columns(run, names)}, [figure])
 
 
 SEPARATION = [

@@ -23,7 +23,7 @@ from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.report.exhibit import by_layer, by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 
@@ -121,11 +121,11 @@ def _figure_7(study: Study) -> Outcome:
             choice=by_name("basis", figure_names, lambda place: geometry.dct_traces(pictured, place)),
         ),
     ]
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{what}: sinusoidal, learned",
-            said,
             f"{number(table[name][0])}, {number(table[name][2:].mean())}",
+            said,
         )
         for what, said, name in (
             ("how far the diagonal stands out", "“large spiky values”, “smooth”", "spike"),
@@ -133,7 +133,7 @@ def _figure_7(study: Study) -> Outcome:
             ("share of energy at K = 10", "“more low-frequency”", "low_frequency_10"),
         )
     ]
-    return Outcome(comparisons, _differences(run, table), {"bases": table}, exhibits)
+    return Outcome(readings, _differences(run, table), {"bases": table}, exhibits)
 
 
 def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
@@ -178,20 +178,24 @@ def _figure_5(study: Study) -> Outcome:
     pictured = _pictured(run, basis)
     layers = len(basis)
     mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
-    claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    claim = (
+        "A model trained on addition has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    )
     share = f"its share of energy at K = 10 is {mean:.3f}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({share})"
-        verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({share})"
+        verdict = Verdict(
+            claim, UNTESTABLE, f"{why}: survey a model trained on addition on addition problems"
+        )
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-        if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
+        if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
             verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             "energy of the 10 × 10 lowest frequencies, mean over layers",
-            f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
             with_error(mean, error),
+            f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
         )
     ]
     exhibits = [
@@ -225,7 +229,7 @@ def _figure_5(study: Study) -> Outcome:
     ]
     columns = ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
     table = run.layers[[name for name in columns if name in run.layers]].copy()
-    return Outcome(comparisons, [verdict], {"smoothness": table}, exhibits)
+    return Outcome(readings, [verdict], {"smoothness": table}, exhibits)
 
 
 SMOOTHNESS = [

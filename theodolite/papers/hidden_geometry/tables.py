@@ -21,7 +21,7 @@ from theodolite.report.data import Floats, column, error_of, mean_over_layers, n
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ ROWS_OF_TABLE_3 = {
 def _table_1(study: Study) -> Outcome:
     run, here = study.run, "this run"
     rows: dict[str, dict[str, tuple[float, float]]] = {here: {}}
-    comparisons, errors = [], {}
+    readings, errors = [], {}
     model = closest_model(run)
     for quantity, (name, part) in QUANTITIES.items():
         mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
@@ -55,11 +55,11 @@ def _table_1(study: Study) -> Outcome:
             rows[here][quantity] = (mean, deviation)
         paper = getattr(published.AVERAGES[model], part)
         decimals = 3 if part == "incoherence" else 2  # as printed
-        comparisons.append(
-            Comparison(
+        readings.append(
+            Reading(
                 f"{quantity}, mean (sd) over layers",
-                f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})",
                 f"{with_error(mean, error)} ({number(deviation)})" if math.isfinite(mean) else MISSING,
+                f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})",
             )
         )
     for row in published.TABLE_1:
@@ -90,7 +90,7 @@ def _table_1(study: Study) -> Outcome:
         f"{SONG}, Table 1",
         wide=True,
     )
-    return Outcome(comparisons, _verdicts_1(run), {"averages": table}, [figure])
+    return Outcome(readings, _verdicts_1(run), {"averages": table}, [figure])
 
 
 def _verdicts_1(run: Run) -> list[Verdict]:
@@ -147,11 +147,11 @@ def _table_2(study: Study) -> Outcome:
             table[title + name] = value_of(run, name)
             table[f"{title}{name}_se"] = error_of(run, name)
     table["overlap"] = shared
-    comparisons = [
-        Comparison(
+    readings = [
+        Reading(
             f"{what} on {name}",
-            paper,
             with_error(mean, error) if measure == "rank" else percent(mean),
+            paper,
         )
         for run, name, papers in zip((first, second), names, _papers_2(study), strict=True)
         for (what, measure), paper in zip(
@@ -159,10 +159,9 @@ def _table_2(study: Study) -> Outcome:
         )
         for mean, _, error in [mean_over_layers(value_of(run, measure), error_of(run, measure))]
     ]
-    comparisons.append(
-        Comparison(
+    readings.append(
+        Reading(
             "overlap of the directions of position, as many as the rank",
-            "",
             f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
         )
     )
@@ -171,7 +170,7 @@ def _table_2(study: Study) -> Outcome:
         _two_texts(first, second, names, "low_frequency_10", "share of energy", "Smoothness"),
     ]
     runs = {} if second is first else {"other": second.provenance}
-    return Outcome(comparisons, _verdicts_2(first, second), {"robustness": table}, figures, runs)
+    return Outcome(readings, _verdicts_2(first, second), {"robustness": table}, figures, runs)
 
 
 def _papers_2(study: Study) -> list[list[str]]:
@@ -224,7 +223,7 @@ def _table_3(study: Study) -> Outcome:
     run = study.run
     here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
-    comparisons, verdicts = (
+    readings, verdicts = (
         [],
         [
             smooth_verdict(
@@ -245,11 +244,11 @@ def _table_3(study: Study) -> Outcome:
         rows.append({"row": name, "where": "GPT-2, Table 3"} | {f"K = {k}": paper[k] for k in CUTOFFS})
         shown = ", ".join(percent(values[k]) for k in CUTOFFS if k in values) or "missing in this run"
         over = "heads" if prefix else "layers"
-        comparisons.append(
-            Comparison(
+        readings.append(
+            Reading(
                 f"{name}, K = 1, 3, 5, 10, mean over {over}",
-                "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
                 shown,
+                "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
             )
         )
         if prefix:
@@ -264,7 +263,7 @@ def _table_3(study: Study) -> Outcome:
         f"{SONG}, Table 3",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"shares": pd.DataFrame(rows)}, [figure])
+    return Outcome(readings, verdicts, {"shares": pd.DataFrame(rows)}, [figure])
 
 
 def _inherited(run: Run, name: str, shares: Floats | None) -> Verdict:

@@ -22,7 +22,7 @@ from theodolite.report.data import Floats, evenly, need, value_of
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 
@@ -123,21 +123,20 @@ def _theorem_1(study: Study) -> Outcome:
         else f"none up to {cutoffs[-1]}"
     )
     ratio = attained[:, moderate] / trivial
-    comparisons = [
-        Comparison("smallest k at which a bound says anything", "“moderate k and m”", said),
-        Comparison(
+    readings = [
+        Reading("smallest k at which a bound says anything", said, "“moderate k and m”"),
+        Reading(
             f"bound over no approximation at k = {cutoffs[moderate]}, best m, median of layers",
-            "",
             number(float(np.median(bounds[:, :, moderate].min(axis=1) / trivial))),
         ),
-        Comparison(
+        Reading(
             f"attained over no approximation at k = {cutoffs[moderate]}, median of layers",
-            "“G ≈”",
             number(float(np.median(ratio))),
+            "“G ≈”",
         ),
     ]
     return Outcome(
-        comparisons,
+        readings,
         _verdicts_1(bounds, attained, trivial, cutoffs),
         {"bounds": pd.DataFrame(rows)},
         [picture],
@@ -209,22 +208,22 @@ def _theorem_2(study: Study) -> Outcome:
     table = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
-    comparisons = [
-        Comparison("slope of ln error against ln incoherence, without noise", "1", number(clean.slope)),
-        Comparison(
-            f"the same with noise, of incoherences from 1/√d = {LOUD:.2g} on", "1", number(_loud_slope(noisy))
+    readings = [
+        Reading("slope of ln error against ln incoherence, without noise", number(clean.slope), "1"),
+        Reading(
+            f"the same with noise, of incoherences from 1/√d = {LOUD:.2g} on", number(_loud_slope(noisy)), "1"
         ),
-        Comparison("this model's mean incoherence, mean over layers", "", number(mean)),
-        Comparison("its largest incoherence, mean over layers", "", number(largest)),
-        Comparison(
+        Reading("this model's mean incoherence, mean over layers", number(mean)),
+        Reading("its largest incoherence, mean over layers", number(largest)),
+        Reading(
             "incoherence from which on the statement with noise says something "
             f"({positions} positions, {contexts} contexts)",
-            "√(ln(n₁n₂)/d)",
             number(math.sqrt(math.log(positions * contexts) / width)),
+            "√(ln(n₁n₂)/d)",
         ),
     ]
     picture = _factorisation(clean, noisy, marks)
-    return Outcome(comparisons, _verdicts_2(clean, noisy), {"errors": table}, [picture])
+    return Outcome(readings, _verdicts_2(clean, noisy), {"errors": table}, [picture])
 
 
 def _loud_slope(noisy: FactorisationError) -> float:
@@ -272,7 +271,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
     ).replace("  ", " ")
     why = (
         f"; at width {SETTING.width} the noise of size 1/√d rules at every incoherence"
-        if verdict.verdict == FAILS
+        if verdict.answer == FAILS
         else ""
     )
     return replace(verdict, evidence=f"{verdict.evidence}{why} (mean error {errors})")

@@ -21,7 +21,7 @@ from theodolite.report.data import Floats, evenly, need
 from theodolite.report.drawing import theory as drawing
 from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import head_name, number, percent
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[in
 
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
-    """One row a head; `_random` and `_random_sd` are over random rotations in place of V."""
+    """One row per head; `_random` and `_random_sd` are over random rotations in place of V."""
     rows: list[dict[str, Any]] = []
     for layer in layers:
         split, mean, spread = layer.split, layer.split.random_mean, layer.split.random_deviation
@@ -233,7 +233,7 @@ def _figure_4(study: Study) -> Outcome:
     named = sorted({layer.projection for layer in layers} - {"projection"})
     shortened = f" (weights as in: {', '.join(named)})" if named else ""
     shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
-    outcome = Outcome(_comparisons(table, corner), _verdicts(table, corner, shortened), {"heads": table})
+    outcome = Outcome(_readings(table, corner), _verdicts(table, corner, shortened), {"heads": table})
     outcome.exhibits.extend([_maps(layers), ratio, diagonal])
     return outcome
 
@@ -243,30 +243,27 @@ def _basis(study: Study) -> torch.Tensor:
     return torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
 
 
-def _comparisons(table: pd.DataFrame, corner: int) -> list[Comparison]:
+def _readings(table: pd.DataFrame, corner: int) -> list[Reading]:
     best = table.loc[table["corner_ratio"].idxmax()]
     shares = ", ".join(_median(table, f"corner_energy_{k}") for k in CORNERS)
     random = ", ".join(_median(table, f"corner_energy_{k}_random") for k in CORNERS)
     return [
-        Comparison(
+        Reading(
             f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median of heads",
-            "",
             shares,
         ),
-        Comparison("the same in random bases", "", random),
-        Comparison(
+        Reading("the same in random bases", random),
+        Reading(
             "entries above the threshold, median of heads (in random bases)",
-            "",
             f"{number(float(table['surviving'].median()))} ({number(float(table['surviving_random'].median()))})",
         ),
-        Comparison(
+        Reading(
             f"share of their energy in the {corner} × {corner} corner, median of heads",
-            f"“concentrated in the top left (K ≈ {CORNER})”",
             _median(table, f"corner_surviving_{corner}"),
+            f"“concentrated in the top left (K ≈ {CORNER})”",
         ),
-        Comparison(
+        Reading(
             "head with the largest corner, over random",
-            "",
             f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
         ),
     ]

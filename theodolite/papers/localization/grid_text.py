@@ -64,7 +64,7 @@ class TextFiles:
     Attributes:
         train, held_out: UTF-8 files.
         length: tokens of a context.
-        batch: contexts a step; the training text must fill one.
+        batch: contexts per step; the training text must fill one.
         vocabulary: tokens of a byte-level BPE; None: one token a word, every word of the training text, as published.
     """
 

@@ -20,7 +20,7 @@ from theodolite.papers.localization.head_predictions import (
     from_survey,
     mean_of,
     others_mean,
-    rank_correlation,
+    rank_correlation_of_heads,
     regime_of_curve,
     width_of,
 )
@@ -31,7 +31,7 @@ from theodolite.report.drawing.localization import Line
 from theodolite.report.drawing.theory import head_scatter
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _behaviour(study: Study) -> Outcome:
         name: agreement(one.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
         for name, one in predictions.items()
     }
-    localized = rank_correlation(numbers["width"], numbers["entropy"], seed)
+    localized = rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
     verdicts = [
         *_order_verdicts(found),
         *_curve_verdicts(errors),
@@ -101,14 +101,14 @@ def _behaviour(study: Study) -> Outcome:
         _curves(run, predictions, measured),
         _bars(found),
     ]
-    comparisons = _comparisons(found, errors, regimes)
-    return Outcome(comparisons, verdicts, {"heads": heads, "correlations": correlations}, figures)
+    readings = _readings(found, errors, regimes)
+    return Outcome(readings, verdicts, {"heads": heads, "correlations": correlations}, figures)
 
 
 def _heads(
     run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Floats
 ) -> pd.DataFrame:
-    """One row a head: what is measured, and what each source predicts."""
+    """One row per head: what is measured, and what each source predicts."""
     columns: dict[str, object] = {
         "propagation": numbers["ρ"],
         "width": numbers["width"],
@@ -139,7 +139,7 @@ def _correlations(
     for name, one in predictions.items():
         own = _predicted_numbers(one)
         for predicted, measured, said, of in COMPARED:
-            estimate = rank_correlation(own[predicted], numbers[measured], seed)
+            estimate = rank_correlation_of_heads(own[predicted], numbers[measured], seed)
             found[name, predicted, measured] = estimate
             rows.append({"from": SOURCES[name], "predicted": said, "measured": of} | vars(estimate))
     table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})
@@ -214,9 +214,9 @@ def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
     ]
 
 
-def _comparisons(
+def _readings(
     found: Found, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
-) -> list[Comparison]:
+) -> list[Reading]:
     rows = []
     for name, said in SOURCES.items():
         mean, entropy = found[name, "mean", "ρ"], found[name, "eta", "entropy"]
@@ -225,11 +225,9 @@ def _comparisons(
             f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
             f"same regime: {percent(regimes[name][1])}"
         )
-        rows.append(Comparison(f"rank correlations over heads and errors, from {said}", "", shown))
+        rows.append(Reading(f"rank correlations over heads and errors, from {said}", shown))
     others = errors["others"]
-    rows.append(
-        Comparison("error of the mean curve of all other heads", "", with_error(others.value, others.error))
-    )
+    rows.append(Reading("error of the mean curve of all other heads", with_error(others.value, others.error)))
     return rows
 
 

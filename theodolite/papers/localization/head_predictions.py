@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 
 from theodolite.errors import WorkError
 from theodolite.papers.localization.text_as_walk import text_walk
+from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats, need
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import END_SHARE, UNDEFINED, UNIFORM_SPREAD, VANISHING_LEVEL, regime
@@ -163,22 +163,13 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: i
     return Estimate(value, float(drawn.std(ddof=1)), float(low), float(high), heads)
 
 
-def rank_correlation(x: Floats, y: Floats, seed: int) -> Estimate:
-    """Spearman's correlation over the heads that have both, NaN below `LEAST_HEADS`, with its bootstrap."""
+def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> Estimate:
+    """Rank correlation over the heads that have both, NaN below `LEAST_HEADS`, with its bootstrap."""
     both = np.isfinite(x) & np.isfinite(y)
     x, y = x[both], y[both]
     if len(x) < LEAST_HEADS:
         return Estimate(np.nan, np.nan, np.nan, np.nan, len(x))
-
-    def spearman(drawn: np.ndarray) -> np.ndarray:
-        ranks = [rankdata(values[drawn], axis=1) for values in (x, y)]
-        first, second = (rank - rank.mean(axis=1, keepdims=True) for rank in ranks)
-        scale = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
-        return np.divide(
-            (first * second).sum(axis=1), scale, out=np.full(len(drawn), np.nan), where=scale > 0
-        )
-
-    return bootstrap(spearman, len(x), seed)
+    return bootstrap(lambda drawn: rank_correlation(x[drawn], y[drawn]), len(x), seed)
 
 
 def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[Estimate, float]:

@@ -22,7 +22,7 @@ from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import CORRECTED, PUBLISHED, Line
 from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import BAO, ZHAI
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation
@@ -110,25 +110,25 @@ def _verdicts_3(curves: Curves) -> list[Verdict]:
     return verdicts
 
 
-def _comparisons_3(curves: Curves) -> list[Comparison]:
+def _comparisons_3(curves: Curves) -> list[Reading]:
     gap = max(
         float((a - b).abs().max()) for a, b in zip(curves["published"], curves["corrected"], strict=True)
     )
     apart = float((curves["corrected"][1] - curves["corrected"][2]).abs().max())
     return [
-        Comparison(
-            "η where ρ is localized", "caption: 5.12/512 = 0.01; text: 0.02", "ξ = 512 or 256: both drawn"
+        Reading(
+            "η where ρ is localized", "ξ = 512 or 256: both drawn", "caption: 5.12/512 = 0.01; text: 0.02"
         ),
-        Comparison("largest difference of the two readings of ξη = 5.12, corrected", "", number(apart)),
-        Comparison("largest |published − corrected| ρ", "0", number(gap)),
+        Reading("largest difference of the two readings of ξη = 5.12, corrected", number(apart)),
+        Reading("largest |published − corrected| ρ", number(gap), "0"),
         *(
-            Comparison(f"least width d with |ξ| ≤ √d (eq. 5), ξ = {xi}", "", number(float(xi**2)))
+            Reading(f"least width d with |ξ| ≤ √d (eq. 5), ξ = {xi}", number(float(xi**2)))
             for xi in (128, 512)
         ),
-        Comparison(
+        Reading(
             f"largest |ξ| of a head of width {HEAD_WIDTH}, whose symmetric part has rank {2 * HEAD_WIDTH} at most",
-            "√d",
             number(math.sqrt(2 * HEAD_WIDTH)),
+            "√d",
         ),
     ]
 
@@ -232,7 +232,7 @@ def _verdicts_4(bounds: dict[int, dict[str, Tensor]]) -> list[Verdict]:
     ]
 
 
-def _comparisons_4(bounds: dict[int, dict[str, Tensor]]) -> list[Comparison]:
+def _comparisons_4(bounds: dict[int, dict[str, Tensor]]) -> list[Reading]:
     rows = []
     for length, curves in bounds.items():
         peak = int(curves["published"].argmax())
@@ -240,17 +240,16 @@ def _comparisons_4(bounds: dict[int, dict[str, Tensor]]) -> list[Comparison]:
         exact = f"{number(float(curves['exact'].max()))} at ν = 0; exact bound at the printed peak: "
         exact += number(float(curves["exact"][peak]))
         rows.append(
-            Comparison(f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}", printed, exact)
+            Reading(f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}", exact, printed)
         )
     shortest, longest = (
         float((bounds[length]["asymptotic"] - bounds[length]["exact"]).abs().max())
         for length in (LENGTHS_4[0], LENGTHS_4[-1])
     )
     rows.append(
-        Comparison(
+        Reading(
             f"largest difference of the large-T form with exp(−ν) from the exact bound, T = {LENGTHS_4[0]} and "
             f"{LENGTHS_4[-1]}",
-            "",
             f"{number(shortest)} and {number(longest)}",
         )
     )

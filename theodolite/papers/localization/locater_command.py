@@ -84,8 +84,8 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
     }
     if unfinished:
         raise WorkError(
-            f"{len(unfinished)} of {len(names)} trainings are not at step {steps}, another process is at them: wait "
-            "for it, then run the same command again"
+            f"{len(unfinished)} of {len(names)} training runs are not at step {steps}; another process is working on "
+            "them: wait for it, then rerun the command"
         )
     return _lines(out, names)
 

@@ -29,7 +29,7 @@ from theodolite.papers.paired_effects import (
     difference,
     label_of,
     profile,
-    rank_correlation,
+    rank_correlation_by_seed,
     without_seed,
 )
 from theodolite.passes.provenance import versions
@@ -39,7 +39,7 @@ from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> li
     found = []
     for words, name, sign, relative in CLAIMS:
         effect = difference(data.rows, strongest, weakest, name, relative=relative)
-        rank = rank_correlation(data.rows, settings, name)
+        rank = rank_correlation_by_seed(data.rows, settings, name)
         found.append(
             judge_effect(
                 f"With stronger κ₂ {words}{how}",
@@ -140,7 +140,7 @@ def linked(data: Comparable) -> list[Verdict]:
         judge_effect(
             f"{claim} (section 7)",
             f"rank correlation over {len(settings)} settings, step {data.step}",
-            rank_correlation(data.rows, settings, name, against),
+            rank_correlation_by_seed(data.rows, settings, name, against),
             -1,
         )
         for claim, name, against in pairs
@@ -250,14 +250,14 @@ def _compared_at(data: Comparable) -> str:
     return number(data.step) + further
 
 
-def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
+def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
     table = by_setting(data.rows)
     found = [
-        Comparison("step at which all are compared", "50 000", _compared_at(data)),
-        Comparison(
+        Reading("step at which all are compared", _compared_at(data), "50 000"),
+        Reading(
             "tokens",
-            "words of WikiText-2",
             "words" if recipe["vocabulary"] is None else f"{recipe['vocabulary']} BPE",
+            "words of WikiText-2",
         ),
     ]
     for row in table.to_dict(orient="records"):
@@ -266,12 +266,12 @@ def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
             f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
             f"{number(row['entropy'], 4)}"
         )
-        found.append(Comparison(f"{row['setting']}, {counted(row['seeds'], 'seed')}", "", here))
+        found.append(Reading(f"{row['setting']}, {counted(row['seeds'], 'seed')}", here))
     return found
 
 
 def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
-    """All that is said of the trainings of one depth and width: verdicts, curves, maps and tables.
+    """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
         points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
@@ -289,7 +289,7 @@ def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
     trainings = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
     tables = {"settings": by_setting(data.rows), "trainings": trainings}
     runs: dict[str, dict[str, object]] = {"grid": dict(recipe)}
-    return Outcome(_comparisons(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
+    return Outcome(_readings(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
 
 
 def _of_shape(study: Study, layers: int, width: int) -> Outcome:
@@ -312,15 +312,15 @@ def _figure_7(study: Study) -> Outcome:
     whole = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
     shown = [one for one in whole.exhibits if one.key in ("maps", "profiles")]
     verdicts = [verdict for verdict in whole.verdicts if "stripes" in verdict.claim]
-    return Outcome(whole.comparisons, verdicts, whole.tables, shown, whole.runs)
+    return Outcome(whole.readings, verdicts, whole.tables, shown, whole.runs)
 
 
 def _grid_of(study: Study) -> Path:
     grid = study.run.provenance.get("grid")
     if grid is None:
         raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of trainings: give the folder that `theodolite train "
-            "locater` wrote"
+            "figures 6 to 12 of localization are read from a grid of training runs: give the folder "
+            "that `theodolite train locater` wrote"
         )
     return Path(grid["folder"])
 
@@ -337,7 +337,7 @@ def grid_run(folder: str | Path) -> Run:
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": f"{len(points)} trainings in {Path(folder).name}",
+            "id": f"{len(points)} training runs in {Path(folder).name}",
             "sha256": None,
             "architecture": "Post-LN decoder",
             "layers": max(point.setting.layers for point in points),

@@ -1,8 +1,8 @@
-"""A grid of LocAteR trainings (Bao et al. 2024, Figs. 6–12): which settings, side by side, and always to go on with.
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, resumable.
 
-All trainings are brought to the same number of steps in rounds, so that a grid which is stopped at any time compares
-equals; the same command goes on, and one that asks for more steps, seeds, layers or settings adds them to the folder.
-Every process trains on one core. How one training works is not known here.
+All training runs advance in rounds of the same number of steps, so that a grid which is stopped at any time compares
+equals; rerunning the command resumes, and one that asks for more steps, seeds, layers or settings adds them to the
+folder. Every process trains on one core. How one run is trained is not known here.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Grid:
         layers, widths: depths and d; every combination of all that follows at each.
         seeds: 0 … seeds − 1.
         scale: κ₁ of every LocAteR training.
-        means: κ₂ of the LocAteR trainings.
-        weight_decays: of the trainings without LocAteR; 0.01 is the published one.
+        means: κ₂ of the LocAteR training runs.
+        weight_decays: of the training runs without LocAteR; 0.01 is the published one.
         gradient: of the second term of LocAteR (`locater_penalty`).
     """
 
@@ -109,7 +109,9 @@ def train_grid(
     with FileLock(job.folder / "lock"):
         kept_text(job.folder, files)
         _claim(job)
-    console.print(f"{len(settings)} trainings of {job.steps} steps in {job.folder}, {side_by_side} at a time")
+    console.print(
+        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {side_by_side} at a time"
+    )
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -129,7 +131,7 @@ def train_grid(
 
 
 def _claim(job: Job) -> None:
-    """Write into the folder how its trainings are made, unless it says the same already."""
+    """Write into the folder how its training runs are made, unless it says the same already."""
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
     place = job.folder / CLAIM
     if not place.exists():
@@ -177,7 +179,7 @@ def _say_progress(training: Training, done: int, seconds: float, say: Callable[[
     last = training.tables()[0].iloc[-1]
     say(
         f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
-        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps a second"
+        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps per second"
     )
 
 
@@ -214,7 +216,7 @@ def _beside(
     for worker in workers:
         worker.join()
         if worker.exitcode:
-            failed.append(f"a process ended with status {worker.exitcode}; run the same command again")
+            failed.append(f"a process ended with status {worker.exitcode}; rerun the command")
     return failed
 
 
@@ -278,7 +280,7 @@ class Point:
 
 
 def is_grid(folder: str | Path) -> bool:
-    """Whether a grid of trainings is there, finished or not."""
+    """Whether a grid of training runs is there, finished or not."""
     return (Path(folder) / CLAIM).is_file()
 
 

@@ -2,8 +2,8 @@
 
 A training lives in a folder and goes on from its checkpoint to whatever step is asked for next; the learning rate is
 fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
-seed gives the same bytes on a processor, stopped and begun again or not; and trainings of one seed see the same
-batches, initial weights and dropout, which pairs them. Which trainings make up a grid is not known here.
+seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
+batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HEADS = ("trace", "trace_of_square", "frobenius_squared", "entropy", "propagatio
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all trainings of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
+    """What all training runs of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
 
     Published: length, batch, one head, width of the feed-forward layer = width, ReLU and Post-LN (`decoder.py`), Adam
     with (0.9, 0.999) and 1e-8, no clipping, a fixed rate (`published_rate`), half precision. fairseq 0.12.2: dropout
@@ -286,7 +286,7 @@ class Training:
             self.history[name] = torch.cat([self.history[name], values.cpu()[None]])
 
     def _held_out(self, windows: Tensor) -> Float[Tensor, " windows"]:
-        """Mean loss of each window in nats a token, dropout off, weights and products in float32."""
+        """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
         return torch.cat(

@@ -1,6 +1,6 @@
 """What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
 
-Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The trainings and what
+Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The training runs and what
 counts as a loss that notices are in `collapse`.
 """
 
@@ -21,14 +21,14 @@ from theodolite.report.drawing import locater as figures_locater
 from theodolite.report.drawing import monitor as figures_monitor
 from theodolite.report.drawing.locater import Panel
 from theodolite.report.exhibit import Exhibit, exhibit
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 SHOWN = (
-    ("loss", "loss, nats a character"),
+    ("loss", "loss, nats per character"),
     ("entropy_share_min", "lowest entropy of a head over its maximum"),
     ("propagation_min", "lowest ρ of a head"),
     ("alarms", "alarms that stand"),
@@ -46,8 +46,8 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
     lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
     evidence = (
         f"first alarm before the loss rises or stalls more than in any healthy training in "
-        f"{int((warned & ~late).sum())} of {len(failing)} failing trainings{lead}; in {int(unnoticed.sum())} of them "
-        f"the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
+        f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} of "
+        f"them the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
     )
     claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
     false = healthy["first_alarm"].notna()
@@ -78,7 +78,7 @@ def _monitor(study: Study) -> Outcome:
     return Outcome(_compared(runs), judged(runs), tables, exhibits)
 
 
-def _compared(runs: pd.DataFrame) -> list[Comparison]:
+def _compared(runs: pd.DataFrame) -> list[Reading]:
     found = []
     for pace, rows in runs.groupby("pace", sort=False):
         moments = (
@@ -86,7 +86,7 @@ def _compared(runs: pd.DataFrame) -> list[Comparison]:
             for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
         )
         final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
-        found.append(Comparison(str(pace), "", "; ".join([*moments, final])))
+        found.append(Reading(str(pace), "; ".join([*moments, final])))
     return found
 
 
@@ -110,7 +110,7 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
         figures_monitor.moments(rows, dict(zip(names, moments, strict=True)), STEPS),
         "A dot where each training was noticed; no dot: never. The last kind needs the healthy training beside it, "
         "which nobody has in practice.",
-        "whether the first alarm is left of the loss, and no alarm in the healthy trainings.",
+        "whether the first alarm is left of the loss, and no alarm in the healthy training runs.",
         SOURCE,
     )
 
@@ -129,7 +129,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
             lines.append(tuple(part.to_numpy() for part in (column.mean(), column.min(), column.max())))
     return exhibit(
         "course",
-        "The same trainings, step by step",
+        "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
         f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
         f"the monitor looks every {EVERY} steps.",

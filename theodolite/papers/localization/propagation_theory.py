@@ -24,7 +24,7 @@ from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.propagation import propagation
 
@@ -97,18 +97,17 @@ def _figure_1(study: Study) -> Outcome:
             for at, s, p in zip(logit[::9].tolist(), first[::9].tolist(), second[::9].tolist(), strict=True)
         ]
     )
-    comparisons = [
-        Comparison("largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2", "", number(worst[2])),
+    readings = [
+        Reading("largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2", number(worst[2])),
         *(
-            Comparison(
+            Reading(
                 f"the same for {length} inputs, at ω₁ = {number(float(logit[gaps[length].argmax()]), 2)}",
-                "",
                 number(worst[length]),
             )
             for length in LENGTHS_1[1:]
         ),
     ]
-    return Outcome(comparisons, _verdicts_1(worst), {"inputs": table}, [_plane(), _by_inputs(logit, pairs)])
+    return Outcome(readings, _verdicts_1(worst), {"inputs": table}, [_plane(), _by_inputs(logit, pairs)])
 
 
 def _verdicts_1(worst: dict[int, float]) -> list[Verdict]:
@@ -239,12 +238,12 @@ def _figure_2(study: Study) -> Outcome:
     gap = np.abs(published - corrected)
     at = np.unravel_index(gap.argmax(), gap.shape)
     where = f"ξ = {XIS[at[0]]:g}, η = {ETAS[at[1]]:g}, θ = {float(THETA[at[2]]):g}"
-    comparisons = [
-        Comparison(f"largest |published − corrected| ρ, at {where}", "0", number(float(gap.max()))),
-        Comparison("variance of s over η² at θ = 1", "31/12 (2θ² + 7/12)", "7/12 (2θ² − 2θ + 7/12)"),
+    readings = [
+        Reading(f"largest |published − corrected| ρ, at {where}", number(float(gap.max())), "0"),
+        Reading("variance of s over η² at θ = 1", "7/12 (2θ² − 2θ + 7/12)", "31/12 (2θ² + 7/12)"),
     ]
     figures = [_maps_2(), _curves_2(published, corrected)]
-    return Outcome(comparisons, _verdicts_2(grids), {"curves": _table_2(published, corrected)}, figures)
+    return Outcome(readings, _verdicts_2(grids), {"curves": _table_2(published, corrected)}, figures)
 
 
 def _maps_2() -> Exhibit:

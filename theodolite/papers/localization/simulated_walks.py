@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from theodolite.judging import Criterion, Verdict, judge
@@ -23,11 +22,12 @@ from theodolite.papers.localization.walk_simulation import (
     over_draws,
     simulate,
 )
+from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats, provenance
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 from theodolite.theory.exact_propagation import propagation_exact
 from theodolite.theory.propagation import propagation, propagation_finite
@@ -40,9 +40,9 @@ SETTING = WalkSetting()
 
 PREDICTED = {
     "published": "Eq. 6 as printed gives ρ of random walks",
-    "corrected": "Eq. 6 with the corrected variance does",
-    "finite": "The Gaussian with the exact moments at finite T does",
-    "exact": "The exact distribution does",
+    "corrected": "Eq. 6 with the corrected variance gives ρ of random walks",
+    "finite": "A Gaussian with the exact moments at finite T gives ρ of random walks",
+    "exact": "The exact distribution gives ρ of random walks",
 }
 """Each prediction, and the claim that it describes the simulation, in the order in which they are drawn."""
 
@@ -95,7 +95,7 @@ def _figure_5(study: Study) -> Outcome:
     ]
     verdicts = [*_of_predictions(sims, predicted), *_of_localization(sims), *_of_entropy(sims)]
     tables = {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
-    return Outcome(_comparisons(sims, predicted), verdicts, tables, figures)
+    return Outcome(_readings(sims, predicted), verdicts, tables, figures)
 
 
 def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit:
@@ -133,7 +133,7 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
 
 
 def _by_scale(values: Tensor) -> Floats:
-    """A number a pair as (means, scales)."""
+    """One number per pair as (means, scales)."""
     grid: Floats = values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
     return grid
 
@@ -273,30 +273,27 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
 
 def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Spearman's correlation over pairs of two numbers (P, D): mean over draws, and its standard error."""
-    found = torch.tensor(
-        [float(spearmanr(a, b).statistic) for a, b in zip(first.T, second.T, strict=True)],
-        dtype=torch.float64,
-    )
-    return float(found.mean()), float(over_draws(found[None])[0])
+    by_draw = torch.from_numpy(rank_correlation(first.T.numpy(), second.T.numpy())).double()
+    return float(by_draw.mean()), float(over_draws(by_draw[None])[0])
 
 
-def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Comparison]:
+def _readings(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Reading]:
     rows = []
     for name, sim in sims.items():
         means = ", ".join(
             f"{key} {number(float((curve - sim.propagation).abs().mean()))}"
             for key, curve in predicted[name].items()
         )
-        rows.append(Comparison(f"mean |predicted − simulated| ρ, {name} Σ", "", means))
+        rows.append(Reading(f"mean |predicted − simulated| ρ, {name} Σ", means))
         shares = ", ".join(f"{key} {beyond(sim, curve):.3f}" for key, curve in predicted[name].items())
-        rows.append(Comparison(f"share of points beyond {FAR:g} standard errors, {name} Σ", "", shares))
+        rows.append(Reading(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares))
     iso = sims["isotropic"]
     by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
     for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
         said = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
         scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
-        rows.append(Comparison(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", "", said))
-    rows.append(Comparison("pairs of mean and scale; temperature", "not printed", "ours; λ = √d"))
+        rows.append(Reading(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", said))
+    rows.append(Reading("pairs of mean and scale; temperature", "ours; λ = √d", "not printed"))
     return rows
 
 

@@ -28,7 +28,7 @@ from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.exhibit import Exhibit, by_layer, by_name, exhibit
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Comparison, Outcome
+from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ EXPLAINS = Criterion(
 UNCORRELATED = Criterion(
     "at most", 0.1, "in size; Assumption 1 has 0, vectors independent of each other −½; the tenth is ours"
 )
-GROWS = Criterion("at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours")
+GROWTH_EXPONENT = Criterion(
+    "at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours"
+)
 NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
 DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
 
@@ -106,7 +108,7 @@ def _walk(study: Study) -> Outcome:
     layers = layers[["tokens", "vectors", *(name for name in layers if name not in ("tokens", "vectors"))]]
     figures = [_maps(walks), _growth(walks), _autocorrelation(walks), _by_layer(tables)]
     return Outcome(
-        _comparisons(tables, residual),
+        _readings(tables, residual),
         _verdicts(tables, residual),
         {"layers": layers, "pairs": pair_table(*walks.sums[TEXT])},
         figures,
@@ -214,7 +216,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
             values(names[0]),
             ("layer", ""),
         ),
-        "One number a layer: "
+        "One number per layer: "
         + "; ".join(f"{said}: {MEASURES[name]}" for said, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",
@@ -248,7 +250,7 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
             EXPLAINS,
         ),
         _judged(
-            "So has the residual stream",
+            "The residual stream, too, has the second moments of a random walk",
             residual,
             "r_squared",
             EXPLAINS,
@@ -256,7 +258,12 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
         _judged(
             "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
         ),
-        _judged("Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)", text, "growth", GROWS),
+        _judged(
+            "Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            text,
+            "growth",
+            GROWTH_EXPONENT,
+        ),
         _judged("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
@@ -268,7 +275,7 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
     ]
 
 
-def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Comparison]:
+def _readings(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Reading]:
     expected = {
         "r_squared": "1",
         "r_squared_centred": "1",
@@ -286,13 +293,13 @@ def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> lis
             values, errors = _column(table, name)
             middle = len(values) // 2
             here.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
-        rows.append(Comparison(f"{MEASURES[name]}, middle layer", f"a walk: {said}", "; ".join(here)))
+        rows.append(Reading(f"{MEASURES[name]}, middle layer", "; ".join(here), f"a walk: {said}"))
     simulated = tables[WALK]
     rows.append(
-        Comparison(
+        Reading(
             "lowest R² of the simulated walk over layers: what this test gives a true walk",
-            "a walk: 1",
             number(float(simulated["r_squared"].min())),
+            "a walk: 1",
         )
     )
     return rows

@@ -29,7 +29,7 @@ MEASURES = {
 
 
 def walk_table(sums: WalkSums, state: State) -> pd.DataFrame:
-    """One row a layer: `MEASURES`, each with its standard error `…_se` over contexts.
+    """One row per layer: `MEASURES`, each with its standard error `…_se` over contexts.
 
     Errors are from balanced halves of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
     `frobenius` and `cosine`: it is known from n − 1 times as many vectors.
@@ -129,7 +129,7 @@ def second_moment_errors(
 
 
 def pair_table(sums: WalkSums, state: State) -> pd.DataFrame:
-    """One row a layer and pair of marked positions: both errors of the full second moments."""
+    """One row per layer and pair of marked positions: both errors of the full second moments."""
     first, second = torch.triu_indices(len(sums.marks), len(sums.marks))
     marks = torch.tensor(sums.marks) + 1
     rows = []

@@ -29,7 +29,7 @@ pipeline_tag: text-generation
 ---
 # A small GPT-2-architecture model
 
-{parameters:,} parameters: {layers} layers, {heads} heads a layer, width {width}, {length} learned positions,
+{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} learned positions,
 tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
 
 ## Training
@@ -58,7 +58,7 @@ that text and is mostly wrong. It was trained without a beginning-of-sequence to
 
 @dataclass(frozen=True)
 class TinyResult:
-    """What a training gave. Losses are in nats a token, measured in float32, by source where held out.
+    """What a training gave. Losses are in nats per token, measured in float32, by source where held out.
 
     `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
     interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.

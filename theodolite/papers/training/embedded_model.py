@@ -32,9 +32,9 @@ class TinyConfig:
     layers: int = 6
     heads: int = 4
     width: int = 128
-    length: int = 256  # tokens a context, and learned positions
+    length: int = 256  # tokens per context, and learned positions
     vocabulary: int = 2048
-    batch: int = 16  # contexts a step
+    batch: int = 16  # contexts per step
     steps: int = 7000
     learning_rate: float = 2e-3  # the peak
     weight_decay: float = 0.1  # on matrices only

@@ -55,7 +55,7 @@ class SmallConfig:
     layers: int
     heads: int
     width: int
-    batch: int  # contexts a step
+    batch: int  # contexts per step
     steps: int
     learning_rate: float  # the peak
     schedule: str  # "cosine" to FINAL_RATE of the peak, or "linear" to 0

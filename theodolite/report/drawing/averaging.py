@@ -1,4 +1,4 @@
-"""Figures of the averaging theorem: attention maps, errors against s_tag with their rate, trainings by seed.
+"""Figures of the averaging theorem: attention maps, errors against s_tag with their rate; training runs by seed.
 
 They take plain arrays and return Plotly figures. Nothing here computes a statistic or trains.
 """

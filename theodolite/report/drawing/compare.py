@@ -60,7 +60,7 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
 def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
-    """A dot a unit, before across and after upwards; on the dotted line nothing changed."""
+    """One dot per unit, before across and after upwards; on the dotted line nothing changed."""
     of_line, *of_dots = scatter_patch(table, dots)
     line = go.Scatter(
         mode="lines",
@@ -169,7 +169,7 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
     """Share of tokens beyond 6 by outlier dimension and residual layer, before and after.
 
     Args:
-        table: a row a layer and dimension; blank where a dimension is no outlier. dimensions: the rows of the maps.
+        table: one row per layer and dimension; blank where a dimension is no outlier. dimensions: the rows of the maps.
         layers: of the residual stream.
     """
     width = (1 - 2 * GAP) / 2

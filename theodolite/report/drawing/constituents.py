@@ -33,7 +33,6 @@ SHARES = {
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
 ADDITIVE = "additive"
 NAMED = 0.005  # a share below it has no number in its cell
-PATTERNS = {"induction": "induction", "previous": "previous-token", "same": "same-token"}
 PANELS = 6
 """Heads of one pattern that are drawn; the table has them all."""
 
@@ -183,7 +182,7 @@ def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
 def attribution(run: Run, pattern: str) -> go.Figure:
     """Attention along a pattern by its strongest heads: as it is, from one group of logits only, and without it.
 
-    One panel a head, the strongest first. Lines: the score as it is (solid) and of even attention (dotted).
+    One panel per head, the strongest first. Lines: the score as it is (solid) and of uniform attention (dotted).
     """
     heads = attributed(run, pattern)[:PANELS]
     if not heads:
@@ -207,7 +206,7 @@ def attribution(run: Run, pattern: str) -> go.Figure:
 
 
 def _attribution_bars(rows: pd.DataFrame, suffix: str, *, legend: bool) -> list[go.Bar]:
-    said = {"only": "with it alone", "without": "without it"}
+    labels = {"only": "alone", "without": "ablated"}
     colours = {"only": style.MEASURED, "without": style.SKY}
     return [
         go.Bar(
@@ -215,16 +214,16 @@ def _attribution_bars(rows: pd.DataFrame, suffix: str, *, legend: bool) -> list[
             y=rows["group"].tolist(),
             customdata=rows["share"].to_numpy(dtype=np.float32),
             orientation="h",
-            name=said[name],
+            name=labels[name],
             legendgroup=name,
             showlegend=legend,
             marker={"color": colours[name], "line": {"width": 0}},
             xaxis=f"x{suffix}",
             yaxis=f"y{suffix}",
-            hovertemplate=f"%{{y}}<br>{said[name]}: %{{x:.3f}}<br>"
+            hovertemplate=f"%{{y}}<br>{labels[name]}: %{{x:.3f}}<br>"
             "%{customdata:.1%} of the logits' variance<extra></extra>",
         )
-        for name in said
+        for name in labels
     ]
 
 
@@ -249,7 +248,7 @@ def _add_panel(
     name = head_name(int(first["layer"]), int(first["head"]))
     layout["annotations"].append(
         {
-            "text": f"<b>{name}</b>  as it is {number(score, 2)}, even attention {number(uniform, 2)}",
+            "text": f"<b>{name}</b>  as measured {number(score, 2)}, uniform attention {number(uniform, 2)}",
             "xref": "paper",
             "yref": "paper",
             "x": 0,

@@ -1,4 +1,4 @@
-"""The figure of models with and without an escape from attention. It takes a plain table."""
+"""The figure of models with and without a no-op option. It takes a plain table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROW = 250  # pixels
 
 
 def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
-    """A panel a measure: a dot a model, a line a seed.
+    """One panel per measure: one dot per model, one line per seed.
 
     Args:
-        table: a row a model, `escape`, `seed` and the measures. names: of the escapes, in order.
+        table: one row per model, `escape`, `seed` and the measures. names: of the escapes, in order.
         measures: column → title.
     """
     rows = -(-len(measures) // COLUMNS)

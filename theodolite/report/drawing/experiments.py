@@ -59,7 +59,7 @@ def _layer_axis(layers: Floats) -> dict[str, Any]:
 def beside_published(
     run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
 ) -> go.Figure:
-    """A layer column over the rows of Table 4, 5 or 6, one line a model and text.
+    """A layer column over the rows of Table 4, 5 or 6, one line per model and text.
 
     The 13 published layers are stretched onto this model's depth; the run's standard errors are drawn as bars.
     """
@@ -88,7 +88,7 @@ def beside_published(
 
 
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
-    """Table 1 as dots: one panel a quantity, one line a row, a bar of one standard deviation over layers.
+    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers.
 
     Args:
         rows: row name → quantity → (mean, standard deviation); the first row is this run's.

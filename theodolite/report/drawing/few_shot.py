@@ -1,4 +1,4 @@
-"""Accuracy against the number of examples, one line a model, as in Fig. 3 of Zhang, Khan & Papyan 2025.
+"""Accuracy against the number of examples, one line per model, as in Fig. 3 of Zhang, Khan & Papyan 2025.
 
 It takes tables and returns Plotly figures. Nothing here computes a statistic or reads a model.
 """

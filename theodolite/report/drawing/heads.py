@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report import style
 from theodolite.report.data import (
     Floats,
@@ -39,11 +40,7 @@ REGIME_COLOURS = (
 NOTE_COLUMNS = (
     "entropy",
     "propagation",
-    "sink_first",
-    "sink_later",
-    "previous_token",
-    "same_token",
-    "induction",
+    *(role.column for role in COMMON_ROLES),
     "trace",
     "xi_symmetric",
     "eta_symmetric",

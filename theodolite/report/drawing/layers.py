@@ -134,7 +134,7 @@ def relative_norm(run: Run) -> go.Figure:
     """Relative norm ‖P‖₂/‖M‖₂ of the positional basis at every layer, beside Table 6."""
     traces = _layer_bands(run, published.RELATIVE_NORM, "relative norm at this depth, Table 6")
     traces += _curve(run, "relative_norm", "this model", style.MEASURED)
-    return _chart(run, traces, "share of the largest direction", yaxis={"range": [0, 1.05]})
+    return _chart(run, traces, "relative norm", yaxis={"range": [0, 1.05]})
 
 
 def _level(
@@ -177,8 +177,10 @@ def similarity(run: Run) -> go.Figure:
         low.legendgroup = high.legendgroup = high.name
         low.showlegend = False
     traces += between
-    traces += _curve(run, "similarity_within", "same label", style.MEASURED)
-    traces += _curve_if_any(run, "similarity_between", "other label", style.MEASURED, line={"dash": "dash"})
+    traces += _curve(run, "similarity_within", "within labels", style.MEASURED)
+    traces += _curve_if_any(
+        run, "similarity_between", "between labels", style.MEASURED, line={"dash": "dash"}
+    )
     return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
 
 
@@ -197,7 +199,7 @@ def incoherence(run: Run) -> go.Figure:
 def clusters(run: Run) -> go.Figure:
     """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
     traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.MEASURED)
-    agreement = "labels found by k-means (ARI)"
+    agreement = "k-means against labels (ARI)"
     traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, line={"dash": "dash"})
     if not traces:
         raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
@@ -206,7 +208,7 @@ def clusters(run: Run) -> go.Figure:
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
-    traces = _curve(run, "norm", "positions 1 and on", style.MEASURED)
+    traces = _curve(run, "norm", "positions ≥ 1", style.MEASURED)
     if column(run.layers, "norm_first") is not None:
         traces += _curve(run, "norm_first", "first token", style.MEASURED, line={"dash": "dash"})
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
@@ -214,7 +216,7 @@ def norm(run: Run) -> go.Figure:
 
 def cosine_previous(run: Run) -> go.Figure:
     """Mean cosine between a token's hidden state at a layer and at the layer before."""
-    traces = _curve(run, "cosine_previous", "to the layer before", style.MEASURED)
+    traces = _curve(run, "cosine_previous", "to the previous layer", style.MEASURED)
     return _chart(run, traces, "mean cosine", yaxis={"range": [-0.1, 1.05]})
 
 
@@ -235,7 +237,7 @@ def rank_collapse(run: Run) -> go.Figure:
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    counted = [("massive_activations", "positions 1 and on", style.MEASURED)]
+    counted = [("massive_activations", "positions ≥ 1", style.MEASURED)]
     if column(run.layers, "massive_activations_first") is not None:
         counted.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
     traces = [

@@ -1,4 +1,4 @@
-"""Figures of a grid of trainings: measures against training step, one line a setting, and maps of ρ over training.
+"""Figures of a grid of training runs: measures against training step, one line a setting, and maps of ρ over training.
 
 They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a grid.
 """

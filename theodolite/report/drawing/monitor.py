@@ -18,7 +18,7 @@ def moments(rows: Sequence[str], found: Mapping[str, Floats], last: int) -> go.F
     """A line for each training, from step 0 to `last`, and on it a dot for each kind of moment.
 
     Args:
-        rows: R names of trainings. found: kind → R steps, NaN where it never came. last: the last step.
+        rows: R names of training runs. found: kind → R steps, NaN where it never came. last: the last step.
     """
     names = [for_plotly(row) for row in rows]
     traces = [

@@ -79,7 +79,7 @@ def by_dimension(
     y: str = "token",
     like: Floats | None = None,
 ) -> go.Figure:
-    """Vectors (tokens, d), a row a token: the dimensions that are largest at any token, in their order.
+    """Vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
 
     Those, and the colours, are of the vectors `like` (rows, d), if given: for figures that are to be compared.
     """

@@ -16,7 +16,7 @@ def error_map(table: pd.DataFrame, column: str) -> go.Figure:
     """A relative error of every matrix, blocks by names; the experts of a block as their mean.
 
     Args:
-        table: a row a matrix. column: `error` or `error_scaled`.
+        table: one row per matrix. column: `error` or `error_scaled`.
     """
     names = list(dict.fromkeys(table["matrix"]))
     values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]

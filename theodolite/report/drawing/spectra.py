@@ -81,7 +81,7 @@ def propagation_traces(run: Run, layer: int, head: int) -> list[Patch]:
 
 
 def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
-    """ρ(θ) of one head, θ = i/T: the share of inputs whose signal gets through, predicted and measured.
+    """ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
@@ -137,7 +137,7 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
             x=kept.astype(np.int32),
             y=entropy_limits(run)[layer, kept].astype(np.float32),
             mode="lines",
-            name="attention spread evenly",
+            name="uniform attention",
             line={"color": style.GREY, "width": 1.5, "dash": "dash"},
             hovertemplate=hover,
         ),
@@ -160,7 +160,7 @@ def entropy_by_position(run: Run) -> go.Figure:
         x=kept.astype(np.int32),
         y=entropy_limits(run).max(axis=0)[kept].astype(np.float32),
         mode="lines",
-        name="spread evenly",
+        name="uniform attention",
         line={"color": style.GREY, "width": 1.5, "dash": "dash"},
         hovertemplate="position %{x}<br>at most %{y:.3f} nats<extra></extra>",
     )

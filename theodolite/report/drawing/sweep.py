@@ -16,7 +16,7 @@ SIDES = (("loss_more", "loss beyond the dense model's, nats"), ("sinks_kept", "s
 
 
 def fronts(table: pd.DataFrame) -> go.Figure:
-    """Loss and sinks kept against bytes: a dot a row, coloured by rank ratio, and the line of those unbeaten.
+    """Loss and sinks kept against bytes: one dot per row, coloured by rank ratio, and the line of those unbeaten.
 
     Args:
         table: `bytes`, `rank_ratio`, `sparsity`, both measures with their `_se`, `front_loss` and `front_sinks`.
@@ -61,7 +61,7 @@ def fronts(table: pd.DataFrame) -> go.Figure:
 
 
 def plans(table: pd.DataFrame) -> go.Figure:
-    """Both measures by plan: a dot a calibration, those of one calibration joined."""
+    """Both measures by plan: one dot per calibration, those of one calibration joined."""
     names = [for_plotly(name) for name in table["plan"].drop_duplicates()]
     traces = []
     for place, (name, _) in enumerate(SIDES):

@@ -106,7 +106,7 @@ def weight_patch(tiles: Floats) -> list[Patch]:
 def head_values(
     grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
 ) -> go.Figure:
-    """One number a head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm.
+    """One number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm.
 
     `notes`: further lines of each head's hover text.
     """

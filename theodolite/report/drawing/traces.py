@@ -23,7 +23,7 @@ KIND_NAMES = {
     "first": "first token",
     "later": "later token",
     "learned": "learned column",
-    "stretch": "token that catches a stretch",
+    "stretch": "local sink",
 }
 
 
@@ -74,7 +74,7 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
 
 
 def strength(traces: pd.DataFrame) -> go.Figure:
-    """A dot a sink: the share of all queries that it catches, and η² of the head's output."""
+    """One dot per sink: the share of all queries that it catches, and η² of the head's output."""
     dots = []
     for kind, name in KIND_NAMES.items():
         rows = traces[traces["kind"] == kind]
@@ -103,7 +103,7 @@ def strength(traces: pd.DataFrame) -> go.Figure:
 
 
 def kept(heads: pd.DataFrame) -> go.Figure:
-    """A dot a head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
+    """One dot per head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
 
     Bars are the standard error of the difference of both.
     """

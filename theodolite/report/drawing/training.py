@@ -44,7 +44,7 @@ def _step_axis(steps: Sequence[int], places: Floats) -> dict[str, Any]:
 def measures_by_step(
     steps: Sequence[int], measures: Mapping[str, tuple[Floats, Floats]], limits: Mapping[str, float]
 ) -> go.Figure:
-    """One panel a measure, one line a layer, against training step.
+    """One panel per measure, one line per layer, against training step.
 
     Args:
         steps: S of them. measures: title → (values, standard errors), each (S, N).
@@ -110,7 +110,7 @@ def _layer_line(
 
 
 def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
-    """The positions on their two leading directions, one cell a step and layer, each cell on its own scale.
+    """The positions on their two leading directions, one cell per step and layer, each cell on its own scale.
 
     Args:
         curves: (S, N, n, 2), coloured by position, early violet and late green.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, AttentionPattern
 from theodolite.report.data import blocks, evenly
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import geometry
@@ -18,38 +19,33 @@ _BY_BLOCK = Choice(
 )
 
 _LOOKS = {
-    "previous": "a long bar for position alone and a short one without it: the head is positional. With rotary or "
-    "additive positions relative position is in every group, also in the constant one.",
-    "induction": "a long bar for context alone and a short one without it: the head matches tokens, whatever "
+    "previous": "a long bar for position alone and a short one with it ablated: a positional head. With rotary or "
+    "additive positions, relative position is in every group, the constant one included.",
+    "induction": "a long bar for context alone and a short one with it ablated: the head matches tokens, whatever "
     "their positions.",
-    "same": "the same as for induction: context alone keeps the score, and without it the score falls to even "
+    "same": "the same as for induction: context alone retains the score, and ablating it drops the score to uniform "
     "attention.",
 }
-_RECOMPUTED = "from the logits of one group of constituents alone, and from all but that group"
+_RECOMPUTED = "from the logits of one group of constituents alone, and with that group ablated"
 _GROUPS = (
     "Position: position on one side or both, with mean and bias but nothing of the context; context: the reverse; "
     "cross: position on one side, context on the other; constant: mean and bias only. pos-pos and cvec-cvec are the "
-    "parts of the first two without mean and bias. Solid line: the head as it is; dotted: even attention."
+    "parts of the first two without mean and bias. Solid line: the head as measured; dotted: uniform attention."
 )
-_PAID = {
-    "previous": "from a token to the one before it",
-    "induction": "from the second copy of a token to what followed the first",
-    "same": "from the second copy of a token to the first",
-}
 
 
-def _attribution(pattern: str) -> Exhibit:
+def _attribution(name: str, pattern: AttentionPattern) -> Exhibit:
     return Exhibit(
-        f"attribution-{pattern}",
+        f"attribution-{name}",
         "constituents",
-        f"What makes {drawing.PATTERNS[pattern]} heads",
+        f"What makes {pattern.role.plural}",
         ("attribution.score",),
-        lambda run: drawing.attribution(run, pattern),
-        f"Mean attention {_PAID[pattern]}, on random tokens twice, by the heads that pay most: recomputed "
-        f"{_RECOMPUTED}." + (f" {_GROUPS}" if pattern == "previous" else ""),
-        _LOOKS[pattern],
+        lambda run: drawing.attribution(run, name),
+        f"Mean attention {pattern.target}, on a repeated random sequence, for the heads with the highest scores: "
+        f"recomputed {_RECOMPUTED}." + (f" {_GROUPS}" if name == next(iter(ATTENTION_PATTERNS)) else ""),
+        _LOOKS[name],
         f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
-        when=lambda run: bool(drawing.attributed(run, pattern)),
+        when=lambda run: bool(drawing.attributed(run, name)),
     )
 
 
@@ -57,32 +53,32 @@ CONSTITUENT_EXHIBITS = [
     Exhibit(
         "head-shares",
         "constituents",
-        "What carries the logits of every head",
+        "Constituents of the logits, by head",
         ("heads.share_position",),
         drawing.head_shares,
-        "Each bar is a head: the share of its logits' variance along the keys that each pair of parts of query and "
-        "key carries. Position: position on one side or both, the other side mean or bias; context: what is neither "
+        "One bar per head: the share of its logits' variance across keys in each pair of constituents of query and "
+        "key. Position: position on one side or both, the other side mean or bias; context: what is neither "
         "mean nor position in the same way; position and context: one on each side; constant: mean and bias on both "
-        "sides; additive: a bias such as ALiBi. Shares of a head add up to 1; a negative one hangs "
-        "below 0, where a constituent takes back what others put in, and the others then pass the dotted line.",
-        "heads of one colour: blue ones read positions alone, red ones read tokens. Grey is what only the norm's "
-        "scale of each token moves, or with rotary positions the distance.",
-        f"{SONG}, section 5.2, with constituents that add up",
+        "sides; additive: a bias such as ALiBi. The shares of a head sum to 1; a negative share is "
+        "drawn below 0, where a constituent cancels others, which then exceed the dotted line.",
+        "heads of one colour: blue ones read position only, red ones tokens. Grey varies only with the norm's scale of "
+        "each token, or with rotary positions with the distance.",
+        f"{SONG}, section 5.2, with constituents that sum to the logits",
         choice=_BY_BLOCK,
         wide=True,
     ),
-    *(_attribution(pattern) for pattern in _PAID),
+    *(_attribution(name, pattern) for name, pattern in ATTENTION_PATTERNS.items()),
     Exhibit(
         "inherited-smoothness",
         "constituents",
-        "Smoothness handed on to the logits",
+        "Smoothness inherited by the logits",
         ("heads.pwp_low_frequency_10",),
         geometry.inherited_smoothness,
         "Share of energy in the K × K lowest frequencies: of the positional basis with itself (PPᵀ, not "
-        "normalised), of what the heads' weights make of it (PWPᵀ), and of the logits on this text (QK); medians "
+        "normalised), of the same through the heads' weights (PWPᵀ), and of the logits on this text (QK); medians "
         "over the heads of a layer, their range in the hover.",
-        "PWPᵀ as high as PPᵀ: heads keep the smoothness, so that a query that looks at its own position also "
-        "looks at the neighbours.",
+        "PWPᵀ as high as PPᵀ: heads inherit the smoothness, so a query that attends to a position also attends to its "
+        "neighbours.",
         f"{SONG}, section 4.2 and Table 3",
         choice=Choice(
             "K",

@@ -37,8 +37,7 @@ _POSITION = [
         "The positional basis and the context vectors of every layer",
         ("arrays.positional_pca",),
         geometry.spiral,
-        "Each layer's mean vector per position (violet: early, green: late) on the two directions in which "
-        "these "
+        "Each layer's mean vector per position (violet: early, green: late) on the two directions in which these "
         "means vary most, with context vectors (red) projected onto the same plane. Each axis of each "
         "picture has its "
         "own scale.",
@@ -51,24 +50,24 @@ _POSITION = [
     Exhibit(
         "waves",
         "position",
-        "What the spiral is made of",
+        "Principal components of the positional basis",
         ("arrays.positional_pca",),
         geometry.waves,
         "The first three principal components of the positional basis against position.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
-        "jagged lines: neighbouring positions are told apart abruptly.",
+        "jagged lines: neighbouring positions have unrelated vectors.",
         _by_layer(geometry.waves_traces),
     ),
     Exhibit(
         "singular-values",
         "position",
-        "How many directions position takes",
+        "Singular values of the positional basis",
         ("arrays.singular_values",),
         geometry.singular_values,
-        "Singular values of the positional basis, over the first, with a large dot at the rank that "
+        "Singular values over the largest, with a large dot at the rank that "
         "ScreeNOT keeps; "
-        "violet layers are early, green ones late.",
+        "early layers in violet, late ones in green.",
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
         "a slow decline without a knee: no low-dimensional positional structure.",
@@ -80,8 +79,7 @@ _POSITION = [
         ("arrays.gram", "arrays.gram_position"),
         geometry.gram,
         "Cosines between all pairs: positions first, then contexts ordered by label.",
-        "smooth shading among positions (top left), nearly nothing between positions and contexts, and one "
-        "block a "
+        "smooth shading among positions (top left), nearly zero between positions and contexts, and one block per "
         "label among contexts (bottom right).",
         f"{SONG}, Fig. 2",
         "fractures among positions, or strong colour between positions and contexts.",
@@ -93,12 +91,11 @@ _POSITION = [
         "Frequencies of the positional Gram matrix",
         ("arrays.dct",),
         geometry.dct,
-        "The lowest 10 × 10 coefficients of its two-dimensional cosine transform; each step of the scale is "
-        "a "
+        "The lowest 10 × 10 coefficients of its two-dimensional cosine transform; each step of the scale is a "
         "factor of ten.",
-        "all the strong cells in the top left corner.",
+        "energy concentrated in the top left corner.",
         f"{SONG}, Fig. 3, right",
-        "strong cells far from the corner: a rough positional basis, as in models trained on additions.",
+        "energy far from the corner: a rough positional basis, as in models trained on addition.",
         _by_layer(geometry.dct_traces),
     ),
     Exhibit(
@@ -107,8 +104,8 @@ _POSITION = [
         "Rank of the positional basis",
         ("layers.rank",),
         curves.rank,
-        "How many singular values stand out of the noise. Whiskers, here and below, are one standard error from "
-        "resampling contexts; a rank moves in whole steps, so its own is coarse.",
+        "The number of singular values above the noise level. Whiskers, here and below, are one standard error from "
+        "resampling contexts; a rank is an integer, so its error is coarse.",
         "about ten, falling slowly with depth.",
         f"ScreeNOT; {SONG}, Table 4",
     ),
@@ -118,30 +115,30 @@ _POSITION = [
         "Stable rank",
         ("layers.stable_rank",),
         curves.stable_rank,
-        "‖P‖_F²/‖P‖₂²: the number of directions weighed by their energy.",
+        "‖P‖_F²/‖P‖₂²: the number of directions, weighted by energy.",
         "about 2 with learned positions, near 1 with ALiBi or RoPE after layer 0.",
         f"{SONG}, Table 5",
     ),
     Exhibit(
         "relative-norm",
         "position",
-        "How much of the hidden states is position",
+        "Relative norm of the positional basis",
         ("layers.relative_norm",),
         curves.relative_norm,
         "The largest singular value of the positional basis over that of all centred hidden states.",
-        "a large share that fades in the last layers, where position is no longer needed.",
+        "a large value that drops in the last layers, where position is no longer needed.",
         f"{SONG}, Table 6",
     ),
     Exhibit(
         "low-frequency",
         "position",
-        "Smoothness",
+        "Smoothness of the positional basis",
         ("layers.low_frequency_10",),
         curves.low_frequency,
         "Share of the Gram matrix's energy in its K × K lowest frequencies.",
         "K = 10 close to 1.",
         f"{SONG}, Tables 2 and 3",
-        "K = 10 near one half, as in models trained on additions.",
+        "K = 10 near one half, as in models trained on addition.",
     ),
 ]
 
@@ -149,35 +146,35 @@ _CONTEXT = [
     Exhibit(
         "similarity",
         "context",
-        "Contexts of one label and of different labels",
+        "Similarity of contexts within and between labels",
         ("layers.similarity_within",),
         curves.similarity,
-        "Mean |cosine| of context vectors, solid within a label and dashed between labels.",
+        "Mean |cosine| between context vectors: solid within labels, dashed between labels.",
         "a wide gap between the two lines.",
         f"{SONG}, Table 1",
-        "both lines near 1: contexts can hardly be told apart.",
+        "both lines near 1: contexts are almost indistinguishable.",
     ),
     Exhibit(
         "incoherence",
         "context",
-        "Position against context",
+        "Incoherence of position and context",
         ("layers.incoherence_mean",),
         curves.incoherence,
-        "|cosine| between positional and context vectors, beside random directions of the same sizes.",
-        "a mean close to the random baseline: position and context live apart.",
+        "|cosine| between positional and context vectors, with the random baseline for the same dimensions.",
+        "a mean close to the random baseline: position and context occupy nearly orthogonal subspaces.",
         f"{SONG}, section 5 and Table 1",
-        "a mean of 0.3 and more: reading one disturbs the other.",
+        "a mean of 0.3 or more: reading one interferes with the other.",
     ),
     Exhibit(
         "clusters",
         "context",
-        "Do contexts form the labels' clusters",
+        "Do context vectors cluster by label?",
         ("layers.silhouette",),
         curves.clusters,
-        "Of the directions of the context vectors whose label at least one other has: the mean silhouette of the "
-        "labels (1: compact and apart, 0: none, below 0: nearer to other labels), and how well k-means, which does "
-        "not know the labels, finds them again (adjusted Rand index; 1: exactly, 0: as by chance).",
-        "both well above 0. Many labels of few contexts each make it hard.",
+        "Mean silhouette of the labels (1: compact and separated, 0: no structure, below 0: closer to other labels), "
+        "and the agreement of k-means clusters with them (adjusted Rand index; 1: perfect, 0: chance). Both use the "
+        "directions of the context vectors, for labels with at least two contexts.",
+        "both well above 0; many labels with few contexts each make that harder.",
         f"{SONG}, claim 2 of section 2; both indices are ours",
     ),
 ]
@@ -186,23 +183,23 @@ _DEPTH = [
     Exhibit(
         "norm",
         "depth",
-        "Size of the hidden states",
+        "Norm of the hidden states",
         ("layers.norm",),
         curves.norm,
-        "Mean length of a token's hidden state, the first token apart.",
-        "steady growth; a first token far above the rest carries massive activations.",
+        "Mean norm of the hidden states, with the first token shown separately.",
+        "steady growth; a first token far above the others carries massive activations.",
         f"{SONG}, Fig. 8",
     ),
     Exhibit(
         "cosine",
         "depth",
-        "Turn from layer to layer",
+        "Cosine similarity between consecutive layers",
         ("layers.cosine_previous",),
         curves.cosine_previous,
         "Mean cosine between a token's hidden states before and after a block.",
-        "a sharp turn in the first block, small ones after it.",
+        "a low value at the first block, then values close to 1.",
         f"{SONG}, Fig. 8",
-        "1 throughout: blocks that change nothing.",
+        "1 throughout: blocks that do nothing.",
     ),
     Exhibit(
         "rank-collapse",
@@ -210,10 +207,10 @@ _DEPTH = [
         "Distance from rank collapse",
         ("layers.rank_collapse",),
         curves.rank_collapse,
-        "How far the tokens of a context are from all being the same vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F.",
+        "How far the tokens of a context are from being one and the same vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F.",
         "a curve well above the dashed line.",
         f"{BAO}, section 5",
-        "a fall towards 0: tokens become one vector, and depth adds nothing.",
+        "a decay to 0: all tokens become the same vector, and depth adds nothing.",
     ),
 ]
 
@@ -224,8 +221,8 @@ _OUTLIERS = [
         "Massive activations",
         ("layers.massive_activations",),
         curves.massive_activations,
-        "How many numbers exceed 100 and 1000 times the layer's median magnitude.",
-        "where they appear and where they are taken back, usually at the first token only.",
+        "The number of activations above both 100 and 1000 times the layer's median magnitude.",
+        "the layers where they appear and disappear; usually they are at the first token only.",
         f"{ZHANG}, section 2",
         "many at later tokens.",
         when=lambda run: any(
@@ -240,18 +237,18 @@ _OUTLIERS = [
         "Outlier dimensions",
         ("layers.outlier_dimensions",),
         curves.outlier_dimensions,
-        "Feature dimensions in which |x| ≥ 6 for a share of the tokens.",
-        "a handful of dimensions. Growth with depth often only follows the growth of the norm.",
+        "Feature dimensions in which |x| ≥ 6 for a minimum share of the tokens.",
+        "a handful of dimensions. Growth with depth often just follows the growth of the norm.",
         f"{ZHANG}, section 1",
     ),
     Exhibit(
         "outlier-shares",
         "outliers",
-        "Which dimensions are outliers",
+        "Outlier dimensions by layer",
         ("arrays.outlier_share",),
         maps.outlier_shares,
-        "Share of tokens with |x| ≥ 6, for the dimensions where it is highest.",
-        "columns that stay strong over many layers: the same dimension for all tokens, as a tag would be.",
+        "Share of tokens with |x| ≥ 6, for the dimensions with the highest shares.",
+        "columns that persist across many layers: one dimension shared by all tokens, as a tag would be.",
         f"{ZHANG}, Fig. 2(b)",
         wide=True,
     ),

@@ -1,4 +1,4 @@
-"""What the page says of a head in words and coloured tokens, as HTML; the templates escape every string.
+"""The panels of the page that are words and coloured tokens, as HTML; the templates escape every string.
 
 Colour never stands alone: sinks are marked and numbered, and a caught token carries the number of its sink.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
-from theodolite.explore.evidence import Evidence, evidence, kind_of, shares_line, spectrum_line
+from theodolite.explore.evidence import Evidence, evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.view import HeadView, Sink, Tags
 from theodolite.passes.run import Run
 from theodolite.report.content import flowing
@@ -28,14 +28,14 @@ LIGHT = 0.179  # relative luminance of a colour on which black and white have th
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of head in the table of evidence."""
+    """A role in the table of evidence."""
 
     holds: bool
-    kind: str
+    role: str
     meaning: str
     on_text: str
     on_prompt: str
-    least: str
+    threshold: str
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Token:
     style: str
 
 
-def head_words(view: HeadView, run: Run, measured: Run) -> str:
-    """The head's name, its kind with the evidence, and what its spectrum and its logits are said to be."""
-    found = evidence(run, measured, view.layer, view.head)
+def head_html(view: HeadView, run: Run, measured: Run) -> str:
+    """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
+    rows = evidence(run, measured, view.layer, view.head)
     return _render(
         "head.html.j2",
         name=head_name(view.layer, view.head),
-        kind=kind_of(found),
-        rows=[_row(one) for one in found],
+        roles=roles_of(rows),
+        rows=[_row(row) for row in rows],
         text=text_line(run),
         lines=[
             line
@@ -79,7 +79,7 @@ def most_received(views: Sequence[HeadView]) -> float:
     return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
 
 
-def sink_words(view: HeadView, most: float) -> str:
+def sinks_html(view: HeadView, most: float) -> str:
     """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence.
 
     `most`: what the deepest shade means.
@@ -97,7 +97,7 @@ def sink_words(view: HeadView, most: float) -> str:
     )
 
 
-def tag_words(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
+def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
     """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
     tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(colours)]
     return _render(
@@ -136,43 +136,39 @@ def _shape(run: Run) -> str:
     return f"{model.get('layers')} layers × {model.get('heads')} heads"
 
 
-def _row(one: Evidence) -> Row:
+def _row(evidence: Evidence) -> Row:
     return Row(
-        one.holds,
-        one.kind.name,
-        one.kind.meaning,
-        number(one.on_text, 2),
-        number(one.on_prompt, 2),
-        f"{one.kind.least:g}",
+        evidence.holds,
+        evidence.role.title,
+        evidence.role.meaning,
+        number(evidence.on_text, 2),
+        number(evidence.on_prompt, 2),
+        f"{evidence.role.threshold:g}",
     )
 
 
 def _token(view: HeadView, place: int, style: str) -> Token:
     text = flowing(view.tokens[place])
-    kept = text.rstrip("\n")
+    line = text.rstrip("\n")
     sinks = [sink.position for sink in view.sinks]
     mark = f"▼{sinks.index(place) + 1}" if place in sinks else ""
     group = int(view.group[place])
     caught = group not in (UNCAUGHT, LEFT_OUT)
-    got = float(view.received[place])
+    received = float(view.received[place])
     hint = f"{place}: {token_text(view.tokens[place])}"
-    hint += " · seen by too few tokens" if math.isnan(got) else f" · gets {got:.3f}"
+    hint += " · seen by too few tokens" if math.isnan(received) else f" · receives {received:.3f}"
     hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
-    return Token(kept, text[len(kept) :], hint, mark, str(group + 1) if caught else "", style)
+    return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
 
 
 def _sink_line(view: HeadView, index: int) -> tuple[str, str]:
     sink = view.sinks[index]
-    what = (
-        "the learned column, no token"
-        if sink.position < 0
-        else f"token {sink.position} “{_named(view, sink)}”"
+    name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_named(view, sink)}”"
+    local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
+    return f"▼{index + 1}", (
+        f"{name} receives {sink.received:.2f} of the attention on average and catches "
+        f"{counted(sink.caught, 'token')}{local}"
     )
-    how = "catches a stretch: gets" if sink.stretch else "gets"
-    said = (
-        f"{how} {sink.received:.2f} of the attention on average and catches {counted(sink.caught, 'token')}"
-    )
-    return f"▼{index + 1}", f"{what} {said}"
 
 
 def _named(view: HeadView, sink: Sink) -> str:
@@ -190,12 +186,12 @@ def _coloured(colour: np.ndarray) -> str:
 def _tag_line(view: HeadView, tags: Tags) -> str:
     if math.isnan(tags.explained):
         return (
-            "No sink divides these tokens, so there is no tag to measure: the colours show whatever varies most in "
-            "what the head writes."
+            "No sink groups these tokens, so there is no tag to measure: the colours show the leading principal "
+            "components of the head's output."
         )
     return (
-        f"Which sink caught a token explains {percent(tags.explained)} of the variance of what the head writes (η²); "
-        f"of the stream that enters the block it explains {percent(tags.before)}, and a random grouping would "
+        f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
+        f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
         f"{percent(tags.chance)}."
     )
 

@@ -16,7 +16,7 @@ NEVER = str(10**9)
 """Events after which gradio would sum up, for itself, how often each function was called."""
 
 
-def quieten() -> None:
+def disable_telemetry() -> None:
     """Switch off what gradio and the hub's library would send or keep.
 
     Raises:

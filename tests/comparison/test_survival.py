@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from theodolite.comparison.parts import Part, fates, of_all_pairs
+from theodolite.comparison.survival import Survival, expected_by_chance, statuses
 
 SHARES = st.floats(0, 1, width=32)
 
@@ -34,19 +34,19 @@ SHARES = st.floats(0, 1, width=32)
 )
 def test_fates_by_hand(before, after, error, fate):
     table = pd.DataFrame({"before": [before], "after": [after], "se": [error]})
-    assert fates(table, 0.01).tolist() == [fate]
+    assert statuses(table, 0.01).tolist() == [fate]
 
 
 def test_without_errors_every_difference_is_certain():
     table = pd.DataFrame({"before": [0.4, 0.0], "after": [0.19, 0.4]})
-    assert fates(table, 0.01).tolist() == ["lost", "new"]
+    assert statuses(table, 0.01).tolist() == ["lost", "new"]
 
 
 @given(SHARES, SHARES, st.floats(0, 1, width=32))
 def test_fates_mirror_each_other(before, after, error):
     """What one direction calls lost the other calls new, above the least."""
-    there = fates(pd.DataFrame({"before": [before], "after": [after], "se": [error]}), 0.01)[0]
-    back = fates(pd.DataFrame({"before": [after], "after": [before], "se": [error]}), 0.01)[0]
+    there = statuses(pd.DataFrame({"before": [before], "after": [after], "se": [error]}), 0.01)[0]
+    back = statuses(pd.DataFrame({"before": [after], "after": [before], "se": [error]}), 0.01)[0]
     if before >= 0.01 and after < 0.01:
         assert (there == "lost") == (back == "new")
     if before == after >= 0.01:
@@ -58,13 +58,13 @@ def test_chance_is_the_mean_over_all_orders():
     kept = [
         sum(holds[i, order[i]] for i in range(5)) for order in map(list, itertools.permutations(range(5)))
     ]
-    assert of_all_pairs(holds) == pytest.approx(np.mean(kept))
-    assert of_all_pairs(np.zeros((0, 0), dtype=bool)) == 0
+    assert expected_by_chance(holds) == pytest.approx(np.mean(kept))
+    assert expected_by_chance(np.zeros((0, 0), dtype=bool)) == 0
 
 
-def part(statuses: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Part:
-    table = pd.DataFrame({"status": statuses, "before": weights or [1.0] * len(statuses)})
-    return Part("sinks", "sink", "", table, "", "before" if weights else "", by_chance)
+def part(outcomes: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Survival:
+    table = pd.DataFrame({"status": outcomes, "before": weights or [1.0] * len(outcomes)})
+    return Survival("sinks", "sink", "", table, "", "before" if weights else "", by_chance)
 
 
 def test_what_is_left():
@@ -79,4 +79,4 @@ def test_what_is_left():
     assert part(["survived", "new"]).left == 1
     assert part(["lost"]).left == 0
     assert np.isnan(part(["new", "undecided"]).left)
-    assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 would by chance)"
+    assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"

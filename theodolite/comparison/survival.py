@@ -1,4 +1,4 @@
-"""What a part of a comparison is, and the one rule by which something survives. No run is read here."""
+"""The one rule by which something survives, and what of one part of the mechanism did. No run is read here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.judging import (
-    ERRORS,
     FAILS,
     HOLDS,
     IN_PART,
+    SIGMAS,
     UNTESTABLE,
     Answer,
 )
@@ -25,7 +25,7 @@ from theodolite.system.wording import counted, percent
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
 HALF = 0.5
-"""What survives keeps at least so much of what it was (ours)."""
+"""What survives retains at least this share (ours)."""
 
 HARDLY_ANY = 0.1
 """A part is lost with less left."""
@@ -34,14 +34,14 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the mechanism, before and after.
+class Survival:
+    """What survives of one part of the mechanism.
 
     Attributes:
         name: `sinks`, `tags`, …
         unit: what is counted, in the singular.
         criterion: when a unit survives, and what is a unit.
-        table: one row a unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
+        table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
         sentence: what became of the part, with its numbers.
         weight: the column by which units count; empty: each counts once.
         by_chance: of how many units the criterion holds where heads are matched at random; 0: of none.
@@ -68,10 +68,10 @@ class Part:
     def left(self) -> float:
         """Weight that survives, of the weight that is decided, beyond chance: 1 all, 0 none; NaN: there is nothing."""
         weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
-        kept, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
-        if kept == 0 or lost == 0:
-            return math.nan if kept == lost else float(kept > 0)
-        return max(0.0, (kept - self.by_chance) / (kept + lost - self.by_chance))
+        survived, lost = (float(weight[self.table["status"] == status].sum()) for status in (SURVIVED, LOST))
+        if survived == 0 or lost == 0:
+            return math.nan if survived == lost else float(survived > 0)
+        return max(0.0, (survived - self.by_chance) / (survived + lost - self.by_chance))
 
     @property
     def answer(self) -> Answer:
@@ -92,20 +92,20 @@ class Part:
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
-        kept, total = self.count(SURVIVED), self.decided
-        said = f"{kept} of {counted(total, self.unit)} {'survives' if kept == 1 else 'survive'}"
+        survived, total = self.count(SURVIVED), self.decided
+        text = f"{survived} of {counted(total, self.unit)} {'survives' if survived == 1 else 'survive'}"
         if self.by_chance:
-            said += f" ({self.by_chance:.1f} would by chance)"
-        elif self.weight and 0 < kept < total:
-            said += f" ({percent(self.left)} by weight)"
+            text += f" ({self.by_chance:.1f} by chance)"
+        elif self.weight and 0 < survived < total:
+            text += f" ({percent(self.left)} by weight)"
         if added := self.count(NEW):
-            said += f", {added} new"
-        if open_ := self.count(UNDECIDED):
-            said += f", {open_} undecided (within two standard errors)"
-        return said
+            text += f", {added} new"
+        if undecided := self.count(UNDECIDED):
+            text += f", {undecided} undecided (within two standard errors)"
+        return text
 
 
-def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
+def statuses(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     """The status of each unit by the rule of halves.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left; it is lost
@@ -113,19 +113,19 @@ def fates(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
     is new where there was less than half of it before, by more than two standard errors, else undecided.
 
     Args:
-        changed: a row a unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
+        changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
             standard error of the difference: without that column every difference is taken for certain.
         least: what makes a unit.
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
     error = np.nan_to_num(changed["se"].to_numpy()) if "se" in changed else 0.0
-    clear = np.abs(after - before) > ERRORS * error
+    clear = np.abs(after - before) > SIGMAS * error
     known = np.where(after >= HALF * before, SURVIVED, np.where(clear, LOST, UNDECIDED))
     unknown = np.where((before < HALF * after) & clear, NEW, UNDECIDED)
     return np.where(before >= least, known, unknown)
 
 
-def of_all_pairs(holds: Flags) -> float:
+def expected_by_chance(holds: Flags) -> float:
     """How many of N units would survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
 
     This is the mean over all orders of what is after, exactly.
@@ -141,5 +141,5 @@ def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -
 
 def within_errors(difference: float, error: float) -> str:
     """` (within two standard errors)`, where a difference is so small; else nothing."""
-    near = math.isfinite(error) and error > 0 and abs(difference) <= ERRORS * error
+    near = math.isfinite(error) and error > 0 and abs(difference) <= SIGMAS * error
     return " (within two standard errors)" if near else ""

@@ -1,0 +1,123 @@
+"""The roles that heads have and the attention patterns that they follow: columns, thresholds and names, known once.
+
+A head has a role where its score reaches the role's threshold. Thresholds are conventions of ours; nothing here
+computes a score.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadRole:
+    """A role of a head.
+
+    Attributes:
+        column: of the heads table, or a share computed from it; the score.
+        name: of what is scored.
+        title: of a head that has the role.
+        threshold: the score from which on a head has it.
+        meaning: what the score is.
+        explains_low_entropy: the score from which on the role alone accounts for a low attention entropy.
+    """
+
+    column: str
+    name: str
+    title: str
+    threshold: float
+    meaning: str
+    explains_low_entropy: float = math.inf
+
+    @property
+    def plural(self) -> str:
+        """Of `title`."""
+        return f"{self.title}s"
+
+
+PREVIOUS_TOKEN = HeadRole(
+    "previous_token",
+    "previous token",
+    "previous-token head",
+    0.4,
+    "Mean attention from a token to the one just before it.",
+    explains_low_entropy=0.6,
+)
+INDUCTION = HeadRole(
+    "induction",
+    "induction",
+    "induction head",
+    0.3,
+    "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
+    explains_low_entropy=0.6,
+)
+SAME_TOKEN = HeadRole(
+    "same_token",
+    "same token",
+    "same-token head",
+    0.3,
+    "Mean attention from a token to its earlier copies.",
+    explains_low_entropy=0.6,
+)
+FIRST_TOKEN_SINK = HeadRole(
+    "sink_first",
+    "first-token sink",
+    "first-token sink head",
+    0.5,
+    "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on average.",
+    explains_low_entropy=0.9,
+)
+LATER_SINK = HeadRole(
+    "sink_later",
+    "later sink",
+    "later sink head",
+    0.1,
+    "Share of contexts in which a token after the first is a sink.",
+)
+LEARNED_SINK = HeadRole(
+    "sink_learned",
+    "learned sink",
+    "learned sink head",
+    0.3,
+    "Mean attention to a learned sink column of the model, which belongs to no token.",
+)
+UNIFORM_ATTENTION = HeadRole(
+    "entropy_share",
+    "uniform attention",
+    "uniform-attention head",
+    0.995,
+    "Mean attention entropy as a share of the highest possible.",
+)
+
+PATTERN_ROLES = (PREVIOUS_TOKEN, INDUCTION, SAME_TOKEN)
+SINK_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK)
+COMMON_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, SAME_TOKEN, INDUCTION)
+"""Those that heads of every model may have."""
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """A pattern on which heads are scored and attributed, on a random sequence that is repeated once.
+
+    Attributes:
+        role: of the heads that follow it.
+        target: where a query attends, as an adverb.
+    """
+
+    role: HeadRole
+    target: str
+
+
+ATTENTION_PATTERNS = {
+    "induction": AttentionPattern(INDUCTION, "to the token that followed the earlier copy"),
+    "previous": AttentionPattern(PREVIOUS_TOKEN, "to the previous token"),
+    "same": AttentionPattern(SAME_TOKEN, "to the earlier copy of the same token"),
+}
+"""By the name that tables have, in the order of the scores' axis."""
+
+SLIGHT, STRONG = 0.1, 0.2
+"""Mean attention along a pattern below which no head follows it, and from which on a head is always attributed."""
+
+RETAINED = 0.5
+"""Of the excess over uniform attention: what a group of constituents alone retains of a pattern that it makes."""
