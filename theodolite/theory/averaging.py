@@ -154,9 +154,9 @@ def averaging_error(
     separator = _checked(numbers, separator)
     tag = torch.as_tensor(s_tag, dtype=torch.float64)
     place = _places(numbers)
-    others = place != separator[..., None]
+    is_number = place != separator[..., None]
     products = (numbers[..., :, None] * numbers[..., None, :] + 1).exp()
-    sums = torch.where(others[..., None, :], products, 0.0).tril().sum(-1)
+    sums = torch.where(is_number[..., None, :], products, 0.0).tril().sum(-1)
     after = place > separator[..., None]
     count = after.sum(-1)
     mean = torch.where(after, sums, 0.0).sum(-1) / count
