@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import Mergeable, LayerSums, State, each_part
+from theodolite.accumulate.sums import LayerSums, Mergeable, State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,

@@ -136,7 +136,7 @@ def profile(point: Point, step: int) -> Floats:
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
-    found = []
+    rows_by_setting = []
     for setting, group in rows.groupby("setting", sort=False):
         row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
         for name in MEASURES:
@@ -145,8 +145,8 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
         row["final_perplexity"] = math.exp(group["final_loss"].mean())
         row["lowest_perplexity"] = math.exp(group["lowest_loss"].mean())
         row["lowest_step"] = int(group["lowest_step"].median())
-        found.append(row)
-    return pd.DataFrame(found)
+        rows_by_setting.append(row)
+    return pd.DataFrame(rows_by_setting)
 
 
 def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Effect:
@@ -156,8 +156,8 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
     """
     values = []
     for setting in (of, against):
-        own = rows[rows["setting"] == setting].set_index("seed")[name]
-        values.append(own.map(math.log) if relative else own)
+        column = rows[rows["setting"] == setting].set_index("seed")[name]
+        values.append(column.map(math.log) if relative else column)
     paired = (values[0] - values[1]).dropna()
     return Effect(paired.sort_index().to_numpy(dtype=np.float64))
 
@@ -167,20 +167,20 @@ def rank_correlation(rows: pd.DataFrame, settings: Sequence[Setting], name: str,
 
     Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
     """
-    found = []
+    correlations = []
     for _, group in rows.groupby("seed"):
-        own = group.set_index("setting")
-        if not all(setting in own.index for setting in settings):
+        seed_rows = group.set_index("setting")
+        if not all(setting in seed_rows.index for setting in settings):
             continue
-        values = [float(own.at[setting, name]) for setting in settings]
-        others = [float(own.at[setting, against]) if against else setting.mean for setting in settings]
-        constant = len(set(values)) == 1 or len(set(others)) == 1
-        found.append(0.0 if constant else float(stats.spearmanr(others, values).statistic))
-    return Effect(np.array(found, dtype=np.float64))
+        values = [float(seed_rows.at[setting, name]) for setting in settings]
+        targets = [float(seed_rows.at[setting, against]) if against else setting.mean for setting in settings]
+        constant = len(set(values)) == 1 or len(set(targets)) == 1
+        correlations.append(0.0 if constant else float(stats.spearmanr(targets, values).statistic))
+    return Effect(np.array(correlations, dtype=np.float64))
 
 
 @dataclass(frozen=True)
-class Comparable:
+class ComparableRuns:
     """The trainings of one depth and width, all at one step.
 
     Attributes:
@@ -198,7 +198,7 @@ class Comparable:
     plain: Setting | None
 
 
-def comparable(points: Sequence[Point]) -> Comparable:
+def comparable(points: Sequence[Point]) -> ComparableRuns:
     """Sort trainings of one depth and width by what they are for."""
     step = common_step(points)
     kinds = sorted({without_seed(point.setting) for point in points}, key=lambda s: (s.mean, s.weight_decay))
@@ -209,4 +209,4 @@ def comparable(points: Sequence[Point]) -> Comparable:
     if printed:  # at κ₂ = 0 there is no second term, hence one gradient
         printed = [setting for setting in exact if setting.mean == 0] + printed
     plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
-    return Comparable(list(points), step, at_step(points, step), exact, printed, none, plain)
+    return ComparableRuns(list(points), step, at_step(points, step), exact, printed, none, plain)

@@ -16,7 +16,7 @@ from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import SavedState, LayerSums, State, part_of
+from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel

@@ -18,10 +18,10 @@ from theodolite.judging import Criterion
 from theodolite.papers.catch_tag_release.averaging_construction import SINK
 from theodolite.papers.catch_tag_release.averaging_training import (
     LENGTH,
-    Look,
+    ForwardPass,
     Numbers,
     Places,
-    Trained,
+    TrainedModels,
     TwoLayers,
     attention_to_separator,
     draw,
@@ -45,7 +45,7 @@ SOLVED = Criterion("at most", 0.1, "a tenth of the target's variance left (ours)
 
 
 @dataclass(frozen=True)
-class _Tested:
+class _TestSequences:
     """The sequences of every seed, which tokens come after [SEP], which is [SEP], and the averages that are wanted."""
 
     numbers: Numbers
@@ -58,16 +58,16 @@ class _Tested:
         """The mean square error over the target's variance."""
         return (output - self.wanted).square().mean(-1) / self.wanted.square().mean(-1)
 
-    def paid(self, look: Look) -> Float[Tensor, "seeds batch length"]:
+    def paid(self, look: ForwardPass) -> Float[Tensor, "seeds batch length"]:
         """Attention of the tokens after [SEP] to it, 0 for the others."""
         return attention_to_separator(look, self.places) * self.after
 
-    def sink(self, look: Look) -> Float[Tensor, " seeds"]:
+    def sink(self, look: ForwardPass) -> Float[Tensor, " seeds"]:
         """Its mean over those tokens."""
         return self.paid(look).sum((1, 2)) / self.after.sum((1, 2))
 
 
-def measured(trained: Trained) -> pd.DataFrame:
+def measured(trained: TrainedModels) -> pd.DataFrame:
     """One row a seed, on sequences that no training has seen.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
@@ -81,11 +81,14 @@ def measured(trained: Trained) -> pd.DataFrame:
     the latter over `DIRECTIONS` random directions of what it writes; as_costly: share of these that leave as much.
     """
     tested = _sequences(trained)
-    after, here = tested.after, tested.here
+    after, is_separator = tested.after, tested.here
     with torch.no_grad(), threads(1):
         look, begun = (model(tested.numbers, tested.places) for model in (trained.model, trained.begun))
         tag = torch.stack(
-            [w[a].mean(0) - w[~a & ~h].mean(0) for w, a, h in zip(look.written, after, here, strict=True)]
+            [
+                w[a].mean(0) - w[~a & ~h].mean(0)
+                for w, a, h in zip(look.written, after, is_separator, strict=True)
+            ]
         )
         tag = tag / tag.norm(dim=-1, keepdim=True)
         of_sequence = tested.paid(look).sum(-1) / after.sum(-1)
@@ -93,14 +96,16 @@ def measured(trained: Trained) -> pd.DataFrame:
             "seed": torch.tensor(trained.seeds),
             "error": (look.output - tested.wanted).square().mean(-1),
             "left": tested.left(look.output),
-            "left_mean_of_all": tested.left(torch.where(here, 0.0, tested.numbers).sum(-1) / (LENGTH - 1)),
+            "left_mean_of_all": tested.left(
+                torch.where(is_separator, 0.0, tested.numbers).sum(-1) / (LENGTH - 1)
+            ),
             "sink": tested.sink(look),
             "sink_begun": tested.sink(begun),
             "sinks": (of_sequence > SINK.limit).double().mean(-1),
             "outlier": _outlier(look, after),
             "tag_share": tag.square().amax(-1),
-            "eta": _eta(look.written, after, ~here),
-            "eta_chance": _eta(look.written, after.roll(1, 1), ~here),
+            "eta": _eta(look.written, after, ~is_separator),
+            "eta_chance": _eta(look.written, after.roll(1, 1), ~is_separator),
             "left_blind": tested.left(trained.model(tested.numbers, tested.places, blind=True).output),
             **_without(trained.model, tested, tag, look.written),
             **_spectra(trained),
@@ -110,27 +115,29 @@ def measured(trained: Trained) -> pd.DataFrame:
     return table.assign(solved=np.asarray(SOLVED.met(table["left"].to_numpy(dtype=np.float64))))
 
 
-def _sequences(trained: Trained) -> _Tested:
+def _sequences(trained: TrainedModels) -> _TestSequences:
     generators = [torch.Generator().manual_seed(EVALUATED + seed) for seed in trained.seeds]
     numbers, places = draw(generators, TESTED)
     place = torch.arange(LENGTH)
-    wanted = mean_after(numbers, places)
-    return _Tested(numbers, places, place > places[..., None], place == places[..., None], wanted)
+    averages = mean_after(numbers, places)
+    return _TestSequences(numbers, places, place > places[..., None], place == places[..., None], averages)
 
 
-def _without(model: TwoLayers, tested: _Tested, tag: Tensor, written: Tensor) -> dict[str, Tensor]:
+def _without(model: TwoLayers, tested: _TestSequences, tag: Tensor, written: Tensor) -> dict[str, Tensor]:
     """What is left of the variance without the tag's direction, and without random ones of the same space."""
 
     def left(direction: Tensor) -> Tensor:
         return tested.left(model(tested.numbers, tested.places, without=direction).output)
 
-    own = left(tag)
-    random = torch.stack([left(one) for one in random_directions(written, DIRECTIONS)])
+    without_tag = left(tag)
+    random = torch.stack(
+        [left(direction_of_seed) for direction_of_seed in random_directions(written, DIRECTIONS)]
+    )
     return {
-        "left_untagged": own,
+        "left_untagged": without_tag,
         "left_random": random.mean(0),
         "left_random_sd": random.std(0),
-        "as_costly": (random >= own).double().mean(0),
+        "as_costly": (random >= without_tag).double().mean(0),
     }
 
 
@@ -150,17 +157,17 @@ def random_directions(
     return (directions / directions.norm(dim=-1, keepdim=True)).to(written.dtype)
 
 
-def _spectra(trained: Trained) -> dict[str, Tensor]:
-    found = {}
+def _spectra(trained: TrainedModels) -> dict[str, Tensor]:
+    spectra = {}
     for when, model in (("", trained.model), ("_begun", trained.begun)):
         for name, matrix in (("value", model.value_output()), ("query_key", model.query_key())):
             values = torch.linalg.svdvals(matrix.double())
-            found[f"second_{name}{when}"] = values[:, 1] / values[:, 0]
-            found[f"stable_rank_{name}{when}"] = values.square().sum(-1) / values[:, 0].square()
-    return found
+            spectra[f"second_{name}{when}"] = values[:, 1] / values[:, 0]
+            spectra[f"stable_rank_{name}{when}"] = values.square().sum(-1) / values[:, 0].square()
+    return spectra
 
 
-def _outlier(look: Look, after: Tensor) -> Tensor:
+def _outlier(look: ForwardPass, after: Tensor) -> Tensor:
     """RMS of the largest coordinate over the median RMS of the others, over tokens after [SEP], (seeds,)."""
     sizes = (look.hidden.square() * after[..., None]).sum((1, 2)) / after.sum((1, 2))[:, None]
     ordered = sizes.sqrt().sort(-1).values
@@ -169,12 +176,12 @@ def _outlier(look: Look, after: Tensor) -> Tensor:
 
 def _eta(written: Tensor, after: Tensor, counted: Tensor) -> Tensor:
     """η² of grouping the counted tokens by `after`, (seeds,)."""
-    found = []
-    for vectors, group, kept in zip(written.double(), after, counted, strict=True):
-        vectors, group = vectors[kept], group[kept]
+    eta = []
+    for vectors, group, is_counted in zip(written.double(), after, counted, strict=True):
+        vectors, group = vectors[is_counted], group[is_counted]
         mean = vectors.mean(0)
         between = sum(
             float(part.sum()) * (vectors[part].mean(0) - mean).square().sum() for part in (group, ~group)
         )
-        found.append(between / (vectors - mean).square().sum())
-    return torch.stack([torch.as_tensor(value) for value in found])
+        eta.append(between / (vectors - mean).square().sum())
+    return torch.stack([torch.as_tensor(value) for value in eta])

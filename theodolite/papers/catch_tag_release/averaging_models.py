@@ -20,8 +20,8 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     HELD_BELOW,
     LENGTH,
     WIDTH,
-    Kind,
-    Trained,
+    AveragingRecipe,
+    TrainedModels,
     draw,
     train_averaging,
 )
@@ -41,12 +41,12 @@ PAPERS, PAPERS_FAVOURED = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(
 STANDARD, NORMED = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
 HELD = ", held from [SEP]"
 KINDS = {
-    Kind(PAPERS, 2, 3000, 64, 0.05): 8,
-    Kind(PAPERS_FAVOURED, 2, 3000, 64, 0.05, favoured=True): 8,
-    Kind(STANDARD, WIDTH, 1000, 64, 0.01): 5,
-    Kind(STANDARD + HELD, WIDTH, 1000, 64, 0.01, held=True): 5,
-    Kind(NORMED, WIDTH, 1000, 64, 0.01, normed=True): 5,
-    Kind(NORMED + HELD, WIDTH, 1000, 64, 0.01, normed=True, held=True): 5,
+    AveragingRecipe(PAPERS, 2, 3000, 64, 0.05): 8,
+    AveragingRecipe(PAPERS_FAVOURED, 2, 3000, 64, 0.05, favoured=True): 8,
+    AveragingRecipe(STANDARD, WIDTH, 1000, 64, 0.01): 5,
+    AveragingRecipe(STANDARD + HELD, WIDTH, 1000, 64, 0.01, held=True): 5,
+    AveragingRecipe(NORMED, WIDTH, 1000, 64, 0.01, normed=True): 5,
+    AveragingRecipe(NORMED + HELD, WIDTH, 1000, 64, 0.01, normed=True, held=True): 5,
 }
 """What is trained, and with how many seeds."""
 
@@ -63,7 +63,7 @@ def _averaging(study: Study) -> Outcome:
     for done, (kind, count) in enumerate(KINDS.items(), 1):
         study.say(f"trainings {done} of {len(KINDS)}: {kind.name}, {counted(count, 'seed')}")
         trained.append(train_averaging(kind, range(first, first + count)))
-    models = pd.concat([measured(each) for each in trained], ignore_index=True)
+    models = pd.concat([measured(models_of_kind) for models_of_kind in trained], ignore_index=True)
     exhibits = [
         _losses(trained, models),
         _maps(trained, models),
@@ -74,7 +74,7 @@ def _averaging(study: Study) -> Outcome:
 
 
 def _compared(models: pd.DataFrame) -> list[Comparison]:
-    found = [
+    comparisons = [
         Comparison(
             "variance left by predicting the mean of all numbers; by 0",
             "",
@@ -88,8 +88,8 @@ def _compared(models: pd.DataFrame) -> list[Comparison]:
         seeds = f"{int(rows['solved'].sum())} of {len(rows)} seeds solve the task"
         unsolved = rows.loc[~rows["solved"], "seed"].astype(str).tolist()
         seeds += f" (not: {listed(unsolved, 10)})" if unsolved else ""
-        found.append(Comparison(str(kind), "", "; ".join([seeds, *parts])))
-    return found
+        comparisons.append(Comparison(str(kind), "", "; ".join([seeds, *parts])))
+    return comparisons
 
 
 def _range(values: pd.Series) -> str:
@@ -101,10 +101,10 @@ def judged(models: pd.DataFrame) -> list[Verdict]:
     solved = models[models["solved"]]
     papers = solved[solved["kind"].isin([PAPERS, PAPERS_FAVOURED])]
     standard = solved[solved["kind"] == STANDARD]
-    found = [_necessity(solved), _learned(models)]
+    verdicts = [_necessity(solved), _learned(models)]
     for name, rows in (("paper's architecture", papers), (f"standard one, d = {WIDTH}", standard)):
         where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
-        found += [
+        verdicts += [
             _mean(
                 f"[SEP] forms an attention sink{where}",
                 f"attention of later tokens to it (before training {_mean_of(rows['sink_begun'])})",
@@ -134,7 +134,7 @@ def judged(models: pd.DataFrame) -> list[Verdict]:
                 NEEDED,
             ),
         ]
-    return found
+    return verdicts
 
 
 def _mean(claim: str, what: str, values: pd.Series, criterion: Criterion) -> Verdict:
@@ -206,12 +206,12 @@ def _learned(models: pd.DataFrame) -> Verdict:
     return Verdict(claim, HOLDS if papers["solved"].any() else FAILS, evidence)
 
 
-def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+def _losses(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
     steps, curves = {}, {}
-    for each in trained:
-        curves[each.kind.name] = each.losses.numpy()
-        points = each.losses.shape[1]
-        steps[each.kind.name] = (np.arange(points) + 0.5) * each.kind.steps / points
+    for models_of_kind in trained:
+        curves[models_of_kind.kind.name] = models_of_kind.losses.numpy()
+        points = models_of_kind.losses.shape[1]
+        steps[models_of_kind.kind.name] = (np.arange(points) + 0.5) * models_of_kind.kind.steps / points
     variance = float((models["error"] / models["left"]).mean())
     marks = {"0": variance, "mean of all numbers": variance * float(models["left_mean_of_all"].mean())}
     return exhibit(
@@ -226,18 +226,18 @@ def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
     )
 
 
-def _maps(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+def _maps(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
     numbers, _ = draw([torch.Generator().manual_seed(EVALUATED - 1)], 1)
     middle = LENGTH // 2
     pictures: dict[str, Floats] = {}
-    for each in trained:
-        if each.kind.name in (PAPERS_FAVOURED, STANDARD, NORMED + HELD):
-            rows = models[models["kind"] == each.kind.name].reset_index(drop=True)
+    for models_of_kind in trained:
+        if models_of_kind.kind.name in (PAPERS_FAVOURED, STANDARD, NORMED + HELD):
+            rows = models[models["kind"] == models_of_kind.kind.name].reset_index(drop=True)
             best = int(rows["error"].idxmin())
-            count = len(each.seeds)
+            count = len(models_of_kind.seeds)
             with torch.no_grad(), threads(1):
-                look = each.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
-            pictures[each.kind.name] = look.attention[best, 0].numpy()
+                look = models_of_kind.model(numbers.expand(count, -1, -1), torch.full((count, 1), middle))
+            pictures[models_of_kind.kind.name] = look.attention[best, 0].numpy()
     return exhibit(
         "attention",
         "First-layer attention of trained models",

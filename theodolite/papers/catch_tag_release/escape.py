@@ -93,9 +93,9 @@ class _EscapeHooks(Hooks):
         escaped, weights = weights[..., -1], weights[..., :-1]
         self.first[layer] += weights[:, :, 1:, 0].mean(2).sum(0)  # position 0 sees nothing else
         self.escaped[layer] += escaped[:, :, 1:].mean(2).sum(0)
-        whole, stretch = sinks_of(weights)
-        self.sinks[layer] += whole.any(-1).sum(0)
-        self.stretches[layer] += (whole | stretch).any(-1).sum(0)
+        global_sinks, stretch = sinks_of(weights)
+        self.sinks[layer] += global_sinks.any(-1).sum(0)
+        self.stretches[layer] += (global_sinks | stretch).any(-1).sum(0)
         return (weights.to(inputs.value.dtype) @ inputs.value).transpose(1, 2)
 
 
@@ -106,11 +106,11 @@ def sinks_of(weights: Tensor) -> tuple[Tensor, Tensor]:
     """
     length = weights.shape[-1]
     seen_by = torch.arange(length, 0, -1)
-    whole = (weights.sum(2) / seen_by > SINK_THRESHOLD) & (seen_by - 1 >= least_queries(length))
+    global_sinks = (weights.sum(2) / seen_by > SINK_THRESHOLD) & (seen_by - 1 >= least_queries(length))
     paid, key = weights.max(-1)
-    others = (paid > SINK_THRESHOLD) & (key != torch.arange(length))
-    catching = torch.zeros_like(paid).scatter_add_(2, key, others.to(paid.dtype))
-    return whole, catching >= least_queries(length)
+    not_itself = (paid > SINK_THRESHOLD) & (key != torch.arange(length))
+    catching = torch.zeros_like(paid).scatter_add_(2, key, not_itself.to(paid.dtype))
+    return global_sinks, catching >= least_queries(length)
 
 
 def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
@@ -166,25 +166,25 @@ def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np
     return by_seed[escape].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
 
 
-def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
+def escape_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `escape_table`."""
     verdicts = []
     for escape in ESCAPES[1:]:
         for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
             claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
-            own, none = _paired(table, escape, name)
-            if not (none > 0).all():
+            with_escape, baseline = _paired(table, escape, name)
+            if not (baseline > 0).all():
                 why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
             over = f"sinks {what} over those without an escape, paired by seed"
-            verdicts.append(judge_interval(claim, over, Effect(own / none), KEPT))
-        own, none = _paired(table, escape, "loss")
+            verdicts.append(judge_interval(claim, over, Effect(with_escape / baseline), KEPT))
+        with_escape, baseline = _paired(table, escape, "loss")
         verdicts.append(
             judge_interval(
                 f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
                 "loss with the escape less that without, paired by seed",
-                Effect(own - none),
+                Effect(with_escape - baseline),
                 SAME,
             )
         )
@@ -201,7 +201,7 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
     )
-    return Outcome(comparisons, verdicts, {"models": table}, [figure], {"trainings": kept})
+    return Outcome(comparisons, verdicts, {"models": table}, [figure], {"trainings": origin})
 
 
 def _level(table: pd.DataFrame, escape: str, name: str) -> str:
@@ -210,12 +210,12 @@ def _level(table: pd.DataFrame, escape: str, name: str) -> str:
 
 
 def _make(study: Study) -> Outcome:
-    kept = study.run.provenance.get("escapes")
-    if kept is None:
+    origin = study.run.provenance.get("escapes")
+    if origin is None:
         raise UsageError(
             f"sinks/escape is read from a folder of trainings: give the one that `{COMMAND}` wrote"
         )
-    return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
+    return escape_outcome(escape_table(Path(origin["folder"]), study.say), origin)
 
 
 def is_escapes(folder: str | Path) -> bool:

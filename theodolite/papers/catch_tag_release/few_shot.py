@@ -75,26 +75,26 @@ def shots_table(folder: Path, say: Any) -> pd.DataFrame:
                 say(f"{place.name}: {name}, {percent(sparsity)}")
                 model = copy.deepcopy(dense)
                 prune_model(model, calibration, method, sparsity)
-                found = few_shot_answers(model, prompts=PROMPTS, seed=ASKED_WITH)
-                rows += _rows(name, place.name, seed, sparsity, found)
+                pruned_answers = few_shot_answers(model, prompts=PROMPTS, seed=ASKED_WITH)
+                rows += _rows(name, place.name, seed, sparsity, pruned_answers)
     return pd.DataFrame(rows)
 
 
-def _rows(name: str, place: str, seed: int, sparsity: float, right: np.ndarray) -> list[dict[str, Any]]:
-    found = []
-    for shots, each in enumerate(right.astype(np.float64).T):
-        accuracy, error = mean_and_error(each)
-        found.append(
+def _rows(name: str, place: str, seed: int, sparsity: float, answers: np.ndarray) -> list[dict[str, Any]]:
+    rows = []
+    for shots, correct in enumerate(answers.astype(np.float64).T):
+        accuracy, error = mean_and_error(correct)
+        rows.append(
             {"model": name, "folder": place, "seed": seed, "sparsity": sparsity, "shots": shots}
-            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(right)}
+            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(answers)}
         )
-    return found
+    return rows
 
 
 def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     """Accuracy (models, numbers of examples)."""
-    own = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
-    wide: Floats = own.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
+    rows = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
+    wide: Floats = rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
     return wide
 
 
@@ -102,7 +102,7 @@ def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) ->
     return judge_interval(claim, what, Effect(values), criterion, "models")
 
 
-def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
+def shots_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
     """Charts, levels and verdicts from `shots_table`."""
     dense = _by_shots(table, DENSE, SPARSITIES[0])
     verdicts = [
@@ -146,18 +146,18 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         verdicts,
         {"accuracy": table},
         [_chart(table, s) for s in SPARSITIES],
-        {"trainings": kept},
+        {"trainings": origin},
     )
 
 
 def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
-    each = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
+    rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
     best = RULES.best_accuracy().tolist()
     return exhibit(
         f"accuracy-{round(100 * sparsity)}",
         f"Accuracy against the number of examples, {percent(sparsity)} removed",
-        drawing.accuracy_by_shots(over_seeds(each), each, chance=1 / RULES.values, best=best),
-        f"Means over {counted(each['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
+        drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
+        f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
         f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best that any reader of the prompts can "
         "do, computed exactly.",
         "whether the lines of the methods part from left to right.",
@@ -171,12 +171,12 @@ def _order(names: pd.Series) -> pd.Series:
 
 
 def _make(study: Study) -> Outcome:
-    kept = study.run.provenance.get("few_shot")
-    if kept is None:
+    origin = study.run.provenance.get("few_shot")
+    if origin is None:
         raise UsageError(
             f"sinks/figure3 is read from a folder of trainings: give the one that `{COMMAND}` wrote into"
         )
-    return shots_outcome(shots_table(Path(kept["folder"]), study.say), kept)
+    return shots_outcome(shots_table(Path(origin["folder"]), study.say), origin)
 
 
 def models_in(folder: str | Path) -> Sequence[Path]:
@@ -198,20 +198,20 @@ def is_few_shot(folder: str | Path) -> bool:
 
 def few_shot_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/figure3`: no tables, and the provenance of a folder."""
-    found = models_in(folder)
+    models = models_in(folder)
     empty = pd.DataFrame()
     provenance = {
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": f"{counted(len(found), 'model')} in {Path(folder).name}",
+            "id": f"{counted(len(models), 'model')} in {Path(folder).name}",
             "sha256": None,
             "architecture": "GPT-NeoX",
             "layers": 0,
             "heads": 0,
         },
         "seed": 0,
-        "few_shot": {"folder": str(folder), "models": [place.name for place in found], "prompts": PROMPTS},
+        "few_shot": {"folder": str(folder), "models": [place.name for place in models], "prompts": PROMPTS},
     }
     return Run(empty, empty, empty, empty, empty, {}, provenance)
 

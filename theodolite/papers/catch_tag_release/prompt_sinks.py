@@ -52,19 +52,22 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         chosen: the head was chosen for its tags, so that it has a sink by choice: that is then no verdict.
     """
     sinks = [int(position) for position in trace.sinks if position >= 0]
-    kept = trace.group != LEFT_OUT
+    counted_tokens = trace.group != LEFT_OUT
     places = _places(trace)
-    reference = principal_scores(trace.output, kept)
+    reference = principal_scores(trace.output, counted_tokens)
     scores = {
         name: reference
         if vectors is trace.output
-        else turned(principal_scores(vectors, kept), reference, kept)
+        else turned(principal_scores(vectors, counted_tokens), reference, counted_tokens)
         for name, vectors in places.items()
     }
-    colours = np.stack([rgb(values, kept).numpy() for values in scores.values()])
+    colours = np.stack([rgb(values, counted_tokens).numpy() for values in scores.values()])
     groups = _names(trace, tokens)
-    eta = {name: variance_explained(vectors[kept], trace.group[kept]) for name, vectors in places.items()}
-    chance = chance_explained(trace.group[kept])
+    eta = {
+        name: variance_explained(vectors[counted_tokens], trace.group[counted_tokens])
+        for name, vectors in places.items()
+    }
+    chance = chance_explained(trace.group[counted_tokens])
     table = pd.DataFrame({"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance})
     listing = pd.DataFrame(
         {
@@ -127,11 +130,11 @@ def _sink(position: int, tokens: list[str]) -> str:
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
         return "none: no key gets more than 0.3 of the attention of those who see it, or of enough of them"
-    said = [
+    sinks = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
     ]
-    return "; ".join(said)
+    return "; ".join(sinks)
 
 
 def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[Verdict]:
@@ -155,20 +158,20 @@ def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[
     if not np.isfinite(tag):
         why = "all tokens are in one group"
         return [first, Verdict(tagged, UNTESTABLE, why), Verdict(released, UNTESTABLE, why)]
-    one = "one prompt, no standard error"
+    no_error = "one prompt, no standard error"
     return [
         first,
         Verdict(
             tagged,
             HOLDS if tag > max(2 * chance, before) else FAILS,
             f"η² {number(tag)} in the head's output, {number(before)} before it, {number(chance)} by chance; "
-            f"criterion: more than before the head and than twice by chance (ours); {one}",
+            f"criterion: more than before the head and than twice by chance (ours); {no_error}",
         ),
         Verdict(
             released,
             HOLDS if deep > max(2 * chance, before) else FAILS,
             f"η² {number(deep)} in the last layer, {number(before)} before the head, {number(chance)} by chance; the "
-            f"same criterion; {one}",
+            f"same criterion; {no_error}",
         ),
     ]
 
@@ -183,11 +186,11 @@ def _exhibits(
     groups: list[str],
 ) -> list[Exhibit]:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
-    kept = (trace.group != LEFT_OUT).numpy()
-    names = sorted({group for group, one in zip(groups, kept, strict=True) if one})
-    shown = [token for token, one in zip(tokens, kept, strict=True) if one]
-    of_shown = [group for group, one in zip(groups, kept, strict=True) if one]
-    made = [
+    counted_tokens = (trace.group != LEFT_OUT).numpy()
+    names = sorted({group for group, one in zip(groups, counted_tokens, strict=True) if one})
+    shown = [token for token, one in zip(tokens, counted_tokens, strict=True) if one]
+    of_shown = [group for group, one in zip(groups, counted_tokens, strict=True) if one]
+    exhibits = [
         exhibit(
             "attention",
             f"Catch: attention of {head}",
@@ -229,8 +232,8 @@ def _exhibits(
             wide=True,
         ),
     ]
-    flat = {name: values[kept][:, :2].numpy() for name, values in scores.items()}
-    made.append(
+    flat = {name: values[counted_tokens][:, :2].numpy() for name, values in scores.items()}
+    exhibits.append(
         exhibit(
             "clusters",
             "Clusters: tokens on two principal components",
@@ -247,7 +250,7 @@ def _exhibits(
             wide=True,
         )
     )
-    made.append(
+    exhibits.append(
         exhibit(
             "received",
             "Where any head has a sink",
@@ -259,7 +262,7 @@ def _exhibits(
             wide=True,
         )
     )
-    return made
+    return exhibits
 
 
 def _make(default: str, study: Study) -> Outcome:

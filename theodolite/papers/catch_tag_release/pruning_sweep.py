@@ -52,15 +52,15 @@ GAIN = Criterion("more than", 0.0, "better than the rival plan")
 def _place(study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio) -> dict[str, float]:
     """One pruning measured: bytes over dense ones, loss and sinks against the dense model, with standard errors."""
     model, done = pruned(study, "oats", calibration, sparsity=sparsity, rank_ratio=ratio)
-    dense, found = dense_look(study), look(model, halves(study)[1])
-    loss, kept = loss_difference(dense, found), kept_sinks(dense, found)
+    dense, sparse = dense_look(study), look(model, halves(study)[1])
+    loss, retained = loss_difference(dense, sparse), kept_sinks(dense, sparse)
     sizes = done.table[["compact_bytes", "dense_bytes"]].sum()
     return {
         "bytes": float(sizes["compact_bytes"] / sizes["dense_bytes"]),
         "loss_more": loss[0],
         "loss_more_se": loss[1],
-        "sinks_kept": kept[0],
-        "sinks_kept_se": kept[1],
+        "sinks_kept": retained[0],
+        "sinks_kept_se": retained[1],
     }
 
 
@@ -86,11 +86,14 @@ def _sweep(study: Study) -> Outcome:
     table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
     comparisons = []
     for sparsity in SPARSITIES:
-        own = table[table["sparsity"] == sparsity]
-        least, most = own.loc[own["loss_more"].idxmin()], own.loc[own["sinks_kept"].fillna(0).idxmax()]
+        prunings = table[table["sparsity"] == sparsity]
+        least, most = (
+            prunings.loc[prunings["loss_more"].idxmin()],
+            prunings.loc[prunings["sinks_kept"].fillna(0).idxmax()],
+        )
         comparisons.append(
             Comparison(
-                f"{percent(sparsity)} removed, {percent(own['bytes'].mean())} of the bytes",
+                f"{percent(sparsity)} removed, {percent(prunings['bytes'].mean())} of the bytes",
                 "rank ratio 0.25",
                 f"least loss at rank ratio {number(least['rank_ratio'])} "
                 f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
@@ -131,10 +134,10 @@ def _allocation(study: Study) -> Outcome:
         return Outcome(
             [], [Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")], {}
         )
-    others = [layer for layer in range(study.opened().layers) if layer not in tagging]
+    untagged = [layer for layer in range(study.opened().layers) if layer not in tagging]
     random = np.random.default_rng(study.run.provenance["seed"])
-    control = sorted(random.permutation(others)[: len(tagging)].tolist())
-    whole, _ = halves(study)
+    control = sorted(random.permutation(untagged)[: len(tagging)].tolist())
+    calibration_text, _ = halves(study)
     plans: dict[str, RankRatio] = {
         "uniform": USUAL,
         "more where heads tag": _raised(tagging),
@@ -142,7 +145,7 @@ def _allocation(study: Study) -> Outcome:
     }
     rows: list[dict[str, Any]] = []
     for part in range(PARTS):
-        calibration = part_of(whole, slice(part, None, PARTS))
+        calibration = part_of(calibration_text, slice(part, None, PARTS))
         rows += [
             {"plan": name, "part": part} | _place(study, calibration, SPARSITY, ratio)
             for name, ratio in plans.items()
@@ -156,10 +159,10 @@ def _allocation(study: Study) -> Outcome:
             Comparison(
                 name,
                 "",
-                f"sinks kept {_level(own, 'sinks_kept')}, loss {_level(own, 'loss_more')} nats more, bytes "
-                f"{number(float(own['bytes'].mean()))} of the dense",
+                f"sinks kept {_level(of_plan, 'sinks_kept')}, loss {_level(of_plan, 'loss_more')} nats more, bytes "
+                f"{number(float(of_plan['bytes'].mean()))} of the dense",
             )
-            for name, own in by_plan.items()
+            for name, of_plan in by_plan.items()
         ),
     ]
     raised, rivals = (

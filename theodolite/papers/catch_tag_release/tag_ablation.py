@@ -151,12 +151,12 @@ def _criterion(least: float) -> str:
 
 
 def _against_others(table: pd.DataFrame) -> Verdict:
-    caught, others, between = (
+    caught, uncaught, between = (
         _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
     measured = (
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
-        f"{with_error(others['change'], others['change_se'])} on others"
+        f"{with_error(uncaught['change'], uncaught['change_se'])} on others"
     )
     return _decided(MORE_THAN_OTHERS, measured, between["change"], between["change_se"], MORE)
 

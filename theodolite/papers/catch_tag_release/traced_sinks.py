@@ -139,11 +139,11 @@ def _clustered(heads: pd.DataFrame) -> Verdict:
         float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
     )
     left_out = f"; {counted(alone, 'head')} that rest on one context left out" if alone else ""
-    said = (
+    description = (
         f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
         f"{number(shifted)}{left_out})"
     )
-    return judge(TAGGED, said, mean, CLUSTERED, error)
+    return judge(TAGGED, description, mean, CLUSTERED, error)
 
 
 def _released(heads: pd.DataFrame, layers: int) -> Verdict:
@@ -178,9 +178,9 @@ def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
     what = f"cosine of tag and value vector, mean over {_sinks(known, count)}"
     if not known.any():
         return judge(COPIED, what, float("nan"), SAME)
-    values, own = alignment[known], weights[known]
-    mean = float(np.average(values, weights=own))
-    scatter = float(np.average((values - mean) ** 2, weights=own))
+    values, weights_of_values = alignment[known], weights[known]
+    mean = float(np.average(values, weights=weights_of_values))
+    scatter = float(np.average((values - mean) ** 2, weights=weights_of_values))
     error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
     return judge(COPIED, what, mean, SAME, error)
 

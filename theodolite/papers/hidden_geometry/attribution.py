@@ -156,9 +156,9 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
+    criterion = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
     why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
-    return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
+    return Verdict(claim, UNTESTABLE, f"{why}; {criterion}")
 
 
 def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
@@ -180,17 +180,17 @@ def _claims(pattern: Pattern) -> list[tuple[str, str]]:
 
 
 def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
-    found = [head for head in heads if head.found]
-    if not found:
+    strong = [head for head in heads if head.found]
+    if not strong:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     verdicts = []
     for claim, group in _claims(pattern):
-        wins = [head.determined_by(pattern, group) for head in found]
-        kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
+        wins = [head.determined_by(pattern, group) for head in strong]
+        mean_kept = float(np.mean([head.groups.loc[group, "kept"] for head in strong]))
         what = (
-            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"share of the {len(strong)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
             f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
-            f"other group more (it keeps {percent(kept)} on average)"
+            f"other group more (it keeps {percent(mean_kept)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
     return verdicts
@@ -216,9 +216,9 @@ def _attribution(study: Study) -> Outcome:
     verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
     comparisons = []
     for pattern in PATTERNS:
-        found = sum(head.found for head in heads[pattern.name])
+        strong = sum(head.found for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{found}{top}"))
+        comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{strong}{top}"))
     comparisons += refusals(study.run)
     table = study.run.attribution.copy()
     excess = table["score"] - table["uniform"]
@@ -234,8 +234,8 @@ def refusals(run: Run) -> list[Comparison]:
     refused = provenance(run, "constituents_refused") or {}
     if not refused:
         return []
-    said = "; ".join(list(refused.values())[:REFUSALS_SAID])
-    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {said}")]
+    reasons = "; ".join(list(refused.values())[:REFUSALS_SAID])
+    return [Comparison("layers whose logits cannot be split", "", f"{len(refused)}: {reasons}")]
 
 
 def share_grids(run: Run) -> dict[str, Floats]:

@@ -48,11 +48,11 @@ BEHIND = {"argmax_property_normed": ", as the head reads it: each row sent throu
 
 def _rank_correlation(x: Floats, y: Floats) -> tuple[float, int]:
     """Spearman's, over heads that have both; NaN where there are too few or one does not vary."""
-    both = np.isfinite(x) & np.isfinite(y)
-    count = int(both.sum())
-    if count < LEAST_HEADS or np.ptp(x[both]) == 0 or np.ptp(y[both]) == 0:
+    finite = np.isfinite(x) & np.isfinite(y)
+    count = int(finite.sum())
+    if count < LEAST_HEADS or np.ptp(x[finite]) == 0 or np.ptp(y[finite]) == 0:
         return math.nan, count
-    return float(spearmanr(x[both], y[both]).statistic), count
+    return float(spearmanr(x[finite], y[finite]).statistic), count
 
 
 def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion) -> Verdict:

@@ -44,9 +44,9 @@ def _beside(
         f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
-    here = bracketed(*mean_over_layers(values)[:2])
-    comparisons = [Comparison(f"{title}, mean (sd) over layers", f"{model}: {printed}", here)]
-    own = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
+    summary = bracketed(*mean_over_layers(values)[:2])
+    comparisons = [Comparison(f"{title}, mean (sd) over layers", f"{model}: {printed}", summary)]
+    this_run = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
     paper = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
@@ -64,7 +64,7 @@ def _beside(
         f"{SONG}, {place}",
         wide=True,
     )
-    return comparisons, {"this_run": own, "published": paper}, [figure]
+    return comparisons, {"this_run": this_run, "published": paper}, [figure]
 
 
 def _table_4(study: Study) -> Outcome:
@@ -211,44 +211,44 @@ def _principal_components(run: Run, place: str) -> Outcome:
 
 
 def _figure_1(study: Study) -> Outcome:
-    made = _principal_components(study.run, "Fig. 1")
-    scale = made.tables["shape"]["scale"].to_numpy()
+    outcome = _principal_components(study.run, "Fig. 1")
+    scale = outcome.tables["shape"]["scale"].to_numpy()
     growth = float(scale.max() / scale[0]) if scale[0] > 0 else math.nan
     widest = int(scale.argmax())
     what = f"scale of the largest component at layer {widest} over that at layer 0"
     claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    made.verdicts.append(judge(claim, what, growth, criteria.GROWS))
-    return made
+    outcome.verdicts.append(judge(claim, what, growth, criteria.GROWS))
+    return outcome
 
 
 def _figure_24(study: Study) -> Outcome:
     run = study.random_run()
-    made = _principal_components(run, "Fig. 24, on random tokens")
+    outcome = _principal_components(run, "Fig. 24, on random tokens")
     persists = smooth_verdict(
         run, "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
     )
     runs = {} if run is study.run else {"random": run.provenance}
-    return Outcome(made.comparisons, [*made.verdicts, persists], made.tables, made.exhibits, runs)
+    return Outcome(outcome.comparisons, [*outcome.verdicts, persists], outcome.tables, outcome.exhibits, runs)
 
 
 def _figure_3(study: Study) -> Outcome:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    held = energy_within_rank(run)
-    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": held})
-    kept = need(run, "singular_values")
-    for place in range(kept.shape[1]):
-        table[f"singular_value_{place + 1}"] = kept[:, place]
+    within_rank = energy_within_rank(run)
+    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": within_rank})
+    singular_values = need(run, "singular_values")
+    for place in range(singular_values.shape[1]):
+        table[f"singular_value_{place + 1}"] = singular_values[:, place]
     smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     comparisons = [
-        Comparison("share of energy within the rank", "", percent(mean_over_layers(held)[0])),
+        Comparison("share of energy within the rank", "", percent(mean_over_layers(within_rank)[0])),
         Comparison("energy of the 10 × 10 lowest frequencies", "GPT-2: 99.7 %", with_error(smooth, error)),
     ]
     verdicts = [
         judge_layers(
             "A few singular values dominate (Fig. 3, left)",
             f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-            held,
+            within_rank,
             criteria.DOMINANT,
         ),
         smooth_verdict(run, "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"),

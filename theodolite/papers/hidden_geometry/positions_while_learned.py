@@ -72,7 +72,7 @@ PAPER_ACCURACY = {
 
 
 @dataclass(frozen=True)
-class _Step:
+class _SurveyedStep:
     """A checkpoint of the series, surveyed."""
 
     step: int
@@ -87,9 +87,9 @@ def series_of(model: OpenModel) -> dict[int, Path]:
     """
     folder = Path(model.id)
     place = folder.parent if folder.parent.name == SERIES else folder / SERIES
-    found = sorted(place.iterdir()) if place.is_dir() else []
+    folders = sorted(place.iterdir()) if place.is_dir() else []
     steps = {
-        int(path.name): path for path in found if path.name.isdigit() and (path / "config.json").is_file()
+        int(path.name): path for path in folders if path.name.isdigit() and (path / "config.json").is_file()
     }
     if len(steps) < 2:
         raise UsageError(
@@ -107,23 +107,23 @@ def some_contexts(corpus: Corpus) -> Corpus:
     )
 
 
-def _surveyed(study: Study) -> list[_Step]:
+def _surveyed(study: Study) -> list[_SurveyedStep]:
     model, corpus = study.opened(), study.corpus
     if corpus is None:
         raise UsageError(
             "geometry/training surveys every checkpoint on the text of the run: give the text too"
         )
     contexts = some_contexts(corpus)
-    found = []
+    series = []
     for step, path in series_of(model).items():
         checkpoint = open_model(path, dtype=model.hf.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         place = None if study.folder is None else study.folder / name
-        found.append(_Step(step, study.survey(checkpoint, contexts, place)))
-    return found
+        series.append(_SurveyedStep(step, study.survey(checkpoint, contexts, place)))
+    return series
 
 
-def _table(series: list[_Step]) -> pd.DataFrame:
+def _table(series: list[_SurveyedStep]) -> pd.DataFrame:
     """One row a step and layer."""
     parts = []
     for entry in series:
@@ -207,7 +207,7 @@ def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
     ]
 
 
-def _curves(series: list[_Step]) -> Any:
+def _curves(series: list[_SurveyedStep]) -> Any:
     shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
     layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
@@ -297,8 +297,8 @@ def _addition(study: Study) -> Outcome:
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
     comparisons = [
-        Comparison(f"right answers, {name}", said, with_error(float(value), float(e)))
-        for name, said, value, e in zip(names, printed, values, errors, strict=True)
+        Comparison(f"right answers, {name}", printed_accuracy, with_error(float(value), float(e)))
+        for name, printed_accuracy, value, e in zip(names, printed, values, errors, strict=True)
     ]
     comparisons.append(Comparison("positions of this model", "absolute; rotary", model.positions))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})

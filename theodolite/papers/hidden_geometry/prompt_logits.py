@@ -57,7 +57,7 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-Chosen = dict[tuple[int, int], list[Pattern]]
+ChosenHeads = dict[tuple[int, int], list[Pattern]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 
@@ -65,12 +65,12 @@ def _top_heads(run: Run) -> dict[str, list[Head]]:
     return {pattern.name: attributed_heads(run, pattern.name) for pattern in PATTERNS}
 
 
-def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
+def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
     """The head that is asked for, or the ones that follow the patterns most."""
     focus = study.focus
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
-    chosen: Chosen = {}
+    chosen: ChosenHeads = {}
     for pattern in PATTERNS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
@@ -105,13 +105,13 @@ def _described(study: Study, length: int) -> str:
     """What the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {drawing.MOST} of them" if length - 1 > drawing.MOST else ""
-    said = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
+    description = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
     if study.run.provenance["model"].get("positions") == ROTATED:
-        said += (
+        description += (
             "This family rotates queries and keys, so relative position is within every panel, constant too: "
             "there the rotated mean and biases differ by distance. "
         )
-    return said
+    return description
 
 
 def _panels(study: Study, split: Constituents, title: str, head: int, tokens: list[str]) -> Exhibit:
@@ -142,8 +142,8 @@ def _tables(
 
 def _title(place: tuple[int, int], followed: list[Pattern], top: dict[str, list[Head]]) -> str:
     """`L3H5: attends most to the token before (0.26)`."""
-    said = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
-    return head_name(*place) + (f": attends most to {listed(said)}" if said else "")
+    attended = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
+    return head_name(*place) + (f": attends most to {listed(attended)}" if attended else "")
 
 
 def _figure_6(study: Study) -> Outcome:
@@ -205,28 +205,32 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
         for side in (query, key) if within else ():
             side[pos] += side[mean]
             side[mean] = 0
-        found = attribute(query, key, inputs, patterns)
+        attribution = attribute(query, key, inputs, patterns)
         for place, pattern in enumerate(patterns):
-            score, even = float(found.score[place, 0]), float(found.uniform[place, 0])
+            score, even = float(attribution.score[place, 0]), float(attribution.uniform[place, 0])
             excess = score - even if score > even else math.nan
             rows += [
                 {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": even}
                 | {"mean": "within pos" if within else "apart", "group": group}
-                | {"kept": (float(found.only[number_of, place, 0]) - even) / excess}
+                | {"kept": (float(attribution.only[number_of, place, 0]) - even) / excess}
                 for number_of, group in enumerate(ATTRIBUTED)
             ]
     return rows
 
 
-def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
+def _kept_line(retention: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
-    own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
-    if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():
+    rows = retention[
+        (retention["layer"] == place[0])
+        & (retention["head"] == place[1])
+        & (retention["pattern"] == pattern.name)
+    ]
+    if not (rows["score"] >= TIMES_EVEN * rows["uniform"]).all():
         return []
-    shares = own[own["group"] == pattern.strict].set_index("mean")["kept"]
-    both = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
+    shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
+    summary = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
     what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
-    return [Comparison(what, "", both)]
+    return [Comparison(what, "", summary)]
 
 
 def _figure_30(study: Study) -> Outcome:
@@ -236,18 +240,18 @@ def _figure_30(study: Study) -> Outcome:
     for layer, head in chosen:
         split = _split(study, ids, layer, head)
         rows += _kept(study, layer, head)
-        for key, place, made in (
+        for key, place, logits in (
             ("with", "Fig. 30", split.coarse(MEAN_WITH_POSITION)),
             ("without", "Fig. 31", split),
         ):
             name = f"{head_name(layer, head)} {key} the global mean"
-            panels[name] = drawing.constituent_panels(made, head, raw=True)
+            panels[name] = drawing.constituent_panels(logits, head, raw=True)
             where = "is within pos" if key == "with" else "is apart, within constant"
             exhibits.append(
                 exhibit(
                     f"L{layer}H{head}-{key}",
                     name,
-                    drawing.qk_panels(made, head, tokens, raw=True),
+                    drawing.qk_panels(logits, head, tokens, raw=True),
                     f"{_described(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
                     f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
                     "the same patterns with and without the mean.",
@@ -255,7 +259,7 @@ def _figure_30(study: Study) -> Outcome:
                     wide=True,
                 )
             )
-    kept = pd.DataFrame(rows)
+    retention = pd.DataFrame(rows)
     comparisons = [
         Comparison(f"{name}: largest share", "", max(of_head[:-2], key=lambda panel: panel.share).name)
         for name, of_head in panels.items()
@@ -265,9 +269,9 @@ def _figure_30(study: Study) -> Outcome:
             line
             for place, followed in chosen.items()
             for pattern in followed
-            for line in _kept_line(kept, place, pattern)
+            for line in _kept_line(retention, place, pattern)
         ]
-    tables = _tables(ids, tokens, panels) | ({"kept": kept} if rows else {})
+    tables = _tables(ids, tokens, panels) | ({"kept": retention} if rows else {})
     return Outcome(comparisons, [_mean_verdict(study.run)], tables, exhibits)
 
 

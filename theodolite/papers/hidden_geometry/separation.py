@@ -68,17 +68,17 @@ def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) 
     shares /= shares.sum(axis=1, keepdims=True)
     rows, columns = linear_sum_assignment(-shares)
     matched = columns[np.argsort(rows)].tolist()
-    rest = sorted(set(range(count)) - set(matched), key=lambda column: -shares[:, column].sum())
-    return shares[:, [*matched, *rest]]
+    unmatched = sorted(set(range(count)) - set(matched), key=lambda column: -shares[:, column].sum())
+    return shares[:, [*matched, *unmatched]]
 
 
 def _gram(run: Run, names: list[str]) -> Exhibit:
     labels = need(run, "context_label")
     places, of = [], []
     for label in frequent_labels(labels, SHOWN_LABELS):
-        found = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
-        places += found
-        of += [names[label]] * len(found)
+        contexts_of_label = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
+        places += contexts_of_label
+        of += [names[label]] * len(contexts_of_label)
     contexts = need(run, "context_basis")[:, places].astype(np.float64)
     unit = contexts / np.maximum(np.linalg.norm(contexts, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     grams = unit @ unit.transpose(0, 2, 1)
@@ -196,7 +196,7 @@ def _clusters(study: Study) -> Outcome:
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(numbered.max()) + 1)]
     if not frequent_labels(numbered, 2)[1:]:
         raise UsageError("geometry/clusters needs two labels with two contexts each: give more --contexts")
-    comparisons = [_beside_paper(run, name, *said) for name, said in COMPARED.items()]
+    comparisons = [_beside_paper(run, name, *paper_value) for name, paper_value in COMPARED.items()]
     counted = len(frequent_labels(numbered, len(names)))
     comparisons.append(Comparison("labels with two contexts or more", "4 documents of 32", str(counted)))
     figures = [_gram(run, names), _by_cluster(run, names), *_agreement(run)]

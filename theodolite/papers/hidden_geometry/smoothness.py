@@ -124,10 +124,10 @@ def _figure_7(study: Study) -> Outcome:
     comparisons = [
         Comparison(
             f"{what}: sinusoidal, learned",
-            said,
+            paper_words,
             f"{number(table[name][0])}, {number(table[name][2:].mean())}",
         )
-        for what, said, name in (
+        for what, paper_words, name in (
             ("how far the diagonal stands out", "“large spiky values”, “smooth”", "spike"),
             (f"directions that hold {percent(ENERGY)} of the energy", "“a sharper drop”", "directions"),
             ("share of energy at K = 10", "“more low-frequency”", "low_frequency_10"),
@@ -157,17 +157,17 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
     for claim, name, criterion in claims:
         column = table[name].to_numpy(dtype=np.float64)
         learned = column[2:].mean()
-        said = (
+        values = (
             f"{what[name]}: learned {number(learned)} (mean over {len(column) - 2} layers), sinusoidal "
             f"{number(column[0])} ({number(column[1])} uncentred)"
         )
         if few:
-            why = f"{said}; fewer than {criteria.LEAST_POSITIONS} positions"
+            why = f"{values}; fewer than {criteria.LEAST_POSITIONS} positions"
             verdicts.append(Verdict(f"{claim} (appendix B.1)", UNTESTABLE, why))
             continue
         error = mean_over_layers(value_of(run, name), error_of(run, name))[2]
         verdicts.append(
-            judge(f"{claim} (appendix B.1)", f"{said}; difference", learned - column[0], criterion, error)
+            judge(f"{claim} (appendix B.1)", f"{values}; difference", learned - column[0], criterion, error)
         )
     return verdicts
 

@@ -57,8 +57,8 @@ LOUD = SETTING.width**-0.5
 def cutoffs_of(positions: int) -> list[int]:
     """k from 1 to 64 or to the number of positions, about evenly on a logarithmic scale; 10 among them if possible."""
     last = min(positions, LARGEST_CUTOFF)
-    found = {round(k) for k in np.geomspace(1, last, CUTOFFS_SHOWN)}
-    return sorted(found | {min(MODERATE, last)})
+    cutoffs = {round(k) for k in np.geomspace(1, last, CUTOFFS_SHOWN)}
+    return sorted(cutoffs | {min(MODERATE, last)})
 
 
 def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Floats]:
@@ -116,15 +116,15 @@ def _theorem_1(study: Study) -> Outcome:
         ),
         wide=True,
     )
-    found = [k for k in useful if k is not None]
-    said = (
-        f"{min(found)} to {max(found)}, in {len(found)} of {len(layers)} layers"
-        if found
+    informative = [k for k in useful if k is not None]
+    summary = (
+        f"{min(informative)} to {max(informative)}, in {len(informative)} of {len(layers)} layers"
+        if informative
         else f"none up to {cutoffs[-1]}"
     )
     ratio = attained[:, moderate] / trivial
     comparisons = [
-        Comparison("smallest k at which a bound says anything", "“moderate k and m”", said),
+        Comparison("smallest k at which a bound says anything", "“moderate k and m”", summary),
         Comparison(
             f"bound over no approximation at k = {cutoffs[moderate]}, best m, median of layers",
             "",
@@ -230,8 +230,8 @@ def _theorem_2(study: Study) -> Outcome:
 def _loud_slope(noisy: FactorisationError) -> float:
     """The slope over incoherences of at least 1/√d."""
     loud = noisy.incoherence >= LOUD
-    kept = {field.name: getattr(noisy, field.name)[loud] for field in fields(noisy)}
-    return FactorisationError(**kept).slope
+    loud_settings = {field.name: getattr(noisy, field.name)[loud] for field in fields(noisy)}
+    return FactorisationError(**loud_settings).slope
 
 
 def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Verdict]:
@@ -263,8 +263,8 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
         LINEAR,
     )
     errors = ", ".join(
-        f"{number(float(error[place]))} {said} at {INCOHERENCES[place]:g}"
-        for error, place, said in (
+        f"{number(float(error[place]))} {label} at {INCOHERENCES[place]:g}"
+        for error, place, label in (
             (noisy.mean, 0, ""),
             (noisy.mean, -1, ""),
             (clean.mean, -1, "without noise"),

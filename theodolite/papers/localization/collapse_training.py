@@ -22,7 +22,7 @@ LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
 
 
 @dataclass(frozen=True)
-class Pace:
+class LearningRate:
     """A learning rate, reached on a line from 0 in `warm_up` steps."""
 
     name: str
@@ -35,7 +35,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Trace:
+class WatchedTraining:
     """One training: the loss of every step's batch (nats), the numbers and the alarms of every look."""
 
     losses: list[float]
@@ -44,7 +44,7 @@ class Trace:
     time_share: float
 
 
-def train_watched(task: Characters, pace: Pace, seed: int, steps: int, every: int) -> Trace:
+def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, every: int) -> WatchedTraining:
     """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
 
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
@@ -77,7 +77,7 @@ def train_watched(task: Characters, pace: Pace, seed: int, steps: int, every: in
     table = pd.DataFrame(looks).drop(columns="time_share")
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
-    return Trace(losses, table, alarms, share)
+    return WatchedTraining(losses, table, alarms, share)
 
 
 def _config(task: Characters) -> GPT2Config:

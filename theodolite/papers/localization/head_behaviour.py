@@ -82,27 +82,27 @@ def _behaviour(study: Study) -> Outcome:
         "entropy": need_column(run.heads, "entropy"),
     }
     heads = _heads(run, predictions, numbers, measured)
-    correlations, found = _correlations(predictions, numbers, seed)
-    errors = {name: curve_error(one.curve, measured, seed) for name, one in predictions.items()}
+    table, by_pair = _correlations(predictions, numbers, seed)
+    errors = {name: curve_error(prediction.curve, measured, seed) for name, prediction in predictions.items()}
     errors["others"] = curve_error(others_mean(measured), measured, seed)
     regimes = {
-        name: agreement(one.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
-        for name, one in predictions.items()
+        name: agreement(prediction.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
+        for name, prediction in predictions.items()
     }
     localized = rank_correlation(numbers["width"], numbers["entropy"], seed)
     verdicts = [
-        *_order_verdicts(found),
+        *_order_verdicts(by_pair),
         *_curve_verdicts(errors),
         *_regime_verdicts(regimes),
-        *_entropy_verdicts(found, localized),
+        *_entropy_verdicts(by_pair, localized),
     ]
     figures = [
         _scatter(run, predictions, numbers["ρ"]),
         _curves(run, predictions, measured),
-        _bars(found),
+        _bars(by_pair),
     ]
-    comparisons = _comparisons(found, errors, regimes)
-    return Outcome(comparisons, verdicts, {"heads": heads, "correlations": correlations}, figures)
+    comparisons = _comparisons(by_pair, errors, regimes)
+    return Outcome(comparisons, verdicts, {"heads": heads, "correlations": table}, figures)
 
 
 def _heads(
@@ -115,35 +115,38 @@ def _heads(
         "entropy": numbers["entropy"],
         "regime_measured": regime_of_curve(measured),
     }
-    for name, one in predictions.items():
-        own = _predicted_numbers(one)
+    for name, prediction in predictions.items():
+        predicted = _predicted_numbers(prediction)
         columns |= {
-            f"propagation_{name}": own["mean"],
-            f"width_{name}": own["width"],
-            f"eta_{name}": own["eta"],
-            f"regime_{name}": one.regime,
-            f"error_{name}": mean_of(np.abs(one.curve - measured)),
+            f"propagation_{name}": predicted["mean"],
+            f"width_{name}": predicted["width"],
+            f"eta_{name}": predicted["eta"],
+            f"regime_{name}": prediction.regime,
+            f"error_{name}": mean_of(np.abs(prediction.curve - measured)),
         }
     return run.heads[["layer", "head"]].assign(**columns)
 
 
-Found = dict[tuple[str, str, str], Estimate]
+Correlations = dict[tuple[str, str, str], Estimate]
 """(source, predicted number, measured number) → rank correlation over heads."""
 
 
 def _correlations(
     predictions: dict[str, Prediction], numbers: dict[str, Floats], seed: int
-) -> tuple[pd.DataFrame, Found]:
-    found: Found = {}
+) -> tuple[pd.DataFrame, Correlations]:
+    correlations: Correlations = {}
     rows = []
-    for name, one in predictions.items():
-        own = _predicted_numbers(one)
-        for predicted, measured, said, of in COMPARED:
-            estimate = rank_correlation(own[predicted], numbers[measured], seed)
-            found[name, predicted, measured] = estimate
-            rows.append({"from": SOURCES[name], "predicted": said, "measured": of} | vars(estimate))
+    for name, prediction in predictions.items():
+        numbers_of_source = _predicted_numbers(prediction)
+        for predicted, measured, predicted_label, measured_label in COMPARED:
+            estimate = rank_correlation(numbers_of_source[predicted], numbers[measured], seed)
+            correlations[name, predicted, measured] = estimate
+            rows.append(
+                {"from": SOURCES[name], "predicted": predicted_label, "measured": measured_label}
+                | vars(estimate)
+            )
     table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})
-    return table, found
+    return table, correlations
 
 
 def _interval(estimate: Estimate) -> str:
@@ -152,16 +155,16 @@ def _interval(estimate: Estimate) -> str:
 
 def _judged(claim: str, what: str, estimate: Estimate, criterion: Criterion, more: str = "") -> Verdict:
     verdict = judge(claim, what, estimate.value, criterion, estimate.error)
-    said = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
-    return replace(verdict, evidence=said + more)
+    evidence = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
+    return replace(verdict, evidence=evidence + more)
 
 
-def _order_verdicts(found: Found) -> list[Verdict]:
+def _order_verdicts(correlations: Correlations) -> list[Verdict]:
     return [
         _judged(
             f"Predicted ρ orders the heads as measured ρ does, from {SOURCES[name]}",
             "rank correlation over heads of mean ρ",
-            found[name, "mean", "ρ"],
+            correlations[name, "mean", "ρ"],
             ORDERS,
         )
         for name in SOURCES
@@ -197,12 +200,12 @@ def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict
     ]
 
 
-def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
+def _entropy_verdicts(correlations: Correlations, localized: Estimate) -> list[Verdict]:
     return [
         _judged(
             "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
             f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
-            found["text", "eta", "entropy"],
+            correlations["text", "eta", "entropy"],
             OPPOSED,
         ),
         _judged(
@@ -215,17 +218,17 @@ def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
 
 
 def _comparisons(
-    found: Found, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
+    correlations: Correlations, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
 ) -> list[Comparison]:
     rows = []
-    for name, said in SOURCES.items():
-        mean, entropy = found[name, "mean", "ρ"], found[name, "eta", "entropy"]
-        shown = (
+    for name, source in SOURCES.items():
+        mean, entropy = correlations[name, "mean", "ρ"], correlations[name, "eta", "entropy"]
+        summary = (
             f"ρ: {with_error(mean.value, mean.error)}; η with entropy: {with_error(entropy.value, entropy.error)}; "
             f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
             f"same regime: {percent(regimes[name][1])}"
         )
-        rows.append(Comparison(f"rank correlations over heads and errors, from {said}", "", shown))
+        rows.append(Comparison(f"rank correlations over heads and errors, from {source}", "", summary))
     others = errors["others"]
     rows.append(
         Comparison("error of the mean curve of all other heads", "", with_error(others.value, others.error))
@@ -235,7 +238,7 @@ def _comparisons(
 
 def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
-    means = [mean_of(one.curve) for one in predictions.values()]
+    means = [mean_of(prediction.curve) for prediction in predictions.values()]
     return exhibit(
         "heads",
         "Predicted and measured signal propagation of every head",
@@ -254,12 +257,12 @@ def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> 
 
 
 def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
-    kept = evenly(measured.shape[1], CURVE_POINTS)
-    theta = (np.array(kept, dtype=np.float64) + 1) / measured.shape[1]
-    everything = [measured, *(one.curve for one in predictions.values())]
+    drawn_positions = evenly(measured.shape[1], CURVE_POINTS)
+    theta = (np.array(drawn_positions, dtype=np.float64) + 1) / measured.shape[1]
+    everything = [measured, *(prediction.curve for prediction in predictions.values())]
 
     def values(place: int) -> list[Floats]:
-        return [curve[place, kept] for curve in everything]
+        return [curve[place, drawn_positions] for curve in everything]
 
     return exhibit(
         "curves",
@@ -274,13 +277,13 @@ def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> E
     )
 
 
-def _bars(found: Found) -> Exhibit:
-    groups = [f"{said} → {of}" for _, _, said, of in COMPARED]
+def _bars(correlations: Correlations) -> Exhibit:
+    groups = [f"{label} → {of}" for _, _, label, of in COMPARED]
     values = {}
-    for name, said in SOURCES.items():
-        own = [found[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
-        heights = np.array([estimate.value for estimate in own])
-        values[said] = (heights, np.array([[e.low for e in own], [e.high for e in own]]))
+    for name, label in SOURCES.items():
+        estimates = [correlations[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
+        heights = np.array([estimate.value for estimate in estimates])
+        values[label] = (heights, np.array([[e.low for e in estimates], [e.high for e in estimates]]))
     return exhibit(
         "correlations",
         "Rank correlations over heads",

@@ -84,8 +84,8 @@ def _figure_3(study: Study) -> Outcome:
         wide=True,
     )
     columns = {
-        f"{name}, {said}": curves[name][place].numpy()
-        for place, said in enumerate(SAID_3)
+        f"{name}, {label}": curves[name][place].numpy()
+        for place, label in enumerate(SAID_3)
         for name in VARIANTS
     }
     table = pd.DataFrame({"theta": THETA.numpy()} | columns)

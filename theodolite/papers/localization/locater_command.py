@@ -91,33 +91,33 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
 
 
 def _numbers(
-    name: str, given: str | None, kind: Callable[[str], Value], published: tuple[Value, ...]
+    name: str, option: str | None, kind: Callable[[str], Value], published: tuple[Value, ...]
 ) -> tuple[Value, ...]:
-    if given is None:
+    if option is None:
         return published
     try:
-        return tuple(dict.fromkeys(kind(part) for part in given.split(",") if part.strip()))
+        return tuple(dict.fromkeys(kind(part) for part in option.split(",") if part.strip()))
     except ValueError:
-        raise UsageError(f"--{name} is '{given}'; give numbers with commas between them.") from None
+        raise UsageError(f"--{name} is '{option}'; give numbers with commas between them.") from None
 
 
-def _vocabulary(given: str | None) -> int | None:
-    if given is None:
+def _vocabulary(option: str | None) -> int | None:
+    if option is None:
         return Recipe().vocabulary
-    if given == WORDS:
+    if option == WORDS:
         return None
-    if not given.isdecimal():
-        raise UsageError(f"--vocabulary is '{given}'; give a number of tokens, or {WORDS}.")
-    return int(given)
+    if not option.isdecimal():
+        raise UsageError(f"--vocabulary is '{option}'; give a number of tokens, or {WORDS}.")
+    return int(option)
 
 
 def _lines(out: Path, names: set[str]) -> list[str]:
-    found = []
+    lines = []
     for point in read_grid(out)[1]:
         if point.setting.name in names and point.summary is not None:
             loss, error = point.summary["held_out_loss"], point.summary["held_out_loss_se"]
-            found.append(
+            lines.append(
                 f"{point.setting.name}: step {point.summary['step']}, held-out perplexity {math.exp(loss):.2f} "
                 f"(± {math.exp(loss) * error:.2f} over contexts)"
             )
-    return found
+    return lines

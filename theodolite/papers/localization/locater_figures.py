@@ -22,7 +22,7 @@ from theodolite.papers.localization.locater_grid import Point, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
     CONFIDENCE,
-    Comparable,
+    ComparableRuns,
     Effect,
     by_setting,
     comparable,
@@ -81,16 +81,16 @@ def judge_effect(claim: str, what: str, effect: Effect, sign: int, more: str = "
     return Verdict(claim, UNDECIDED, evidence)
 
 
-def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> list[Verdict]:
+def captions(data: ComparableRuns, settings: Sequence[Setting], how: str = "") -> list[Verdict]:
     """The claims of every caption: the strongest κ₂ against the weakest, and how all of them rank."""
     if len(settings) < 2:
         return []
     weakest, strongest = settings[0], settings[-1]
-    found = []
+    verdicts = []
     for words, name, sign, relative in CLAIMS:
         effect = difference(data.rows, strongest, weakest, name, relative=relative)
         rank = rank_correlation(data.rows, settings, name)
-        found.append(
+        verdicts.append(
             judge_effect(
                 f"With stronger κ₂ {words}{how}",
                 f"difference of logarithms, {label_of(strongest)} against {label_of(weakest)}, step {data.step}",
@@ -99,23 +99,25 @@ def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> li
                 f", rank correlation with κ₂ {rank}",
             )
         )
-    return found
+    return verdicts
 
 
-def against_others(data: Comparable) -> list[Verdict]:
+def against_others(data: ComparableRuns) -> list[Verdict]:
     """LocAteR against none, and the best of its settings against the best plain weight decay."""
-    found = []
+    verdicts = []
     if data.exact and data.plain is not None:
         for words, name, sign, relative in CLAIMS[1:]:
             effect = difference(data.rows, data.exact[-1], data.plain, name, relative=relative)
             pair = f"{label_of(data.exact[-1])} against {label_of(data.plain)}"
             what = f"difference of logarithms, {pair}, step {data.step}"
-            found.append(judge_effect(f"With LocAteR {words} (“eventually”, section 7)", what, effect, sign))
+            verdicts.append(
+                judge_effect(f"With LocAteR {words} (“eventually”, section 7)", what, effect, sign)
+            )
     if data.exact and len(data.decays) > 1:
         means = data.rows.groupby("setting", sort=False)["lowest_loss"].mean()
         best, rival = (min(group, key=lambda s: means[s]) for group in (data.exact, data.decays))
         effect = difference(data.rows, best, rival, "lowest_loss", relative=False)
-        found.append(
+        verdicts.append(
             judge_effect(
                 "LocAteR does better than plain weight decay tuned as fairly (ours)",
                 f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
@@ -124,10 +126,10 @@ def against_others(data: Comparable) -> list[Verdict]:
                 -1,
             )
         )
-    return found
+    return verdicts
 
 
-def linked(data: Comparable) -> list[Verdict]:
+def linked(data: ComparableRuns) -> list[Verdict]:
     """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over LocAteR settings and none."""
     settings = [*data.exact, *([data.plain] if data.plain else [])]
     if len(settings) < 3:
@@ -147,7 +149,7 @@ def linked(data: Comparable) -> list[Verdict]:
     ]
 
 
-def stripes(data: Comparable) -> list[Verdict]:
+def stripes(data: ComparableRuns) -> list[Verdict]:
     """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
     if not data.exact or data.plain is None:
         return []
@@ -162,7 +164,7 @@ def stripes(data: Comparable) -> list[Verdict]:
 
 
 def _lines(
-    data: Comparable, settings: Sequence[Setting], table: str, name: str
+    data: ComparableRuns, settings: Sequence[Setting], table: str, name: str
 ) -> tuple[list[Floats], list[Any]]:
     """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
     steps, lines = [], []
@@ -179,7 +181,7 @@ def _lines(
     return steps, lines
 
 
-def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str) -> Exhibit:
+def _curves(data: ComparableRuns, settings: Sequence[Setting], key: str, title: str) -> Exhibit:
     shown = []
     steps: list[Floats] = []
     for name, table, heading, logarithmic in (
@@ -205,7 +207,7 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
     )
 
 
-def _maps(data: Comparable) -> list[Exhibit]:
+def _maps(data: ComparableRuns) -> list[Exhibit]:
     settings = [*reversed(data.exact), *data.decays, *reversed(data.printed[1:])]
     firsts = [next(p for p in data.points if without_seed(p.setting) == setting) for setting in settings]
     arrays = [
@@ -242,7 +244,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
     ]
 
 
-def _compared_at(data: Comparable) -> str:
+def _compared_at(data: ComparableRuns) -> str:
     trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.points)
     further = (
         f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
@@ -250,9 +252,9 @@ def _compared_at(data: Comparable) -> str:
     return number(data.step) + further
 
 
-def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
+def _comparisons(data: ComparableRuns, recipe: dict[str, Any]) -> list[Comparison]:
     table = by_setting(data.rows)
-    found = [
+    comparisons = [
         Comparison("step at which all are compared", "50 000", _compared_at(data)),
         Comparison(
             "tokens",
@@ -261,13 +263,13 @@ def _comparisons(data: Comparable, recipe: dict[str, Any]) -> list[Comparison]:
         ),
     ]
     for row in table.to_dict(orient="records"):
-        here = (
+        summary = (
             f"perplexity {number(row['final_perplexity'], 4)}, lowest {number(row['lowest_perplexity'], 4)} at step "
             f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
             f"{number(row['entropy'], 4)}"
         )
-        found.append(Comparison(f"{row['setting']}, {counted(row['seeds'], 'seed')}", "", here))
-    return found
+        comparisons.append(Comparison(f"{row['setting']}, {counted(row['seeds'], 'seed')}", "", summary))
+    return comparisons
 
 
 def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
@@ -309,10 +311,10 @@ def _figure_7(study: Study) -> Outcome:
     """Of d = 128 with one layer where it was trained, as published; else of the grid's first depth and width."""
     _, points = read_grid(_grid_of(study))
     there = sorted({(p.setting.layers, p.setting.width) for p in points})
-    whole = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
-    shown = [one for one in whole.exhibits if one.key in ("maps", "profiles")]
-    verdicts = [verdict for verdict in whole.verdicts if "stripes" in verdict.claim]
-    return Outcome(whole.comparisons, verdicts, whole.tables, shown, whole.runs)
+    outcome = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
+    shown = [figure for figure in outcome.exhibits if figure.key in ("maps", "profiles")]
+    verdicts = [verdict for verdict in outcome.verdicts if "stripes" in verdict.claim]
+    return Outcome(outcome.comparisons, verdicts, outcome.tables, shown, outcome.runs)
 
 
 def _grid_of(study: Study) -> Path:

@@ -69,14 +69,14 @@ class Grid:
 
     def settings(self) -> list[Setting]:
         """Every training; a seed's before the next seed's."""
-        found = []
+        settings = []
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
-            found += [
+            settings += [
                 Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
             ]
-            found += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
-        return found
+            settings += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
+        return settings
 
 
 @dataclass(frozen=True)
@@ -306,12 +306,12 @@ def _readable(folder: Path) -> bool:
 def _point(folder: Path) -> Point:
     setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
     summary = folder / "summary.json"
-    kept = load_file(folder / "propagation.safetensors")
+    tensors = load_file(folder / "propagation.safetensors")
     return Point(
         setting,
         pd.read_parquet(folder / "losses.parquet"),
         pd.read_parquet(folder / "heads.parquet"),
-        kept["propagation"],
-        kept["steps"].tolist(),
+        tensors["propagation"],
+        tensors["steps"].tolist(),
         json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
     )

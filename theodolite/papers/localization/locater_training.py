@@ -203,8 +203,8 @@ class Training:
             losses, heads = self.tables()
             write_whole(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
             write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
-            kept = {name: self.history[name] for name in ("steps", "propagation")}
-            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
+            curves = {name: self.history[name] for name in ("steps", "propagation")}
+            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
             # Last: a training that was killed before it goes on from an older one, and writes all of them again.
             write_whole(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
@@ -234,13 +234,13 @@ class Training:
             raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
         if not self._checkpoint.exists():
             return
-        kept, notes = read_checkpoint(self._checkpoint)
+        tensors, notes = read_checkpoint(self._checkpoint)
         self.step = int(notes["step"])
-        self.summed.copy_(kept["summed"])
-        self.history = {name: kept[f"history/{name}"] for name in self.history}
+        self.summed.copy_(tensors["summed"])
+        self.history = {name: tensors[f"history/{name}"] for name in self.history}
         for name, parameter in self.model.named_parameters():
-            parameter.data.copy_(kept[name])
-            moments = {key: kept[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
+            parameter.data.copy_(tensors[name])
+            moments = {key: tensors[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
             count = torch.tensor(float(self.step), device=self.device)
             self.optimizer.state[parameter] = {"step": count, **moments}
 

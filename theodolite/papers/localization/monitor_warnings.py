@@ -65,29 +65,29 @@ def _monitor(study: Study) -> Outcome:
     text = "\n\n".join(document.text for document in python_topics())
     seeds = [study.run.provenance["seed"] + seed for seed in SEEDS]
     done = iter(range(1, len(seeds) * len(PACES) + 1))
-    found = collapse(
+    collapsed = collapse(
         Characters.of_text(text, LENGTH),
         seeds=seeds,
         show_progress=lambda pace, seed: study.say(
             f"training {next(done)} of {len(seeds) * len(PACES)}: {pace}, seed {seed}"
         ),
     )
-    runs = found["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
-    tables = {"runs": runs, "looks": found["looks"], "alarms": found["alarms"]}
-    exhibits = [_moments(runs), _course(found["looks"], found["losses"])]
+    runs = collapsed["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
+    tables = {"runs": runs, "looks": collapsed["looks"], "alarms": collapsed["alarms"]}
+    exhibits = [_moments(runs), _course(collapsed["looks"], collapsed["losses"])]
     return Outcome(_compared(runs), judged(runs), tables, exhibits)
 
 
 def _compared(runs: pd.DataFrame) -> list[Comparison]:
-    found = []
+    comparisons = []
     for pace, rows in runs.groupby("pace", sort=False):
         moments = (
             f"{what} {_steps(rows[column])}"
             for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
         )
         final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
-        found.append(Comparison(str(pace), "", "; ".join([*moments, final])))
-    return found
+        comparisons.append(Comparison(str(pace), "", "; ".join([*moments, final])))
+    return comparisons
 
 
 def _steps(values: pd.Series) -> str:
@@ -116,13 +116,15 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
 
 
 def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
-    both = looks.merge(losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"])
-    both["loss"] = both["smoothed"]
+    merged = looks.merge(
+        losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"]
+    )
+    merged["loss"] = merged["smoothed"]
     names = [pace.name for pace in PACES]
     shown: dict[str, list[tuple[Floats, Floats, Floats]]] = {name: [] for name, _ in SHOWN}
     steps = []
     for pace in names:
-        rows = both[both["pace"] == pace].groupby("step")
+        rows = merged[merged["pace"] == pace].groupby("step")
         steps.append(np.array(sorted(rows.groups), dtype=np.float64))
         for name, lines in shown.items():
             column = rows[name]

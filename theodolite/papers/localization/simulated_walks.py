@@ -68,10 +68,10 @@ def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
     xi, eta = trace / square.sqrt(), square.sqrt() / temperature
-    found = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
-    found["finite"] = propagation_finite(trace, square, square, size, temperature)
-    found["exact"] = propagation_exact(spectra, size, temperature)
-    return {name: curve.mean(1) for name, curve in found.items()}
+    curves = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
+    curves["finite"] = propagation_finite(trace, square, square, size, temperature)
+    curves["exact"] = propagation_exact(spectra, size, temperature)
+    return {name: curve.mean(1) for name, curve in curves.items()}
 
 
 def beyond(sim: Simulation, predicted: Tensor) -> float:
@@ -110,12 +110,12 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
         )
 
     positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
-    said = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
+    sigma = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
     return exhibit(
         name,
         f"Simulated signal propagation, {name} Σ",
         drawing.simulation(positions, *values(0)),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {said}) in which "
+        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {sigma}) in which "
         f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
         "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
         "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
@@ -207,28 +207,28 @@ def _worst_gain(
         along: "scale": largest less smallest scale, at every mean but 0; "mean": smallest (but 0) less largest mean,
             at every scale.
     """
-    found = []
+    gains = []
     for name in sims:
         grid = values[name].unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
         rows = grid[:, -1] - grid[:, 0] if along == "scale" else grid[0] - grid[-1]
-        said = SETTING.means[1:] if along == "scale" else SETTING.scales
-        for value, row in zip(said, rows, strict=True):
+        settings = SETTING.means[1:] if along == "scale" else SETTING.scales
+        for value, row in zip(settings, rows, strict=True):
             what = f"{name} Σ, {'mean' if along == 'scale' else 'scale'} {value:g}"
-            found.append((float(row.mean()), float(over_draws(row[None])[0]), what))
-    return min(found)
+            gains.append((float(row.mean()), float(over_draws(row[None])[0]), what))
+    return min(gains)
 
 
 def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
     widths = {name: width(sim.propagates) for name, sim in sims.items()}
     verdicts = []
-    for along, said, of in (
+    for along, what, of in (
         ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
     ):
         value, error, where = _worst_gain(sims, widths, along)
         verdicts.append(
             judge(
-                f"ρ localizes with {said} (section 5, Fig. 5)",
+                f"ρ localizes with {what} (section 5, Fig. 5)",
                 f"effective share of positions {of}, the least ({where})",
                 value,
                 NARROWER,
@@ -251,8 +251,10 @@ def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
 def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
     entropy = {name: -sim.entropy for name, sim in sims.items()}  # a gain is what falls as the scale grows
     value, error, where = _worst_gain(sims, entropy, "scale")
-    found = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
-    both = [float(np.mean([one[place] for one in found])) for place in (0, 1)]
+    correlations = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
+    mean_and_error = [
+        float(np.mean([correlation[place] for correlation in correlations])) for place in (0, 1)
+    ]
     return [
         judge(
             "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
@@ -264,20 +266,20 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
         judge(
             "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
             "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
-            both[0],
+            mean_and_error[0],
             OPPOSED,
-            both[1],
+            mean_and_error[1],
         ),
     ]
 
 
 def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Spearman's correlation over pairs of two numbers (P, D): mean over draws, and its standard error."""
-    found = torch.tensor(
+    correlations = torch.tensor(
         [float(spearmanr(a, b).statistic) for a, b in zip(first.T, second.T, strict=True)],
         dtype=torch.float64,
     )
-    return float(found.mean()), float(over_draws(found[None])[0])
+    return float(correlations.mean()), float(over_draws(correlations[None])[0])
 
 
 def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Comparison]:
@@ -293,9 +295,9 @@ def _comparisons(sims: dict[str, Simulation], predicted: dict[str, dict[str, Ten
     iso = sims["isotropic"]
     by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
     for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
-        said = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
+        entropies = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
         scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
-        rows.append(Comparison(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", "", said))
+        rows.append(Comparison(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", "", entropies))
     rows.append(Comparison("pairs of mean and scale; temperature", "not printed", "ours; λ = √d"))
     return rows
 

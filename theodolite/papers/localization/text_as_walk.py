@@ -120,14 +120,14 @@ def _relative(gram: Floats) -> Floats:
 
 
 def _maps(walks: Walks) -> Exhibit:
-    own, state = walks.sums[TEXT]
+    text_sums, state = walks.sums[TEXT]
 
     def pictures(layer: int) -> dict[str, Floats]:
-        found = {name: mean_gram(sums[1], layer).numpy() for name, sums in walks.sums.items()}
-        found["min(s, t)"] = steps_shared(own).numpy()
-        return {name: _relative(gram) for name, gram in found.items()}
+        grams = {name: mean_gram(sums[1], layer).numpy() for name, sums in walks.sums.items()}
+        grams["min(s, t)"] = steps_shared(text_sums).numpy()
+        return {name: _relative(gram) for name, gram in grams.items()}
 
-    at = np.array(own.shown, dtype=np.float64) + 1
+    at = np.array(text_sums.shown, dtype=np.float64) + 1
     count = len(state["contexts"])
     return exhibit(
         "moments",
@@ -215,7 +215,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
             ("layer", ""),
         ),
         "One number a layer: "
-        + "; ".join(f"{said}: {MEASURES[name]}" for said, name in zip(short, names, strict=True))
+        + "; ".join(f"{label}: {MEASURES[name]}" for label, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
@@ -238,8 +238,8 @@ def _judged(
 
 def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Verdict]:
     text, random = tables[TEXT], tables[RANDOM]
-    own, own_error = _column(text, "autocorrelation")
-    other, other_error = _column(random, "autocorrelation")
+    text_values, text_errors = _column(text, "autocorrelation")
+    random_values, random_errors = _column(random, "autocorrelation")
     return [
         _judged(
             "What attention reads has the second moments of a random walk (Assumption 1, Remark 3)",
@@ -261,9 +261,9 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
             f"{MEASURES['autocorrelation']}, text less random tokens",
-            own - other,
+            text_values - random_values,
             DRIFTS,
-            np.hypot(own_error, other_error),
+            np.hypot(text_errors, random_errors),
         ),
     ]
 
@@ -280,13 +280,15 @@ def _comparisons(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> lis
         "cosine": "1",
     }
     rows = []
-    for name, said in expected.items():
-        here = []
+    for name, value_of_walk in expected.items():
+        measured = []
         for who, table in (*tables.items(), (f"{TEXT}, residual stream", residual)):
             values, errors = _column(table, name)
             middle = len(values) // 2
-            here.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
-        rows.append(Comparison(f"{MEASURES[name]}, middle layer", f"a walk: {said}", "; ".join(here)))
+            measured.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
+        rows.append(
+            Comparison(f"{MEASURES[name]}, middle layer", f"a walk: {value_of_walk}", "; ".join(measured))
+        )
     simulated = tables[WALK]
     rows.append(
         Comparison(
