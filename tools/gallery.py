@@ -34,7 +34,7 @@ TRAININGS: dict[str, tuple[str, str]] = {
     ),
     "localization/figure8": (
         f"{LOCATER} --side-by-side 2 --steps 5000",
-        "30 trainings of 5,000 steps, an hour and a quarter on two cores; of 50,000, 12 hours",
+        "30 training runs of 5,000 steps, an hour and a quarter on two cores; of 50,000, 12 hours",
     ),
     "localization/figure9": (f"{LOCATER} --layers 3", "longer than those of figure8; for a GPU"),
     "localization/figure10": (f"{LOCATER} --layers 6", "longer than those of figure8; for a GPU"),
@@ -49,11 +49,11 @@ TRAININGS: dict[str, tuple[str, str]] = {
     ),
     "sinks/escape": (
         "theodolite train escape --out escape --seeds 3",
-        "nine trainings, ten minutes each on one core",
+        "nine training runs, ten minutes each on one core",
     ),
     "sinks/figure3": (
         "for seed in 0 1 2; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done",
-        "three trainings, a quarter of an hour each on one core",
+        "three training runs, a quarter of an hour each on one core",
     ),
 }
 _SAME = {"geometry/addition": "geometry/training", "localization/figure7": "localization/figure8"}

@@ -77,7 +77,7 @@ _MEASURED = sorted(
 _LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
 
 _ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
-"""These need no model and no text: theory, and trainings of their own."""
+"""These need no model and no text: theory, and training runs of their own."""
 
 _SINKS = [
     *AVERAGING,

@@ -100,7 +100,7 @@ class Study:
             UsageError: it was not given.
         """
         if self.model is None:
-            raise UsageError("this experiment needs the model beside the run: give it")
+            raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
 
     def other_run(self) -> Run:
@@ -131,7 +131,7 @@ class Study:
             return  # it has one of its own
         if kind == "model":
             if self.model is None:
-                raise UsageError(f"{name} needs the model beside the run: give it")
+                raise UsageError(f"{name} needs the model as well as the run: pass it too")
         elif kind == "labels":
             labels = array(self.run, "context_label")
             if labels is None or len(set(labels[labels >= 0].tolist())) < 2:

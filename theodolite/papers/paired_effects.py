@@ -1,4 +1,4 @@
-"""A grid of LocAteR trainings in numbers: a row for each at one step, means over seeds, effects paired by seed.
+"""A grid of LocAteR training runs in numbers: a row for each at one step, means over seeds, effects paired by seed.
 
 Nothing here judges, draws or trains.
 """
@@ -22,8 +22,8 @@ from theodolite.system.wording import number
 CONFIDENCE = 0.95
 
 MEASURES = {
-    "final_loss": "held-out loss, nats a token",
-    "lowest_loss": "lowest held-out loss, nats a token",
+    "final_loss": "held-out loss, nats per token",
+    "lowest_loss": "lowest held-out loss, nats per token",
     "frobenius_squared": "spectrum scale tr(W_QKᵀW_QK)",
     "trace_of_square": "tr(W_QK²)",
     "trace": "tr W_QK",
@@ -86,18 +86,18 @@ def label_of(setting: Setting) -> str:
 
 
 def without_seed(setting: Setting) -> Setting:
-    """The same setting of seed 0: what the trainings of all seeds have in common."""
+    """The same setting of seed 0: what the training runs of all seeds have in common."""
     return replace(setting, seed=0)
 
 
 def common_step(points: Sequence[Point]) -> int:
-    """The last step at which every one of the trainings was measured."""
+    """The last step at which every one of the training runs was measured."""
     measured = [set(point.losses["step"].tolist()) for point in points]
     return int(max(set.intersection(*measured)))
 
 
 def at_step(points: Sequence[Point], step: int) -> pd.DataFrame:
-    """One row a training: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
+    """One row a training run: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
 
     The lowest loss is that of all steps up to `step`; ρ is averaged over them.
     """
@@ -181,7 +181,7 @@ def rank_correlation(rows: pd.DataFrame, settings: Sequence[Setting], name: str,
 
 @dataclass(frozen=True)
 class ComparableRuns:
-    """The trainings of one depth and width, all at one step.
+    """The training runs of one depth and width, all at one step.
 
     Attributes:
         exact, printed: LocAteR settings by rising κ₂, with either gradient of its second term.
@@ -199,7 +199,7 @@ class ComparableRuns:
 
 
 def comparable(points: Sequence[Point]) -> ComparableRuns:
-    """Sort trainings of one depth and width by what they are for."""
+    """Sort training runs of one depth and width by what they are for."""
     step = common_step(points)
     kinds = sorted({without_seed(point.setting) for point in points}, key=lambda s: (s.mean, s.weight_decay))
     with_locater = [setting for setting in kinds if setting.scale or setting.mean]

@@ -1,4 +1,4 @@
-"""Experiments that are read from a folder of trainings instead of a model: which folder is whose."""
+"""Experiments that are read from a folder of training runs instead of a model: which folder is whose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = (
 
 
 def trainings_at(place: str | Path) -> Trainings | None:
-    """What kind of trainings a folder holds, if any."""
+    """What kind of training runs a folder holds, if any."""
     return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
 
 

@@ -167,7 +167,7 @@ def test_sweeps(study, monkeypatch):
 
 
 def test_what_cannot_be_judged_is_refused(study):
-    with pytest.raises(UsageError, match="give it beside the run"):
+    with pytest.raises(UsageError, match="pass it with the run"):
         halves(Study(study.run, study.model))
     few = Corpus.python_docs(study.model.tokenizer, length=48, contexts=3)
     with pytest.raises(UsageError, match="3 contexts are too few"):

@@ -40,7 +40,7 @@ CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 
 @pytest.fixture(scope="module")
 def adder(tmp_path_factory):
-    """A model of additions trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
+    """An addition model trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
     folder = tmp_path_factory.mktemp("training") / "adder"
     config = SmallConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
     train_small(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
@@ -215,4 +215,4 @@ def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
         assert "not known to add" in verdict.evidence
         assert "200 sums of 5 to 10 digits" in verdict.evidence
     other = opened("gpt2")
-    assert "no model of additions alone" in why_no_adder(Study(_of(run, other), other))
+    assert "not a pure addition model" in why_no_adder(Study(_of(run, other), other))

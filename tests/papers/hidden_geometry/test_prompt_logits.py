@@ -54,7 +54,7 @@ def _answers(outcome) -> list[str]:
 
 
 def _attribution(run, **only: dict[str, float]):
-    """The run with one head a pattern, score 0.8 over even attention of 0.1, and scores with one group only."""
+    """The run with one head a pattern, score 0.8 over uniform attention of 0.1, and scores with one group only."""
     rows = [
         {"layer": 1, "head": place, "pattern": pattern, "score": 0.8, "group": group, "share": 0.2}
         | {"only": groups.get(group, 0.1), "without": 0.3, "uniform": 0.1}

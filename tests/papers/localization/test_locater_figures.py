@@ -1,4 +1,4 @@
-"""Oracles: trainings whose curves are made up with known effects, scipy's t-test, Spearman's closed form."""
+"""Oracles: training runs whose curves are made up with known effects, scipy's t-test, Spearman's closed form."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     np.testing.assert_allclose(strongest[0].y[-1], np.mean(np.exp([3.8, 3.801, 3.802])), rtol=1e-6)
     assert drawn["maps"].data[0].z.shape == (8, 5)
     assert {one.key for one in made_by["localization/figure7"].make(study).exhibits} == {"maps", "profiles"}
-    with pytest.raises(UsageError, match=r"no training of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"):
+    with pytest.raises(
+        UsageError, match=r"no training run of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"
+    ):
         made_by["localization/figure10"].make(study)
     assert folders.made_by(REGULARISED) == "theodolite train locater"
     run = study.run
@@ -207,5 +209,5 @@ def test_pages(tmp_path: Path) -> None:
     page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
     assert {v["verdict"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
-    assert "21 trainings in grid" in page.read_text(encoding="utf-8")
+    assert "21 training runs in grid" in page.read_text(encoding="utf-8")
     assert "κ₂ = 0.001" in page.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a trained averaging model is measured by: its error, the sink, the tag, and what taking each away costs.
 
-Every disturbance is on sequences that no training has seen, and the tag's has random directions beside it. Nothing
+Every disturbance is on sequences that no training run has seen, and the tag's has random directions beside it. Nothing
 here trains, judges or draws.
 """
 
@@ -33,7 +33,7 @@ TESTED = 2000
 """Sequences that a trained model is measured on."""
 
 EVALUATED = 1 << 31
-"""Added to a seed for sequences that no training has seen."""
+"""Added to a seed for sequences that no training run has seen."""
 
 DIRECTIONS = 64
 """Random directions beside the tag's own."""
@@ -68,7 +68,7 @@ class _TestSequences:
 
 
 def measured(trained: TrainedModels) -> pd.DataFrame:
-    """One row a seed, on sequences that no training has seen.
+    """One row a seed, on sequences that no training run has seen.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
     sink: mean attention of tokens after [SEP] to it; sinks: share of sequences in which it exceeds 0.3. outlier: RMS of

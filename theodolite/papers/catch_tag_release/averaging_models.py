@@ -1,6 +1,6 @@
 """Averaging learned from scratch: does it take the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
 
-Claims of Zhang et al. 2025. The trainings are in `train.averaging`, the construction in `averaging_construction`.
+Claims of Zhang et al. 2025. The training runs are in `train.averaging`, the construction in `averaging_construction`.
 They need no model and no text.
 """
 
@@ -221,7 +221,7 @@ def _losses(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
         f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Held: attention to [SEP] above "
         f"{HELD_BELOW:g} of a sequence's mean is charged for.",
         "seeds that stay near the dotted lines have found no way to tell the tokens after [SEP].",
-        f"{ZHANG}, section 4; the trainings are ours",
+        f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 
@@ -279,9 +279,9 @@ def _dots(models: pd.DataFrame, column: str) -> Exhibit:
             (SOLVED.limit, limit.limit),
             logarithmic=column == "outlier",
         ),
-        "A dot a seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
+        "One dot per seed, on held-out sequences. Dotted: what counts as solved, and the criterion.",
         look,
-        f"{ZHANG}, section 4; the trainings are ours",
+        f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
 

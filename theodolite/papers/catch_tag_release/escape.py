@@ -56,7 +56,7 @@ NAMES = {
 }
 
 MEASURES = {
-    "loss": "held-out loss, nats a token",
+    "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
     "stretches": "the same, sinks of a stretch counted",
     "caught": "share of queries that a token catches",
@@ -171,7 +171,9 @@ def escape_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
     verdicts = []
     for escape in ESCAPES[1:]:
         for name, what in (("sinks", "of a whole context"), ("stretches", "of a stretch or more")):
-            claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
+            claim = (
+                f"Heads with a no-op option still form sinks {what}: {NAMES[escape]} (section 2: they tag)"
+            )
             with_escape, baseline = _paired(table, escape, name)
             if not (baseline > 0).all():
                 why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
@@ -182,7 +184,7 @@ def escape_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
         with_escape, baseline = _paired(table, escape, "loss")
         verdicts.append(
             judge_interval(
-                f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
+                f"A head that can form sinks does not need a no-op option: {NAMES[escape]} does not lower the loss (ours)",
                 "loss with the escape less that without, paired by seed",
                 Effect(with_escape - baseline),
                 SAME,
@@ -194,9 +196,9 @@ def escape_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
     ]
     figure = exhibit(
         "escape",
-        "With an escape and without",
+        "With and without a no-op option",
         drawing.by_escape(table, NAMES, MEASURES),
-        "A dot a model, lines join those of a seed, which saw the same tokens in the same order.",
+        "One dot per model; lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
@@ -213,7 +215,7 @@ def _make(study: Study) -> Outcome:
     origin = study.run.provenance.get("escapes")
     if origin is None:
         raise UsageError(
-            f"sinks/escape is read from a folder of trainings: give the one that `{COMMAND}` wrote"
+            f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
         )
     return escape_outcome(escape_table(Path(origin["folder"]), study.say), origin)
 
@@ -260,7 +262,7 @@ def escapes_run(folder: str | Path) -> Run:
 ESCAPE = [
     Experiment(
         "sinks/escape",
-        "Do sinks need the tag? Models with an escape from attention, and without",
+        "Do sinks need the tag? Models with and without a no-op option for attention",
         "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
         "needed for that",
         (),

@@ -1,8 +1,8 @@
 """Tiny models with and without an escape from attention, on the same text, tokens and seeds: do sinks need the tag?
 
 One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
-that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training that was
-killed goes on.
+that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training run that
+was killed goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def train_escapes(
         seeds: 0 … seeds − 1, of weights, batches, tokenizer and of what text is held out.
         sources: None: `python_sources()`.
         config: sizes and steps; its `escape` and `seed` are set here.
-        threads: of every training; console: where it says how it is.
+        threads: of every training run; console: where it says how it is.
 
     Returns:
         A line for each model that was trained now.

@@ -51,7 +51,7 @@ CALIBRATION = 512
 ASKED_WITH = 1
 """Seed of the prompts that all models answer."""
 
-GROWS = Criterion("more than", 0.0, "more right answers with five examples than with none")
+GROWS = Criterion("more than", 0.0, "more correct answers with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
@@ -160,7 +160,7 @@ def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
         f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
         f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best that any reader of the prompts can "
         "do, computed exactly.",
-        "whether the lines of the methods part from left to right.",
+        "whether the methods diverge from left to right.",
         f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
         wide=True,
     )
@@ -174,7 +174,7 @@ def _make(study: Study) -> Outcome:
     origin = study.run.provenance.get("few_shot")
     if origin is None:
         raise UsageError(
-            f"sinks/figure3 is read from a folder of trainings: give the one that `{COMMAND}` wrote into"
+            f"sinks/figure3 is read from a folder of training runs: give the one that `{COMMAND}` wrote into"
         )
     return shots_outcome(shots_table(Path(origin["folder"]), study.say), origin)
 

@@ -38,10 +38,10 @@ STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on 
 
 CLAIMS = {
     "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
-    "delimiters": f"They sit at the first token and at delimiters ({SUN})",
-    "dimensions": f"They sit in few, fixed dimensions ({SUN})",
-    "sudden": f"They appear within one layer ({SUN})",
-    "stays": f"They stay until the last layers ({SUN})",
+    "delimiters": f"Massive activations sit at the first token and at delimiters ({SUN})",
+    "dimensions": f"Massive activations sit in few, fixed dimensions ({SUN})",
+    "sudden": f"Massive activations appear within one layer ({SUN})",
+    "stays": f"Massive activations persist until the last layers ({SUN})",
     "at sinks": f"Massive activations are at tokens that are attention sinks ({SUN}; {ZHANG})",
     "sinks at": f"Attention sinks are at tokens with massive activations ({SUN}; {ZHANG})",
 }
@@ -50,7 +50,7 @@ CLAIMS = {
 def _outliers(study: Study) -> Outcome:
     corpus, run = study.corpus, study.run
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment rereads the corpus of the run: pass it too")
     seed = int(run.provenance["seed"])
     outliers = study.once("outliers", lambda: find_outliers(study.opened(), corpus, seed=seed))
     flags = ["published", "adaptive", "large_rms", "massive"]
@@ -361,7 +361,7 @@ def _counts(outliers: Outliers) -> Exhibit:
     }
     return exhibit(
         "counts",
-        "Published thresholds beside those from data",
+        "Published thresholds against data-driven ones",
         drawing.counts(columns, "dimensions"),
         "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
         "Solid: what stands out of its own layer, as by chance something does in 1 % of healthy layers.",

@@ -197,7 +197,7 @@ def _exhibits(
             drawing.attention(trace.attention.numpy(), tokens, sinks),
             "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
             "of those who see them on average, or the most of what a stretch of them pays.",
-            "strong columns: everything that comes after is caught by that token.",
+            "strong columns: every later token is caught by that token.",
             source,
             wide=True,
         ),
@@ -213,7 +213,7 @@ def _exhibits(
         ),
         exhibit(
             "values",
-            f"What there is to copy: value vectors of {head}",
+            f"Source of the copy: value vectors of {head}",
             drawing.by_dimension(trace.value.numpy(), tokens, sinks),
             "The value vector of each token, through W_O, the largest dimensions.",
             "the rows of the sinks (▼): the same colours as in the columns of the output.",
@@ -238,7 +238,7 @@ def _exhibits(
             "clusters",
             "Clusters: tokens on two principal components",
             drawing.clusters(next(iter(flat.values())), of_shown, shown, names),
-            "The scores behind the first two colours, at each place; a colour a sink that caught the token.",
+            "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
             "groups that mix before the head, stand apart in its output, and still do in deep layers.",
             source,
             choice=by_name(
@@ -255,7 +255,8 @@ def _exhibits(
             "received",
             "Where any head has a sink",
             drawing.received(trace.received.numpy(), tokens, sinks),
-            "By layer and token, the attention that the keenest head of the layer pays it on average.",
+            "By layer and token, the mean attention that it receives from the head of the layer that attends to it "
+            "most.",
             "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
             "layers.",
             f"{ZHANG}, Figs. 8f and 10f",

@@ -50,7 +50,7 @@ class ModelSinks:
     """What is measured of one model.
 
     Attributes:
-        loss: next-token loss of each context, nats a token.
+        loss: next-token loss of each context, nats per token.
         sinks: which keys of which heads are sinks of each context (the survey's criterion; no learned columns).
         prompt: one head on one prompt, where one was asked for.
     """
@@ -137,7 +137,7 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
     """
     corpus, model = study.corpus, study.opened()
     if corpus is None:
-        raise UsageError("pruned models are calibrated and measured on a text: give it beside the run")
+        raise UsageError("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:
         raise UsageError(
             f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"

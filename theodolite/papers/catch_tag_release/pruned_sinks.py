@@ -49,8 +49,8 @@ CONTROL_SEED = 0
 
 KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
 MORE = Criterion("more than", 0.0, "the other method keeps fewer")
-REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
-SPARED = Criterion("at least", 0.9, "a control that is not aimed leaves nine tenths (ours)")
+REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks remain (ours)")
+SPARED = Criterion("at least", 0.9, "an untargeted control leaves nine tenths (ours)")
 
 
 def _prompt(study: Study) -> Prompt:
@@ -167,7 +167,7 @@ def _fewer(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) ->
 def _edits(layer: int) -> dict[str, int | None]:
     return {
         f"OATS without the low-rank term of layer {layer}": None,
-        f"OATS without a random part as large of layer {layer}": CONTROL_SEED,
+        f"OATS without a norm-matched random part of layer {layer}": CONTROL_SEED,
     }
 
 
@@ -181,18 +181,18 @@ def _figure_4(study: Study) -> Outcome:
 
     looks = {name or "OATS": look for name, look in without_term(study, edits, prompt).items()}
     table = _table(dense, looks, layer)
-    claim = f"The low-rank term is responsible for the sinks: without it they are gone, layer {layer} (section 3.2)"
+    claim = f"The low-rank term is responsible for the sinks: ablating it removes them, layer {layer} (section 3.2)"
     if not (dense.sinks[:, layer] & looks["OATS"].sinks[:, layer]).any():
         verdicts = [Verdict(claim, UNTESTABLE, "the pruned model has none of the layer's sinks in this text")]
     else:
         gone, spared = ((name, kept_sinks(looks["OATS"], looks[name], layer)) for name in _edits(layer))
         verdicts = [
             judge(
-                claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
+                claim, f"share of the layer's sinks that remain: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
             ),
             judge(
-                "It is this term, not what any as large a change does (control, ours)",
-                f"share of the layer's sinks that is left: {spared[0]}",
+                "A norm-matched control does not remove the sinks (ours)",
+                f"share of the layer's sinks that remain: {spared[0]}",
                 spared[1][0],
                 SPARED,
                 spared[1][1],

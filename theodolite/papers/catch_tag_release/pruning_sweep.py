@@ -46,7 +46,7 @@ USUAL, RAISED = 0.25, 0.5
 PARTS = 3
 """Of the calibration text: every comparison of allocations is made on each."""
 
-GAIN = Criterion("more than", 0.0, "better than the rival plan")
+GAIN = Criterion("more than", 0.0, "better than the other allocation")
 
 
 def _place(study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio) -> dict[str, float]:
@@ -104,8 +104,8 @@ def _sweep(study: Study) -> Outcome:
         "front",
         "Loss and sinks against bytes",
         drawing.fronts(table),
-        "A dot a pruning by OATS, coloured by its rank ratio; bytes as stored (values, a bit an entry, and factors). "
-        "The line joins those that no other beats. Bars are standard errors over contexts.",
+        "One dot per OATS pruning, coloured by its rank ratio; bytes as stored (values, one bit per entry, and "
+        "factors). The line joins those that no other beats. Bars are standard errors over contexts.",
         "the colour of the dots on the line: how much rank pays.",
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
@@ -129,7 +129,7 @@ def _raised(layers: list[int]) -> RankRatio:
 
 def _allocation(study: Study) -> Outcome:
     tagging = tagging_layers(study)
-    claim = "Rank goes furthest where heads tag (ours)"
+    claim = "Extra rank helps most in the layers whose heads tag (ours)"
     if not tagging or len(tagging) == study.opened().layers:
         return Outcome(
             [], [Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")], {}
@@ -184,7 +184,8 @@ def _allocation(study: Study) -> Outcome:
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
-        f"A dot a calibration; {percent(SPARSITY)} removed in all, rank ratio {USUAL}, {RAISED} where it is raised.",
+        f"One dot per calibration set; {percent(SPARSITY)} removed in all, rank ratio {USUAL}, {RAISED} where it is "
+        "raised.",
         "dots that lie higher on the left and lower on the right than those of uniform ranks.",
         "ours",
         wide=True,

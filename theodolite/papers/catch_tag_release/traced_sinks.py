@@ -93,7 +93,8 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "release",
             "Where each tag lives on",
             drawing.release_map(traces, release),
-            "A row a sink, those that tag most first; η², the share of the variance within contexts that is between "
+            "One row per sink, those that tag most first; η², the share of the variance within contexts that is "
+            "between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
             "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
@@ -104,7 +105,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "strength",
             "How much is caught, and how strongly it is tagged",
             drawing.strength(traces),
-            "A dot a sink of a head: the share of all queries of the text that it catches, and η² of the head's "
+            "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
             "output by being caught or not.",
             "dots to the right and up: sinks that mark many tokens clearly.",
             f"{ZHANG}, section 2",
@@ -113,9 +114,10 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "kept",
             "The grouping before the head and after it",
             drawing.kept(heads),
-            "A dot a head: η² of its grouping of tokens in the residual stream that enters its block, and the largest "
+            "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
+            "largest "
             "of all later layers; bars: the standard error of the difference. On the dotted line nothing was added.",
-            "dots well above the line. On it, the grouping was there before the head looked.",
+            "dots well above the line. On it, the grouping was there before the head.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),
     ]
@@ -240,7 +242,7 @@ def trace_of(study: Study) -> Run:
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("sinks are traced through a text: give it beside the run")
+        raise UsageError("sinks are traced through a text: pass it with the run")
     folder = None if study.folder is None else study.folder / "trace"
     study.say("tracing every sink through the model")
     return study.once("trace", lambda: trace_sinks(study.opened(), corpus, folder))

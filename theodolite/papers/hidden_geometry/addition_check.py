@@ -1,4 +1,4 @@
-"""Does the model add? What the paper says of models of additions can be judged only of one that does.
+"""Does the model add? What the paper says of addition models can be judged only of one that does.
 
 The model is asked sums and nothing else is measured here.
 """
@@ -60,11 +60,11 @@ def binomial_error(share: float, count: int) -> float:
 def why_no_adder(study: Study) -> str | None:
     """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
     if study.model is None:
-        return "whether the model adds is not known without it: give the model beside the run"
+        return "whether the model adds is not known without it: pass the model with the run"
     if not is_adder(study.model):
-        return f"{study.model.id} is no model of additions alone, so whether it adds is not known"
+        return f"{study.model.id} is not a pure addition model, so whether it adds is not known"
     task = task_of(study.run)
     share = task.accuracy(on_cpu(study.model))
-    what = f"share of {GLANCED} sums of {spelled(task.digits)} that are right in every character"
+    what = f"exact-match accuracy over {GLANCED} sums of {spelled(task.digits)}"
     verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
     return None if verdict.verdict == HOLDS else f"this model is not known to add: {verdict.evidence}"

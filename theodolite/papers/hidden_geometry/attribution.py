@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
 TIMES_EVEN = 2.0
-"""A head has a pattern that gets `STRONG` of its attention, and so many times what even attention would pay (ours)."""
+"""A head has a pattern that gets `STRONG` of its attention and this many times that of uniform attention (ours)."""
 
 KEEPS = Criterion(
-    "at least", 0.5, "of what the score has over even attention, and more than any other group (ours)"
+    "at least", 0.5, "of what the score has over uniform attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
 OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
@@ -95,7 +95,7 @@ PATTERNS = [
 class Head:
     """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
 
-    kept, left: what is left of the score's excess over even attention with this group only, and without it.
+    kept, left: share of the score's excess over uniform attention that remains with this group only, and without it.
     """
 
     layer: int
@@ -110,32 +110,32 @@ class Head:
         return head_name(self.layer, self.head)
 
     @property
-    def found(self) -> bool:
+    def has_pattern(self) -> bool:
         """Whether the head has the pattern at all."""
         return self.score >= STRONG and self.score >= TIMES_EVEN * self.uniform
 
     @property
     def strongest(self) -> str:
-        """The group that keeps most of the pattern by itself, of those that share nothing."""
+        """The group that alone retains most of the pattern, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
     def determined_by(self, pattern: Pattern, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
         return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
 
-    def said(self, group: str) -> str:
+    def evidence(self, group: str) -> str:
         """The head's numbers in a line."""
         row = self.groups.loc[group]
-        evidence = f"{self.name} (score {number(self.score)}, even attention {number(self.uniform)})"
-        if not self.found:
+        evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
+        if not self.has_pattern:
             return evidence
         evidence += (
-            f": {group} alone keeps {percent(float(row['kept']))}, without it {percent(float(row['left']))} is left, "
-            f"its share of the logits' variance is {percent(float(row['share']))}"
+            f": {group} alone retains {percent(float(row['kept']))}; ablating it leaves "
+            f"{percent(float(row['left']))}; it carries {percent(float(row['share']))} of the logits' variance"
         )
         if self.strongest != group:
             most = percent(float(self.groups.loc[self.strongest, "kept"]))
-            evidence += f"; {self.strongest} alone keeps {most}"
+            evidence += f"; {self.strongest} alone retains {most}"
         return evidence
 
 
@@ -156,20 +156,22 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    criterion = f"at least {STRONG:g} and {TIMES_EVEN:g} times even attention is asked of such a head (ours)"
-    why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
+    criterion = (
+        f"at least {STRONG:g} and {TIMES_EVEN:g} times uniform attention is required of such a head (ours)"
+    )
+    why = f"the highest score is that of {heads[0].evidence(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {criterion}")
 
 
 def top_head_verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
-    if not heads or not heads[0].found:
+    if not heads or not heads[0].has_pattern:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     return [
         Verdict(
             claim,
             HOLDS if heads[0].determined_by(pattern, group) else FAILS,
-            f"{heads[0].said(group)}; {KEEPS}",
+            f"{heads[0].evidence(group)}; {KEEPS}",
         )
         for claim, group in _claims(pattern)
     ]
@@ -180,7 +182,7 @@ def _claims(pattern: Pattern) -> list[tuple[str, str]]:
 
 
 def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
-    strong = [head for head in heads if head.found]
+    strong = [head for head in heads if head.has_pattern]
     if not strong:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     verdicts = []
@@ -189,8 +191,8 @@ def _verdicts(pattern: Pattern, heads: list[Head]) -> list[Verdict]:
         mean_kept = float(np.mean([head.groups.loc[group, "kept"] for head in strong]))
         what = (
             f"share of the {len(strong)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_EVEN:g} times even attention) in which {group} alone keeps at least half of the excess, and no "
-            f"other group more (it keeps {percent(mean_kept)} on average)"
+            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone retains at least half of the excess, "
+            f"and no other group more (it retains {percent(mean_kept)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
     return verdicts
@@ -202,7 +204,7 @@ def _attribution_exhibit(run: Run, pattern: Pattern) -> Exhibit:
         f"Attention to {pattern.title}: with one constituent only, and without it",
         figures_constituents.attribution(run, pattern.name),
         f"Mean attention {pattern.meaning}, on repeated random tokens, of the heads that pay most: as it is (solid "
-        "line), recomputed from the logits of one group of constituents only and without them, and even attention "
+        "line), recomputed from the logits of one group of constituents only and without them, and uniform attention "
         "(dotted line).",
         f"{pattern.group} alone near the solid line, and without it near the dotted one. {pattern.strict} is its part "
         "without mean and bias.",
@@ -216,7 +218,7 @@ def _attribution(study: Study) -> Outcome:
     verdicts = [verdict for pattern in PATTERNS for verdict in _verdicts(pattern, heads[pattern.name])]
     comparisons = []
     for pattern in PATTERNS:
-        strong = sum(head.found for head in heads[pattern.name])
+        strong = sum(head.has_pattern for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
         comparisons.append(Comparison(f"heads found that attend to {pattern.title}", "", f"{strong}{top}"))
     comparisons += refusals(study.run)
@@ -270,7 +272,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "shares",
             "Share of logit variance of every head",
             pictures[0],
-            "One cell a head: which share of the variance that the softmax sees (rows of logits less their means) a "
+            "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
             "heads that one group makes: strong in one map, pale in the others.",

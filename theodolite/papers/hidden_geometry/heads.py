@@ -134,7 +134,7 @@ def _figure_25(study: Study) -> Outcome:
     ]
     scatter = exhibit(
         "locality",
-        "The argmax property beside local attention",
+        "The argmax property against local attention",
         drawing.head_scatter(
             published,
             need_column(run.heads, "previous_token"),

@@ -56,7 +56,9 @@ class _PositionalLogits:
         """Add the contexts of a pass."""
         parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
         try:
-            split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
+            split = split_queries_and_keys(
+                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
+            )
         except WorkError as error:
             self.refused[layer_pass.layer] = str(error)
             return
@@ -81,11 +83,11 @@ def _sampled(study: Study) -> Tensor:
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
-    claim = "The QK matrix of a model of additions is not smooth (section 4.3, Figs. 5, 19 and 22)"
+    claim = "The QK matrix of an addition model is not smooth (section 4.3, Figs. 5, 19 and 22)"
     what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({what}: {number(share)})"
-        return Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({what}: {number(share)})"
+        return Verdict(claim, UNTESTABLE, f"{why}: survey an addition model on additions")
     if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
         return Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
     chance = (10 / positions) ** 2
@@ -121,9 +123,8 @@ def _figure_19(study: Study) -> Outcome:
         maps.weight_maps(tiles[0], [f"head {head}" for head in heads], len(shown)),
         f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
-        "too. "
-        "Every row less its mean; each head on its own scale, blue below and red above.",
-        "smooth shading in models of language, breaks in models of additions.",
+        "too. Every row less its mean; each head on its own scale, blue below and red above.",
+        "smooth shading in language models, breaks in addition models.",
         f"{SONG}, Figs. 19 and 22",
         choice=by_name(
             "block",
@@ -153,8 +154,8 @@ def _figure_19(study: Study) -> Outcome:
 POSITIONAL_LOGITS = [
     Experiment(
         "geometry/figure19",
-        "QK matrix of the positional basis of every head, as for models of additions",
-        "Models of additions have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
+        "QK matrix of the positional basis of every head, as for addition models",
+        "Addition models have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
         ("model", "arrays.positional_basis", "arrays.mean"),
         _figure_19,
     ),

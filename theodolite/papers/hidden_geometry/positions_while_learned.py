@@ -1,4 +1,4 @@
-"""Models that are trained here: the positional basis while it is learned, and how well a model of additions adds.
+"""Models that are trained here: the positional basis while it is learned, and how well an addition model adds.
 
 A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
 """
@@ -203,7 +203,7 @@ def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
         return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
     return [
         appears(table, layer, learned, SMOOTH_CURVE),
-        appears(table, layer, "They come to form a spiral (abstract: “often”)", SPIRAL),
+        appears(table, layer, "Positions come to form a spiral (abstract: “often”)", SPIRAL),
     ]
 
 
@@ -218,7 +218,7 @@ def _curves(series: list[_SurveyedStep]) -> Any:
         "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
         "own scale, the same for both; violet positions are early, green ones late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
-        f"{SONG}, Fig. 1, at every checkpoint of a training",
+        f"{SONG}, Fig. 1, at every checkpoint of a training run",
         wide=True,
     )
 
@@ -235,10 +235,10 @@ def _training(study: Study) -> Outcome:
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, panels, limits),
-        f"One line a layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
+        f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay.",
-        f"{SONG}, sections 2 and 3, at every checkpoint of a training",
+        f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
     )
     chosen = sorted({1, (layers - 1) // 2} - {0})
@@ -258,7 +258,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
         "Additions are learned in distribution (section 4.3)",
-        f"share of {count} sums of {trained} that are right in every character",
+        f"exact-match accuracy over {count} sums of {trained}",
         float(values[0]),
         ACCURATE,
         float(errors[0]),
@@ -280,7 +280,7 @@ def _addition(study: Study) -> Outcome:
     model = study.opened()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} is no model of additions: give one that `theodolite train addition` made, and "
+            f"{model.id} is no addition model: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
     task = task_of(study.run)
@@ -306,7 +306,7 @@ def _addition(study: Study) -> Outcome:
         "accuracy",
         "Right answers by number of digits",
         drawing.accuracies(names, (values, errors), paper),
-        f"Greedy answers to {count} new sums of each kind, right in every character, with binomial standard errors. "
+        f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
         "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
         "smooth is judged by geometry/figure5.",
         "a fall from the left: lengths that training never saw.",
@@ -321,7 +321,7 @@ def _addition(study: Study) -> Outcome:
 TRAINING = [
     Experiment(
         "geometry/training",
-        "The positional basis at every checkpoint of a training",
+        "The positional basis at every checkpoint of a training run",
         "Sinusoidal patterns are learned, not predefined (section 2); a training over time is left to later work "
         "(section 7)",
         ("model", "arrays.positional_basis", "layers.low_frequency_10"),

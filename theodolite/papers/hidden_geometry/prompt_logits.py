@@ -190,7 +190,7 @@ def _mean_verdict(run: Run) -> Verdict:
 
 
 def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
-    """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
+    """What each group alone retains of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
     ids, patterns = repeated_patterns(study.opened(), longest, CONTEXTS, study.run.provenance["seed"])
     if not patterns:
@@ -219,7 +219,7 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
 
 
 def _kept_line(retention: pd.DataFrame, place: tuple[int, int], pattern: Pattern) -> list[Comparison]:
-    """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
+    """What the paper's constituent alone retains of a pattern, with μ and without; empty if there is no pattern."""
     rows = retention[
         (retention["layer"] == place[0])
         & (retention["head"] == place[1])
@@ -229,7 +229,7 @@ def _kept_line(retention: pd.DataFrame, place: tuple[int, int], pattern: Pattern
         return []
     shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
     summary = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
-    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
+    what = f"{head_name(*place)}, attention to {pattern.title}: share that {pattern.strict} alone retains"
     return [Comparison(what, "", summary)]
 
 

@@ -87,7 +87,7 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
         "Cosines between contexts, by label",
         drawing.context_gram(grams[len(grams) // 2], of),
         f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one label together.",
-        "one strong block a label on the diagonal, little beside it.",
+        "one strong block per label on the diagonal and little off it.",
         f"{SONG}, Fig. 2, bottom right",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
@@ -222,7 +222,7 @@ def _incoherence(study: Study) -> Outcome:
         ),
         "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
         "random directions of the same width have.",
-        "solid lines near their dotted ones: position and context do not know of each other.",
+        "solid lines near their dotted ones: position and context are independent.",
         f"{SONG}, section 5 and Table 1",
         wide=True,
     )
@@ -265,7 +265,7 @@ SEPARATION = [
     ),
     Experiment(
         "geometry/incoherence",
-        "Incoherence of positions and contexts beside random directions",
+        "Incoherence of positions and contexts against random directions",
         "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
         ("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
         _incoherence,

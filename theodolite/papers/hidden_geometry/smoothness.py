@@ -1,4 +1,4 @@
-"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and models of additions (Fig. 5)."""
+"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and addition models (Fig. 5)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _figure_7(study: Study) -> Outcome:
             "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
             "same positions and width, centred as the learned bases are.",
             "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
-            f"{SONG}, Fig. 7 beside Fig. 2",
+            f"{SONG}, Fig. 7 against Fig. 2",
             choice=by_name(
                 "basis", figure_names, lambda place: geometry.gram_traces(pictured, place), grid=True
             ),
@@ -109,7 +109,7 @@ def _figure_7(study: Study) -> Outcome:
             drawing.singular_values_beside(values[1:], values[0], "sinusoidal"),
             "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
             "learned curves that drop sooner.",
-            f"{SONG}, Fig. 7 beside Fig. 3, left",
+            f"{SONG}, Fig. 7 against Fig. 3, left",
         ),
         exhibit(
             "frequencies",
@@ -117,7 +117,7 @@ def _figure_7(study: Study) -> Outcome:
             geometry.dct(pictured, 0),
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "more weight away from the corner in the fixed encoding.",
-            f"{SONG}, Fig. 7 beside Fig. 3, right",
+            f"{SONG}, Fig. 7 against Fig. 3, right",
             choice=by_name("basis", figure_names, lambda place: geometry.dct_traces(pictured, place)),
         ),
     ]
@@ -178,11 +178,11 @@ def _figure_5(study: Study) -> Outcome:
     pictured = _pictured(run, basis)
     layers = len(basis)
     mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
-    claim = "A model of additions has a positional basis that is not smooth (section 4.3, appendix D.3)"
+    claim = "An addition model has a positional basis that is not smooth (section 4.3, appendix D.3)"
     share = f"its share of energy at K = 10 is {mean:.3f}"
     if not reads_additions(run):
-        why = f"the text of this run is no additions ({share})"
-        verdict = Verdict(claim, UNTESTABLE, f"{why}: survey a model of additions on additions")
+        why = f"the corpus of this run contains no addition problems ({share})"
+        verdict = Verdict(claim, UNTESTABLE, f"{why}: survey an addition model on additions")
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
         if verdict.verdict not in OPEN and (unknown := why_no_adder(study)):
@@ -200,7 +200,7 @@ def _figure_5(study: Study) -> Outcome:
             "Gram matrix of positions",
             geometry.gram(pictured, layers // 2),
             "Cosines between positions, at every layer.",
-            "smooth shading in models of language; breaks and fractured regions in models of additions.",
+            "smooth shading in language models; breaks and fractured regions in addition models.",
             f"{SONG}, Fig. 5, left; Figs. 18 and 21",
             choice=by_layer(layers, lambda layer: geometry.gram_traces(pictured, layer), grid=True),
             wide=True,
@@ -219,7 +219,7 @@ def _figure_5(study: Study) -> Outcome:
             "Share of low frequencies, layer by layer",
             figures_layers.low_frequency(run),
             "Share of the energy in the K × K lowest frequencies at every layer.",
-            "values near 1 at K = 10 in models of language, about one half in models of additions.",
+            "values near 1 at K = 10 in language models, about one half in addition models.",
             f"{SONG}, Table 3 and appendix D.3",
         ),
     ]
@@ -231,14 +231,14 @@ def _figure_5(study: Study) -> Outcome:
 SMOOTHNESS = [
     Experiment(
         "geometry/figure5",
-        "Gram matrix and frequencies of positions at every layer, as for models of additions",
-        "Models of additions have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
+        "Gram matrix and frequencies of positions at every layer, as for addition models",
+        "Addition models have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_5,
     ),
     Experiment(
         "geometry/figure7",
-        "The sinusoidal encoding of Vaswani et al. beside the learned basis",
+        "The sinusoidal encoding of Vaswani et al. against the learned basis",
         "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_7,

@@ -256,7 +256,7 @@ def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Ve
 
 def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, drawn: str) -> Verdict:
     verdict = judge(
-        f"It does so with noise added to the weights ({drawn}, “moreover”)",
+        f"The kernel also factorises with noise added to the weights ({drawn}, “moreover”)",
         f"|slope of ln error against ln incoherence − 1|, {DRAWS} draws, incoherence {LOUD:.2g} (1/√d) to "
         f"{INCOHERENCES[-1]:g}",
         abs(_loud_slope(noisy) - 1),
@@ -281,7 +281,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
 THEOREMS = [
     Experiment(
         "geometry/theorem1",
-        "The smoothness bound of Theorem 1 beside the attained error",
+        "The smoothness bound of Theorem 1 against the attained error",
         "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
         ("arrays.positional_basis",),
         _theorem_1,

@@ -139,7 +139,7 @@ def _verdicts(table: pd.DataFrame, corner: int, shortened: str) -> list[Verdict]
             MAJORITY,
         ),
         judge(
-            "A diagonal component beside it in the majority of attention heads (eq. 9, section 5.1)",
+            "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
             f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
             f"{_median(table, 'diagonal')}, at random {_median(table, 'diagonal_random')})",
             float(diagonal.mean()),

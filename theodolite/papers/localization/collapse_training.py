@@ -1,7 +1,8 @@
 """A small language model trained at a healthy or at a far too high learning rate, under the monitor.
 
-For the experiment that asks which notices first that a training fails, the monitor or the loss. GPT-2's architecture
-on the characters of a text, AdamW without weight decay, and no clipping of gradients, which would hide the failure.
+For the experiment that asks which notices first that a training run fails, the monitor or the loss. GPT-2's
+architecture on the characters of a text, AdamW without weight decay, and no clipping of gradients, which would hide
+the failure.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WatchedTraining:
-    """One training: the loss of every step's batch (nats), the numbers and the alarms of every look."""
+    """One training run: the loss of every step's batch (nats), the numbers and the alarms of every look."""
 
     losses: list[float]
     looks: pd.DataFrame

@@ -103,7 +103,7 @@ class Decoder(nn.Module):
     def loss(
         self, ids: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], dtype: torch.dtype
     ) -> Float[Tensor, ""]:
-        """Mean loss in nats a token; `dtype` is that of the products with the output matrix."""
+        """Mean loss in nats per token; `dtype` is that of the products with the output matrix."""
         return next_token_loss(
             self.streams(ids)[-1].flatten(0, 1), self.unembedding, targets.flatten(), dtype
         )

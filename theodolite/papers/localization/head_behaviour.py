@@ -243,8 +243,8 @@ def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> 
         "heads",
         "Predicted and measured signal propagation of every head",
         head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
-        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point a head; violet "
-        "blocks are early, green ones late.",
+        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
+        "violet blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
         choice=by_name(

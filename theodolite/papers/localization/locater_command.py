@@ -52,7 +52,7 @@ class LocaterOptions:
 
 
 def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[str]:
-    """Train the grid, or what of it is not trained yet; gives a line on each training.
+    """Train the grid, or what of it is not trained yet; gives a line on each training run.
 
     Raises:
         UsageError: an option is wrong, or as `train_grid`.
@@ -84,8 +84,8 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
     }
     if unfinished:
         raise WorkError(
-            f"{len(unfinished)} of {len(names)} trainings are not at step {steps}, another process is at them: wait "
-            "for it, then run the same command again"
+            f"{len(unfinished)} of {len(names)} training runs have not reached step {steps} because another process "
+            "holds them: wait for it, then run the same command again"
         )
     return _lines(out, names)
 

@@ -273,10 +273,10 @@ def _comparisons(data: ComparableRuns, recipe: dict[str, Any]) -> list[Compariso
 
 
 def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
-    """All that is said of the trainings of one depth and width: verdicts, curves, maps and tables.
+    """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
-        points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
+        points: training runs of one depth and width. recipe: of their grid, as `read_grid` gives it.
     """
     data = comparable(points)
     printed = captions(data, data.printed, " with the printed gradient")
@@ -301,7 +301,7 @@ def _of_shape(study: Study, layers: int, width: int) -> Outcome:
         there = sorted({(p.setting.layers, p.setting.width) for p in points})
         has = ", ".join(f"{depth} layers at d = {size}" for depth, size in there)
         raise UsageError(
-            f"the grid has no training of {layers} layers at d = {width} (it has {has}): train them with "
+            f"the grid has no training run of {layers} layers at d = {width} (it has {has}): train them with "
             f"`theodolite train locater --layers {layers} --widths {width}`"
         )
     return outcome_of(chosen, recipe)
@@ -321,8 +321,8 @@ def _grid_of(study: Study) -> Path:
     grid = study.run.provenance.get("grid")
     if grid is None:
         raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of trainings: give the folder that `theodolite train "
-            "locater` wrote"
+            "figures 6 to 12 of localization are read from a grid of training runs: give the folder that `theodolite "
+            "train locater` wrote"
         )
     return Path(grid["folder"])
 
@@ -339,7 +339,7 @@ def grid_run(folder: str | Path) -> Run:
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": f"{len(points)} trainings in {Path(folder).name}",
+            "id": f"{len(points)} training runs in {Path(folder).name}",
             "sha256": None,
             "architecture": "Post-LN decoder",
             "layers": max(point.setting.layers for point in points),

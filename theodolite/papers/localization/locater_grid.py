@@ -1,8 +1,9 @@
-"""A grid of LocAteR trainings (Bao et al. 2024, Figs. 6–12): which settings, side by side, and always to go on with.
+"""A grid of LocAteR training runs (Bao et al. 2024, Figs. 6–12): which settings, side by side, and always to go on
+with.
 
-All trainings are brought to the same number of steps in rounds, so that a grid which is stopped at any time compares
-equals; the same command goes on, and one that asks for more steps, seeds, layers or settings adds them to the folder.
-Every process trains on one core. How one training works is not known here.
+All training runs are brought to the same number of steps in rounds, so that a grid which is stopped at any time
+compares equals; the same command goes on, and one that asks for more steps, seeds, layers or settings adds them to the
+folder. Every process trains on one core. How one training run works is not known here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from theodolite.system.interrupt import interruptible
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000
-"""Steps by which every training goes on before any goes further."""
+"""Steps by which every training run goes on before any goes further."""
 
 POINTS = "points"
 CLAIM = "grid.json"
@@ -53,9 +54,9 @@ class Grid:
     Attributes:
         layers, widths: depths and d; every combination of all that follows at each.
         seeds: 0 … seeds − 1.
-        scale: κ₁ of every LocAteR training.
-        means: κ₂ of the LocAteR trainings.
-        weight_decays: of the trainings without LocAteR; 0.01 is the published one.
+        scale: κ₁ of every LocAteR training run.
+        means: κ₂ of the LocAteR training runs.
+        weight_decays: of the training runs without LocAteR; 0.01 is the published one.
         gradient: of the second term of LocAteR (`locater_penalty`).
     """
 
@@ -68,7 +69,7 @@ class Grid:
     gradient: Gradient = "exact"
 
     def settings(self) -> list[Setting]:
-        """Every training; a seed's before the next seed's."""
+        """Every training run; a seed's before the next seed's."""
         settings = []
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
@@ -96,7 +97,7 @@ def train_grid(
 
     Raises:
         UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
-        WorkError: a training failed (the others are finished), or a file cannot be written.
+        WorkError: a training run failed (the others are finished), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
     """
     for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
@@ -109,7 +110,9 @@ def train_grid(
     with FileLock(job.folder / "lock"):
         kept_text(job.folder, files)
         _claim(job)
-    console.print(f"{len(settings)} trainings of {job.steps} steps in {job.folder}, {side_by_side} at a time")
+    console.print(
+        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {side_by_side} at a time"
+    )
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -129,7 +132,7 @@ def train_grid(
 
 
 def _claim(job: Job) -> None:
-    """Write into the folder how its trainings are made, unless it says the same already."""
+    """Write into the folder how its training runs are made, unless it says the same already."""
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
     place = job.folder / CLAIM
     if not place.exists():
@@ -248,7 +251,7 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
 
 
 def steps_of(folder: Path) -> int:
-    """The step of a training's checkpoint; 0 where there is none."""
+    """The step of a training run's checkpoint; 0 where there is none."""
     place = folder / "checkpoint.safetensors"
     if not place.exists():
         return 0
@@ -260,7 +263,7 @@ def steps_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Point:
-    """What one training of a grid has given so far.
+    """What one training run of a grid has given so far.
 
     Attributes:
         losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
@@ -278,12 +281,12 @@ class Point:
 
 
 def is_grid(folder: str | Path) -> bool:
-    """Whether a grid of trainings is there, finished or not."""
+    """Whether a grid of training runs is there, finished or not."""
     return (Path(folder) / CLAIM).is_file()
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
-    """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
+    """How a grid's training runs are made, and all of them, in the order of their names; also while they go on.
 
     Raises:
         UsageError: the folder holds no grid, or none that has been measured.
@@ -295,7 +298,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
     points = [_point(place) for place in sorted((folder / POINTS).glob("*")) if _readable(place)]
     if not points:
-        raise UsageError(f"{folder} holds no training that has been saved yet; wait for the first ones.")
+        raise UsageError(f"{folder} holds no training run that has been saved yet; wait for the first ones.")
     return recipe, points
 
 

@@ -1,9 +1,9 @@
-"""One training of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
+"""One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
 A training lives in a folder and goes on from its checkpoint to whatever step is asked for next; the learning rate is
 fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
-seed gives the same bytes on a processor, stopped and begun again or not; and trainings of one seed see the same
-batches, initial weights and dropout, which pairs them. Which trainings make up a grid is not known here.
+seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
+batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HEADS = ("trace", "trace_of_square", "frobenius_squared", "entropy", "propagatio
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all trainings of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
+    """What all training runs of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
 
     Published: length, batch, one head, width of the feed-forward layer = width, ReLU and Post-LN (`decoder.py`), Adam
     with (0.9, 0.999) and 1e-8, no clipping, a fixed rate (`published_rate`), half precision. fairseq 0.12.2: dropout
@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training: κ₁ = `scale`, κ₂ = `mean` on every layer's head, the mean loss beside them."""
+    """What distinguishes one training run: κ₁ = `scale`, κ₂ = `mean`, both on every layer's head."""
 
     layers: int = 1
     width: int = 32
@@ -205,7 +205,7 @@ class Training:
             write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
             write_whole(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
-            # Last: a training that was killed before it goes on from an older one, and writes all of them again.
+            # Last: a training run that was killed before it goes on from an older one, and writes all of them again.
             write_whole(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -231,7 +231,9 @@ class Training:
             if not place.exists():
                 write_text(place, claim)
         if place.read_text(encoding="utf-8") != claim:
-            raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
+            raise UsageError(
+                f"{self.folder} holds a training run of other settings; remove it to begin anew."
+            )
         if not self._checkpoint.exists():
             return
         tensors, notes = read_checkpoint(self._checkpoint)
@@ -286,7 +288,7 @@ class Training:
             self.history[name] = torch.cat([self.history[name], values.cpu()[None]])
 
     def _held_out(self, windows: Tensor) -> Float[Tensor, " windows"]:
-        """Mean loss of each window in nats a token, dropout off, weights and products in float32."""
+        """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
         return torch.cat(

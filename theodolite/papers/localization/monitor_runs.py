@@ -34,7 +34,7 @@ STALLED = 100
 """Steps within which the smoothed loss must gain something not to count as stalled."""
 
 BEHIND = 0.1
-"""Nats by which the smoothed loss must exceed that of the healthy training to count as behind."""
+"""Nats by which the smoothed loss must exceed that of the healthy training run to count as behind."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ MAY_BE_NEVER = (
 )
 
 ShowProgress = Callable[[str, int], None]
-"""Told the name of the pace and the seed before each training."""
+"""Told the name of the pace and the seed before each training run."""
 
 
 def collapse(
@@ -87,11 +87,11 @@ def collapse(
     Args:
         task: the characters, in contexts of `LENGTH`.
         paces: the first one is the healthy one.
-        seeds, steps, every: of each training; `every` is how often the monitor looks.
-        show_progress: told before each training.
+        seeds, steps, every: of each training run; `every` is how often the monitor looks.
+        show_progress: told before each training run.
 
     Returns:
-        runs: one row a training: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
+        runs: one row a training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
             loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
             the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
             are numbers of updates done; empty where it never happens.

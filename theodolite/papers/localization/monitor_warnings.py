@@ -1,6 +1,7 @@
-"""What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
+"""What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training run
+alone?
 
-Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The trainings and what
+Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The training runs and what
 counts as a loss that notices are in `collapse`.
 """
 
@@ -45,18 +46,18 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
     leads = failing["lead"].dropna()
     lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
     evidence = (
-        f"first alarm before the loss rises or stalls more than in any healthy training in "
-        f"{int((warned & ~late).sum())} of {len(failing)} failing trainings{lead}; in {int(unnoticed.sum())} of them "
-        f"the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
+        f"first alarm before the loss rises or stalls more than in any healthy training run in "
+        f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} of "
+        f"them the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
     )
     claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
     false = healthy["first_alarm"].notna()
     quiet = f"alarms in {int(false.sum())} of {counted(len(healthy), 'healthy training')}; criterion: in none (ours)"
-    calm = "A training at a good learning rate raises no alarm (ours)"
+    calm = "A training run at a good learning rate raises no alarm (ours)"
     return [
         Verdict(claim, HOLDS if (warned & ~late).all() else FAILS, evidence)
         if len(failing)
-        else Verdict(claim, UNTESTABLE, "no failing training"),
+        else Verdict(claim, UNTESTABLE, "no failing training run"),
         Verdict(calm, FAILS if false.any() else HOLDS, quiet),
     ]
 
@@ -108,9 +109,9 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
         "moments",
         "Who notices first",
         figures_monitor.moments(rows, dict(zip(names, moments, strict=True)), STEPS),
-        "A dot where each training was noticed; no dot: never. The last kind needs the healthy training beside it, "
-        "which nobody has in practice.",
-        "whether the first alarm is left of the loss, and no alarm in the healthy trainings.",
+        "A dot where each training run was noticed; no dot: never. The last kind needs the healthy training run "
+        "beside it, which nobody has in practice.",
+        "whether the first alarm is left of the loss, and no alarm in the healthy training runs.",
         SOURCE,
     )
 
@@ -131,7 +132,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
             lines.append(tuple(part.to_numpy() for part in (column.mean(), column.min(), column.max())))
     return exhibit(
         "course",
-        "The same trainings, step by step",
+        "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
         f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
         f"the monitor looks every {EVERY} steps.",
@@ -144,7 +145,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
 MONITORED = [
     Experiment(
         "localization/monitor",
-        "A collapse caught while it happens: the monitor beside the loss, at learning rates that are too high",
+        "Catching a collapse as it happens: the monitor against the loss, at learning rates that are too high",
         "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
         (),
         _monitor,

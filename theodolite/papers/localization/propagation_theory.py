@@ -121,7 +121,7 @@ def _verdicts_1(worst: dict[int, float]) -> list[Verdict]:
             for length, error in worst.items()
         ),
         judge(
-            "It is as close as possible, for two inputs (section 2)",
+            "The approximation is as close as possible, for two inputs (section 2)",
             f"its largest error over that of the closest clamped line (slope {slope:.3f} in place of ¼)",
             worst[2] / best,
             BEST,

@@ -40,9 +40,9 @@ SETTING = WalkSetting()
 
 PREDICTED = {
     "published": "Eq. 6 as printed gives ρ of random walks",
-    "corrected": "Eq. 6 with the corrected variance does",
-    "finite": "The Gaussian with the exact moments at finite T does",
-    "exact": "The exact distribution does",
+    "corrected": "Eq. 6 with the corrected variance gives ρ of random walks",
+    "finite": "The Gaussian with the exact moments at finite T gives ρ of random walks",
+    "exact": "The exact distribution at finite T gives ρ of random walks",
 }
 """Each prediction, and the claim that it describes the simulation, in the order in which they are drawn."""
 
@@ -188,7 +188,7 @@ def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, 
     shares = [beyond(sim, predicted[key]["exact"]) for key, sim in sims.items()]
     verdicts.append(
         judge(
-            "What the exact distribution leaves is the simulation's own error",
+            "The exact distribution agrees with the simulation within its sampling error",
             f"share of points beyond {FAR:g} standard errors over walks, {points}",
             float(np.mean(shares)),
             WITHIN_ERROR,
@@ -344,7 +344,7 @@ def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
 LOCALIZATION_WALKS = [
     Experiment(
         "localization/figure5",
-        "Simulated signal propagation and entropy, beside what theory predicts",
+        "Simulated signal propagation and entropy against theory",
         "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
         (),
         _figure_5,

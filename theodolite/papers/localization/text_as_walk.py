@@ -74,7 +74,7 @@ def text_walk(study: Study) -> TextWalk:
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment rereads the corpus of the run: pass it too")
     seed = int(study.run.provenance["seed"])
     return study.once("text as a walk", lambda: read_walk(study.opened(), corpus, seed))
 
@@ -214,7 +214,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
             values(names[0]),
             ("layer", ""),
         ),
-        "One number a layer: "
+        "One number per layer: "
         + "; ".join(f"{label}: {MEASURES[name]}" for label, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",
@@ -248,15 +248,24 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
             EXPLAINS,
         ),
         _judged(
-            "So has the residual stream",
+            "The residual stream has the second moments of a random walk",
             residual,
             "r_squared",
             EXPLAINS,
         ),
         _judged(
-            "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
+            "The increments of what attention reads are uncorrelated (Assumption 1)",
+            text,
+            "autocorrelation",
+            UNCORRELATED,
+            size=True,
         ),
-        _judged("Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)", text, "growth", GROWS),
+        _judged(
+            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            text,
+            "growth",
+            GROWS,
+        ),
         _judged("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
