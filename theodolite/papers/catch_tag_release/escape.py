@@ -184,7 +184,8 @@ def escape_outcome(table: pd.DataFrame, origin: dict[str, Any]) -> Outcome:
         with_escape, baseline = _paired(table, escape, "loss")
         verdicts.append(
             judge_interval(
-                f"A head that can form sinks does not need a no-op option: {NAMES[escape]} does not lower the loss (ours)",
+                f"A head that can form sinks does not need a no-op option: {NAMES[escape]} does not lower the "
+                "loss (ours)",
                 "loss with the escape less that without, paired by seed",
                 Effect(with_escape - baseline),
                 SAME,

@@ -187,9 +187,9 @@ def _exhibits(
 ) -> list[Exhibit]:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
     counted_tokens = (trace.group != LEFT_OUT).numpy()
-    names = sorted({group for group, one in zip(groups, counted_tokens, strict=True) if one})
-    shown = [token for token, one in zip(tokens, counted_tokens, strict=True) if one]
-    of_shown = [group for group, one in zip(groups, counted_tokens, strict=True) if one]
+    names = sorted({group for group, in_group in zip(groups, counted_tokens, strict=True) if in_group})
+    shown = [token for token, in_group in zip(tokens, counted_tokens, strict=True) if in_group]
+    of_shown = [group for group, in_group in zip(groups, counted_tokens, strict=True) if in_group]
     exhibits = [
         exhibit(
             "attention",
