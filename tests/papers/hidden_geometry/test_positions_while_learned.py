@@ -159,7 +159,7 @@ def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkey
 def test_other_models_are_no_adders(run, opened):
     model = opened("gpt2")
     assert not is_adder(model)
-    with pytest.raises(UsageError, match="is no model of additions"):
+    with pytest.raises(UsageError, match="is no addition model"):
         Study(_of(run, model), model).outcome(ADDITION)
 
 
@@ -203,7 +203,7 @@ def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share,
     assert known or f"{share:.2f}" in verdict.evidence
     alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
     assert alone.verdict == UNTESTABLE
-    assert "give the model" in alone.evidence
+    assert "pass the model" in alone.evidence
 
 
 def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
