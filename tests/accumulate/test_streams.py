@@ -18,7 +18,7 @@ from theodolite.accumulate.second_moments import (
     covariance,
     low_rank,
 )
-from theodolite.accumulate.sums import GROUPS, Groups, Kept, each_part
+from theodolite.accumulate.sums import GROUPS, Groups, SavedState, each_part
 from theodolite.attention.inputs import AttentionInputs
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -300,7 +300,7 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     first.update(0, h[:3], 0)
     second.look_along(first.state()["directions"])
     second.update(0, h[3:], 3)
-    first.merge(Kept(second.state()))
+    first.merge(SavedState(second.state()))
     for name, tensor in whole.state().items():
         torch.testing.assert_close(first.state()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     other = MomentSketches(1, 48, 8)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.outliers import MAXIMA, LargeValues
-from theodolite.accumulate.sums import HasState, State, cache_sized
+from theodolite.accumulate.sums import Mergeable, State, cache_sized
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
@@ -134,7 +134,7 @@ class Activations(LargeValues):
         super().restore(state)
         self._carriers = dict(_carriers(state))
 
-    def merge(self, other: HasState) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         super().merge(other)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import HasState, LayerSums, State, each_part
+from theodolite.accumulate.sums import LayerSums, Mergeable, State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -166,7 +166,7 @@ class AttentionStatistics(LayerSums):
         super().restore(state)
         self._sink_tokens = dict(_sink_items(state))
 
-    def merge(self, other: HasState) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         for layer in range(self.layers):

@@ -94,8 +94,8 @@ def attend_and_catch(
         if stretches:
             paid, key = weights[0].max(dim=-1)
             key += block.first
-            others = key != torch.arange(block.start, block.stop, device=key.device)
-            catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & others).double())
+            not_itself = key != torch.arange(block.start, block.stop, device=key.device)
+            catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
     stretch = catching >= least_queries(length)
     return output, _catches(inputs, received, stretch, log_total)
 
@@ -105,9 +105,9 @@ def _catches(inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_tot
     seen_by = inputs.visible_queries()[0]
     received = received / seen_by.clamp_min(1)
     enough = seen_by - 1 >= least_queries(length)
-    whole = (received > SINK_THRESHOLD) & enough
-    head, position = (whole | stretch).nonzero(as_tuple=True)
-    mean, part = received[head, position], ~whole[head, position]
+    global_sink = (received > SINK_THRESHOLD) & enough
+    head, position = (global_sink | stretch).nonzero(as_tuple=True)
+    mean, part = received[head, position], ~global_sink[head, position]
     keys, column = position.unique(return_inverse=True)
     logits = inputs.to_keys(keys)[0]
     paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
@@ -121,8 +121,8 @@ def _catches(inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_tot
         part = torch.cat([part, torch.zeros_like(catching, dtype=torch.bool)])[order]
         paid = torch.cat([paid, learned[catching]])[order]
         visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
-    own, of = head.unique(return_inverse=True)
-    kept = torch.ones(len(own), length, dtype=torch.bool, device=head.device)
+    catching_heads, of = head.unique(return_inverse=True)
+    kept = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     kept[:, 0] = False
     kept[of[position >= 0], position[position >= 0]] = False
     rows = of.unsqueeze(1).expand_as(paid)
@@ -178,7 +178,7 @@ def sums_of_squares(
     inside, outside = size.clamp_min(1), (kept[of] - size).clamp_min(1)
     between = around * (1 / inside + 1 / outside)
     total = squares - norm(whole) / kept
-    rest = kept - torch.zeros_like(kept).index_add_(0, of, size)
+    uncaught_count = kept - torch.zeros_like(kept).index_add_(0, of, size)
     uncaught = torch.zeros_like(whole).index_add_(0, of, -centred)
     groups = torch.zeros_like(kept).index_add_(0, of, around / inside)
-    return between, total[of], groups + norm(uncaught) / rest.clamp_min(1), total
+    return between, total[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), total

@@ -66,8 +66,8 @@ class Means(LayerSums):
         if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
         previous = self._previous if layer else None
-        found = each_part(lambda part: _lengths(hidden, previous, part), len(hidden), hidden.device)
-        sums = {name: torch.cat([some[name] for some in found]) for name in found[0]}
+        parts = each_part(lambda part: _lengths(hidden, previous, part), len(hidden), hidden.device)
+        sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
         context_mean, norm = sums.pop("context_mean"), sums.pop("norm")
         self._previous = hidden, norm
         sums |= {"norm_sum": norm[:, 1:].mean(dim=1), "norm_first_sum": norm[:, 0]}
@@ -88,12 +88,12 @@ class Means(LayerSums):
         slots = self.sample.slot[first_context : first_context + batch].to(hidden.device)
         self.at("context_mean", layer, hidden.device)[slots[slots >= 0]] = context_mean[slots >= 0]
         local = self.sample.token_context - first_context
-        here = ((local >= 0) & (local < batch)).nonzero().flatten()
-        if len(here):
+        tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
+        if len(tokens):
             vectors = hidden[
-                local[here].to(hidden.device), self.sample.token_position[here].to(hidden.device)
+                local[tokens].to(hidden.device), self.sample.token_position[tokens].to(hidden.device)
             ]
-            self.at("token", layer, hidden.device)[here.to(hidden.device)] = vectors.double()
+            self.at("token", layer, hidden.device)[tokens.to(hidden.device)] = vectors.double()
 
 
 def _lengths(

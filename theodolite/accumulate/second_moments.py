@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import GROUPS, Groups, HasState, LayerSums, State, each_part
+from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, Mergeable, State, each_part
 
 SKETCH = 32
 """Directions on which a sketch sees a moment; with 16 the standard error was off by up to 25 %, with 32 by 10 %."""
@@ -62,13 +62,13 @@ class SecondMoments(LayerSums):
 
     def update_centred(self, layer: int, batch: Centred) -> None:
         """Take in the vectors of one layer."""
-        rows, left = batch.rows.flatten(0, 1), batch.left.mean(dim=0)
+        rows, offset = batch.rows.flatten(0, 1), batch.left.mean(dim=0)
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
         own_moment = self.at("moment", layer, rows.device)
-        own_moment.addr_(left, left, alpha=-float(len(rows)))
-        self._combine(layer, count, batch.pivot + left, _square(rows))
+        own_moment.addr_(offset, offset, alpha=-float(len(rows)))
+        self._combine(layer, count, batch.pivot + offset, _square(rows))
 
-    def merge(self, other: HasState) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         for layer in range(self.layers):
@@ -105,8 +105,8 @@ class MomentSketches(LayerSums):
 
     def look_along(self, directions: Float[Tensor, "layers width r"]) -> None:
         """Before anything is seen, take the directions of another accumulator, so that merging loses nothing."""
-        for own, given in zip(self._tensors["directions"], directions, strict=True):
-            own.copy_(given)
+        for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
+            ours.copy_(theirs)
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Take in one layer's vectors of contexts `first_context …`, without those to be left out."""
@@ -117,15 +117,15 @@ class MomentSketches(LayerSums):
         directions = self.at("directions", layer, batch.rows.device)
         if not directions.any():
             directions.copy_(_leading(batch.rows[0], directions.shape[1]))
-        seen = batch.rows @ directions.to(batch.rows.dtype)
+        projected = batch.rows @ directions.to(batch.rows.dtype)
         for group, part in self.groups.parts(first_context, len(batch.rows)):
-            rows, left = batch.rows[part].flatten(0, 1), batch.left[part].mean(dim=0)
+            rows, offset = batch.rows[part].flatten(0, 1), batch.left[part].mean(dim=0)
             count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
-            sketch = (rows.T @ seen[part].flatten(0, 1)).double()
-            sketch.addr_(left, left @ directions, alpha=-float(len(rows)))
-            self._combine(layer, group, count, batch.pivot + left, sketch)
+            sketch = (rows.T @ projected[part].flatten(0, 1)).double()
+            sketch.addr_(offset, offset @ directions, alpha=-float(len(rows)))
+            self._combine(layer, group, count, batch.pivot + offset, sketch)
 
-    def merge(self, other: HasState) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen.
 
         One that began with another context has other directions. Its moments are then taken to be what its sketches
@@ -155,9 +155,9 @@ class MomentSketches(LayerSums):
         if total == 0:
             return
         difference = mean - own_mean
-        seen = difference @ self.at("directions", layer, sketch.device)
+        projected = difference @ self.at("directions", layer, sketch.device)
         own_sketch += sketch
-        own_sketch.addr_(difference, seen, alpha=float(own_count * count / total))
+        own_sketch.addr_(difference, projected, alpha=float(own_count * count / total))
         own_mean += difference * (count / total)
         own_count.copy_(total)
 

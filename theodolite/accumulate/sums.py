@@ -37,22 +37,22 @@ def part_of(state: State, name: str) -> State:
 
 
 @runtime_checkable  # for the tests, which check annotations
-class HasState(Protocol):
-    """An accumulator as another one sees it that takes it in."""
+class Mergeable(Protocol):
+    """What an accumulator can merge: another one, or its saved state."""
 
     def state(self) -> State:
         """Everything that it has seen."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """An accumulator of which only the state is left, as it was saved or sent."""
+class SavedState:
+    """The state of an accumulator as it was saved or sent, ready to be merged into a live one."""
 
-    kept: State
+    tensors: State
 
     def state(self) -> State:
-        """Everything that it had seen."""
-        return self.kept
+        """Everything that the accumulator had seen."""
+        return self.tensors
 
 
 GROUPS = 8
@@ -129,7 +129,7 @@ class LayerSums:
             for layer, value in enumerate(state[name]):
                 tensors[layer].copy_(value)
 
-    def merge(self, other: HasState) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
         state = other.state()
         for name, tensors in self._tensors.items():

@@ -78,7 +78,7 @@ class Tags:
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
 
     def update(
-        self, layer: int, catches: Catches, ids: Int[Tensor, " positions"], found: dict[str, Tensor]
+        self, layer: int, catches: Catches, ids: Int[Tensor, " positions"], sums: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Take in what `measured` found in one layer of one context; the rows of its sinks and of its heads."""
         position = catches.position.cpu()
@@ -89,9 +89,11 @@ class Tags:
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
-        own = head.unique()
-        heads = self.by_head.rows(torch.stack([torch.full_like(own, layer), own], dim=1))
-        for name, values in found.items():
+        catching_heads = head.unique()
+        heads = self.by_head.rows(
+            torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
+        )
+        for name, values in sums.items():
             if name.startswith("head_"):
                 self.by_head.add(name.removeprefix("head_"), heads, values)
             else:
@@ -101,17 +103,17 @@ class Tags:
         return sinks, heads
 
     def add_place(
-        self, rows: tuple[Tensor, Tensor], place: int, found: dict[str, Tensor], before: dict[str, Tensor]
+        self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], before: dict[str, Tensor]
     ) -> None:
         """Take in sums of squares at one place, HEAD_OUTPUT or 1 + residual layer, and those `before` the head."""
-        for sums, own, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
-            once, (b, t) = _of_rows(own, found[of + "pairs"])
-            _, (b_before, t_before) = _of_rows(own, before[of + "pairs"])
+        for sums, group_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
+            once, (b, t) = _of_rows(group_rows, squares[of + "pairs"])
+            _, (b_before, t_before) = _of_rows(group_rows, before[of + "pairs"])
             sums.at("pairs")[once, place] += torch.stack([b, t, b * b, b * t, t * t], dim=1)
             sums.at("crossed")[once, place] += torch.stack(
                 [b * b_before, b * t_before, t * b_before, t * t_before], dim=1
             )
-            sums.at("chance")[:, place].index_add_(0, own, found[of + "chance"].cpu())
+            sums.at("chance")[:, place].index_add_(0, group_rows, squares[of + "chance"].cpu())
 
     def state(self) -> State:
         """All tensors, rows in the order of their keys."""
@@ -133,9 +135,9 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     of, kept = catches.of, catches.kept.double()
     output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
     caught = catches.caught.double()
-    whole = torch.einsum("ht,htv->hv", kept, output)
+    totals = torch.einsum("ht,htv->hv", kept, output)
     sums = torch.einsum("st,stv->sv", caught, output[of])
-    mean = whole / kept.sum(dim=1, keepdim=True).clamp_min(1)
+    mean = totals / kept.sum(dim=1, keepdim=True).clamp_min(1)
     centred = (output - mean.unsqueeze(1)) * kept.unsqueeze(-1)
     moment = centred.mT @ centred
     # Of a short context, all tokens may be sinks, and none is kept.
@@ -144,19 +146,19 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     shifted = sums - size.unsqueeze(1) * mean[of]
     squares = (moment * metric).sum(dim=(1, 2))
     between, total, groups, whole_total = sums_of_squares(
-        shifted, torch.zeros_like(whole), squares, catches, metric
+        shifted, torch.zeros_like(totals), squares, catches, metric
     )
     weight = size * (all_kept - size) / all_kept
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
     at = catches.position.clamp_min(0)
-    own = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
-    own_length = length[of, at] * (catches.position != LEARNED)
+    sink_value = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
+    sink_length = length[of, at] * (catches.position != LEARNED)
     others = (length * kept).sum(dim=1)[of] / all_kept
     queries = torch.arange(caught.shape[1], device=caught.device, dtype=torch.float64)
     last = (catches.caught * queries).amax(dim=1)
     first = torch.where(catches.caught, queries, queries[-1]).amin(dim=1)
     any_caught = size > 0
-    found = {
+    sums_of_sink = {
         "sinks": torch.ones_like(size),
         "position": catches.position.double(),
         "received": catches.received,
@@ -168,33 +170,33 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
         "difference": shifted,
-        "value": own * size.unsqueeze(1),
-        "value_length": own_length * size,
+        "value": sink_value * size.unsqueeze(1),
+        "value_length": sink_length * size,
         "other_length": others * size,
         "head_contexts": torch.ones(len(kept)),
         "head_moment": moment,
         **_shifted(catches, centred, squares, metric),
     }
-    return found, _pairs(between, total, groups, whole_total, catches)
+    return sums_of_sink, _pairs(between, total, groups, whole_total, catches)
 
 
 def _shifted(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
     """Mean sums of squares between groups that are moved along the context, by sink and by head."""
-    moved = [
+    shifted_squares = [
         sums_of_squares(
-            torch.einsum("st,stv->sv", one.caught.double(), centred[catches.of]),
+            torch.einsum("st,stv->sv", groups.caught.double(), centred[catches.of]),
             torch.zeros_like(centred[:, 0]),
             squares,
-            one,
+            groups,
             metric,
         )
-        for one in moved_along(catches)
+        for groups in moved_along(catches)
     ]
     size = catches.caught.sum(dim=1)
     two = (size > 0) & (size < catches.kept.sum(dim=1)[catches.of])  # of one group, rounding would be left
     return {
-        "shifted": torch.stack([of_sinks for of_sinks, _, _, _ in moved]).mean(dim=0) * two,
-        "head_shifted": torch.stack([of_heads for _, _, of_heads, _ in moved]).mean(dim=0),
+        "shifted": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0) * two,
+        "head_shifted": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
     }
 
 
@@ -222,17 +224,17 @@ def _pairs(
     between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
 ) -> dict[str, Tensor]:
     """Sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
-    kept, size = catches.kept.sum(dim=1).double(), catches.caught.sum(dim=1).double()
-    filled = torch.zeros_like(kept).index_add_(0, catches.of, (size > 0).double())
-    rest = kept - torch.zeros_like(kept).index_add_(0, catches.of, size)
-    more = (filled + (rest > 0) - 1).clamp_min(0)
-    two = (size > 0) & (size < kept[catches.of])
+    counted, size = catches.kept.sum(dim=1).double(), catches.caught.sum(dim=1).double()
+    filled = torch.zeros_like(counted).index_add_(0, catches.of, (size > 0).double())
+    uncaught = counted - torch.zeros_like(counted).index_add_(0, catches.of, size)
+    more = (filled + (uncaught > 0) - 1).clamp_min(0)
+    split = (size > 0) & (size < counted[catches.of])
     return {
-        "pairs": torch.stack([between, total], dim=1) * two.unsqueeze(1),
+        "pairs": torch.stack([between, total], dim=1) * split.unsqueeze(1),
         "head_pairs": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
         # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
-        "chance": total * two / (kept - 1).clamp_min(1)[catches.of],
-        "head_chance": whole * more / (kept - 1).clamp_min(1),
+        "chance": total * split / (counted - 1).clamp_min(1)[catches.of],
+        "head_chance": whole * more / (counted - 1).clamp_min(1),
     }
 
 
@@ -240,6 +242,6 @@ def _of_rows(
     rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
 ) -> tuple[Int[Tensor, " once"], tuple[Tensor, Tensor]]:
     """One context's sums of squares by row. Sinks of one row are summed first: a context is one observation."""
-    once, of = rows.unique(return_inverse=True)
-    b, t = torch.zeros(len(once), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
-    return once, (b, t)
+    unique_rows, of = rows.unique(return_inverse=True)
+    b, t = torch.zeros(len(unique_rows), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
+    return unique_rows, (b, t)

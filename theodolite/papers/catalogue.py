@@ -174,23 +174,23 @@ def find(name: str) -> list[Experiment]:
     Raises:
         UsageError: no such name; the nearest ones are said.
     """
-    found: dict[str, Experiment] = {}
-    for wanted in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
-        wanted = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", wanted)
-        if wanted in EXPERIMENTS:
-            chosen = [EXPERIMENTS[wanted]]
-        elif wanted in ALIASES:
-            alias = ALIASES[wanted]
+    experiments: dict[str, Experiment] = {}
+    for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
+        pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)
+        if pattern in EXPERIMENTS:
+            chosen = [EXPERIMENTS[pattern]]
+        elif pattern in ALIASES:
+            alias = ALIASES[pattern]
             original = EXPERIMENTS[alias.of]
-            chosen = [replace(original, name=wanted, title=f"{original.title} (there: {alias.shown_there})")]
+            chosen = [replace(original, name=pattern, title=f"{original.title} (there: {alias.shown_there})")]
         else:
-            chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{wanted}/")]
+            chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{pattern}/")]
         if not chosen:
-            raise UsageError(f"there is no experiment {wanted!r}: {_nearest(wanted)}")
-        found |= {experiment.name: experiment for experiment in chosen}
-    if not found:
+            raise UsageError(f"there is no experiment {pattern!r}: {_nearest(pattern)}")
+        experiments |= {experiment.name: experiment for experiment in chosen}
+    if not experiments:
         raise UsageError(f"{name!r} names no experiment: `theodolite reproduce` lists them all")
-    return list(found.values())
+    return list(experiments.values())
 
 
 def stand_alone(experiments: list[Experiment]) -> bool:
@@ -209,9 +209,9 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
     Raises:
         UsageError: such an option; who takes it is said.
     """
-    taken = {option for experiment in experiments for option in experiment.options}
+    known = {option for experiment in experiments for option in experiment.options}
     for option in given:
-        if option not in taken:
+        if option not in known:
             takers = [name for name, experiment in EXPERIMENTS.items() if option in experiment.options]
             raise UsageError(
                 f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
@@ -219,14 +219,14 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
             )
 
 
-def _nearest(wanted: str) -> str:
+def _nearest(pattern: str) -> str:
     names = [*EXPERIMENTS, *ALIASES]
     # A name without its group is compared with names without theirs.
     short = {key.rsplit("/", 1)[-1]: key for key in names}
     near = (
-        sorted({key.split("/")[0] for key in names if key.startswith(wanted)})
-        or difflib.get_close_matches(wanted, names, 3, 0.75)
-        or [short[key] for key in difflib.get_close_matches(wanted.rsplit("/", 1)[-1], short, 3, 0.6)]
+        sorted({key.split("/")[0] for key in names if key.startswith(pattern)})
+        or difflib.get_close_matches(pattern, names, 3, 0.75)
+        or [short[key] for key in difflib.get_close_matches(pattern.rsplit("/", 1)[-1], short, 3, 0.6)]
     )
     return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"
 

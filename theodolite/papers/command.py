@@ -39,11 +39,11 @@ def list_experiments(console: Console) -> None:
 
 def list_as_json() -> list[dict[str, Any]]:
     """The same as plain values."""
-    made = [
+    experiments = [
         {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
         for experiment in EXPERIMENTS.values()
     ]
-    return made + [
+    return experiments + [
         {
             "name": alias.name,
             "title": EXPERIMENTS[alias.of].title,

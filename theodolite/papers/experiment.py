@@ -23,7 +23,7 @@ from theodolite.report.data import array, column
 from theodolite.report.outcome import Heading, Outcome
 
 Survey = Callable[[OpenModel, Corpus, Path | None], Run]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Study:
             self._outcomes[experiment.name] = experiment.make(self)
         return self._outcomes[experiment.name]
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
+    def once(self, name: str, make: Callable[[], Result]) -> Result:
         """What several experiments work on, made by the first that asks for it under this name."""
         if name not in self._shared:
             self._shared[name] = make()
-        made: Made = self._shared[name]
-        return made
+        result: Result = self._shared[name]
+        return result
 
     def opened(self) -> OpenModel:
         """The model.
@@ -100,7 +100,7 @@ class Study:
             UsageError: it was not given.
         """
         if self.model is None:
-            raise UsageError("this experiment needs the model beside the run: give it")
+            raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
 
     def other_run(self) -> Run:
@@ -131,7 +131,7 @@ class Study:
             return  # it has one of its own
         if kind == "model":
             if self.model is None:
-                raise UsageError(f"{name} needs the model beside the run: give it")
+                raise UsageError(f"{name} needs the model as well as the run: pass it too")
         elif kind == "labels":
             labels = array(self.run, "context_label")
             if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
@@ -140,8 +140,8 @@ class Study:
                     "(a folder of files, or rows with a column label or topic)"
                 )
         else:
-            found = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
-            if found is None:
+            value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
+            if value is None:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
 
 

@@ -16,7 +16,7 @@ from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import Kept, LayerSums, State, part_of
+from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
@@ -62,7 +62,7 @@ class HeadsPass(CorpusPass):
     def merge(self, state: State) -> None:
         """Take in the `state` of another pass over other contexts of the same corpus."""
         for name, accumulator in self.accumulators.items():
-            accumulator.merge(Kept(part_of(state, name)))
+            accumulator.merge(SavedState(part_of(state, name)))
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from theodolite.attention.piecewise import empirical_propagation, piecewise_softmax
 from theodolite.attention.summary import AttentionSummary, attention_summary
 from theodolite.theory.averaging import (
-    Averaged,
     AveragingModel,
+    AveragingOutput,
     averaging_error,
     averaging_model,
     mean_after,
@@ -42,8 +42,8 @@ from theodolite.theory.spectrum import (
 __all__ = [
     "REGIMES",
     "AttentionSummary",
-    "Averaged",
     "AveragingModel",
+    "AveragingOutput",
     "Decomposition",
     "QKMoments",
     "RegimeMargins",

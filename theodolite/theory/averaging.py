@@ -19,7 +19,7 @@ ABSENT = -1
 
 
 @dataclass(frozen=True)
-class Averaged:
+class AveragingOutput:
     """What the model makes of sequences.
 
     output: f(x), the average that it finds.
@@ -67,7 +67,7 @@ class AveragingModel:
 
     def __call__(
         self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int
-    ) -> Averaged:
+    ) -> AveragingOutput:
         """The output and what leads to it.
 
         In the construction, with [SEP] in the last place the output is the sum of the numbers over T in the limit,
@@ -85,7 +85,7 @@ class AveragingModel:
         hidden = attention @ (embedded @ self.value_1) + embedded
         last = (hidden[..., -1:, :] @ self.query_key @ hidden.mT).softmax(-1)  # the last query sees all keys
         output = last @ (hidden @ self.value_2)
-        return Averaged(output[..., 0, 0], attention, hidden, last[..., 0, :])
+        return AveragingOutput(output[..., 0, 0], attention, hidden, last[..., 0, :])
 
 
 def averaging_model(
@@ -154,9 +154,9 @@ def averaging_error(
     separator = _checked(numbers, separator)
     tag = torch.as_tensor(s_tag, dtype=torch.float64)
     place = _places(numbers)
-    others = place != separator[..., None]
+    is_number = place != separator[..., None]
     products = (numbers[..., :, None] * numbers[..., None, :] + 1).exp()
-    sums = torch.where(others[..., None, :], products, 0.0).tril().sum(-1)
+    sums = torch.where(is_number[..., None, :], products, 0.0).tril().sum(-1)
     after = place > separator[..., None]
     count = after.sum(-1)
     mean = torch.where(after, sums, 0.0).sum(-1) / count

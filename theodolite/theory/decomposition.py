@@ -57,9 +57,9 @@ def decompose_around(h: Tensor, mean: Tensor, pos: Tensor) -> Decomposition:
     """
     h = h.double()
     mean, pos = mean.to(h), pos[: h.shape[1]].to(h)
-    left = h - mean - pos
-    ctx = left[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(left[:, 0])
-    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left - ctx[:, None])
+    without_pos = h - mean - pos
+    ctx = without_pos[:, 1:].mean(dim=1) if h.shape[1] > 1 else torch.zeros_like(without_pos[:, 0])
+    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=without_pos - ctx[:, None])
 
 
 def decompose_apart(h: Tensor) -> Decomposition:

@@ -53,9 +53,9 @@ def entropy_lower_bound(
     nu = nu.clamp(max=_LARGEST_GAP)
     if variant == "corrected":
         # T = 1 is computed as T = 2 and then replaced, so that no gradient passes through ln 0.
-        others = (size - 1).clamp_min(1)
-        gap = nu * ((others + 1) / others).sqrt()
-        excess = others.log() - gap
+        remaining = (size - 1).clamp_min(1)
+        gap = nu * ((remaining + 1) / remaining).sqrt()
+        excess = remaining.log() - gap
         # Not torch's softplus, which cuts to the identity at 20 and is then wrong by 2e-9.
         bound = torch.logaddexp(excess, torch.zeros_like(excess)) + gap * excess.sigmoid()
         return torch.where(size == 1, 0.0, bound)

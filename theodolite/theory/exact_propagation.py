@@ -154,20 +154,24 @@ def propagation_exact_head(
         raise UsageError(f"temperature has shape {tuple(scale.shape)}: give one number for one head")
     if covariance is not None:
         check_covariance(covariance)
-    wanted = _positions(positions, length, w_q.device)
-    both = torch.cat([w_q.double() / scale, w_k.double()], dim=-1)
-    gram = both.mT @ (both if covariance is None else covariance.double() @ both)
+    at = _positions(positions, length, w_q.device)
+    queries_and_keys = torch.cat([w_q.double() / scale, w_k.double()], dim=-1)
+    gram = queries_and_keys.mT @ (
+        queries_and_keys if covariance is None else covariance.double() @ queries_and_keys
+    )
     if not bool(gram.isfinite().all()):
-        return torch.full_like(wanted, math.nan)
+        return torch.full_like(at, math.nan)
     core, cosines = _canonical_form(gram)
 
     def curve(positions: Tensor) -> Tensor:
-        cross, own = walk_moments(positions, length)
+        cross, variance_product = walk_moments(positions, length)
         # Only T = 1 has own = 0; its weights vanish whatever the correlation.
-        weights = own.sqrt()[:, None] * _form_weights(core, cosines, cross / own.sqrt().clamp_min(1e-300))
+        weights = variance_product.sqrt()[:, None] * _form_weights(
+            core, cosines, cross / variance_product.sqrt().clamp_min(1e-300)
+        )
         return _propagates(weights, torch.ones_like(weights[0]), length)
 
-    return _along_context(curve, length, w_q.device) if positions is None else curve(wanted)
+    return _along_context(curve, length, w_q.device) if positions is None else curve(at)
 
 
 def _positions(positions: Sequence[int] | None, length: int, device: torch.device) -> Tensor:
@@ -191,8 +195,8 @@ def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
     nodes, counts = _binned(eigenvalues)
 
     def curve(positions: Tensor) -> Tensor:
-        cross, own = walk_moments(positions, length)
-        halves = torch.stack([cross + own.sqrt(), cross - own.sqrt()], dim=-1) / 2
+        cross, variance_product = walk_moments(positions, length)
+        halves = torch.stack([cross + variance_product.sqrt(), cross - variance_product.sqrt()], dim=-1) / 2
         weights = halves[:, :, None] * nodes
         return _propagates(weights.flatten(1), counts.repeat(2), length)
 
@@ -216,11 +220,11 @@ def _form_weights(core: Tensor, cosines: Tensor, correlation: Tensor) -> Tensor:
     plus = (1 + correlation[:, None] * cosines).sqrt() / 2
     minus = (1 - correlation[:, None] * cosines).clamp_min(0).sqrt() / 2
     same, other = plus + minus, plus - minus
-    own = same[:, :, None] * core * other[:, None, :]
-    opposite = other[:, :, None] * core * same[:, None, :]
+    same_block = same[:, :, None] * core * other[:, None, :]
+    opposite_block = other[:, :, None] * core * same[:, None, :]
     across = same[:, :, None] * core * same[:, None, :] + other[:, :, None] * core.mT * other[:, None, :]
-    top = torch.cat([own + own.mT, across], dim=-1)
-    bottom = torch.cat([across.mT, opposite + opposite.mT], dim=-1)
+    top = torch.cat([same_block + same_block.mT, across], dim=-1)
+    bottom = torch.cat([across.mT, opposite_block + opposite_block.mT], dim=-1)
     return torch.linalg.eigvalsh(torch.cat([top, bottom], dim=-2)) / 2
 
 

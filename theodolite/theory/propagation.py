@@ -101,12 +101,12 @@ def propagation_finite(
     ):
         check_real(name, values)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
-    cross, own = walk_moments(positions, length)
+    cross, variance_product = walk_moments(positions, length)
     size = float(length)
     scale = checked_temperature(temperature, trace.device)[..., None]
     mean = cross * (trace.double()[..., None] / scale) + 1 / size
     variance = (
-        own * form_squared.double()[..., None] + cross**2 * trace_of_square.double()[..., None]
+        variance_product * form_squared.double()[..., None] + cross**2 * trace_of_square.double()[..., None]
     ) / scale**2
     certain = variance <= 0
     spread = torch.where(certain, 1.0, variance).sqrt()
@@ -121,8 +121,8 @@ def walk_moments(
     size = float(length)
     cross = (positions - (size + 1) / 2) / size
     visible = positions * (2 * size + 1 - positions) / size
-    own = (positions - visible + (size + 1) * (2 * size + 1) / (6 * size)) / size
-    return cross, own
+    variance_product = (positions - visible + (size + 1) * (2 * size + 1) / (6 * size)) / size
+    return cross, variance_product
 
 
 def _normal_between(low: Tensor, high: Tensor) -> Tensor:

@@ -112,9 +112,11 @@ def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
     crossed = decisions ^ np.eye(len(decisions), dtype=bool).reshape(
         *decisions.shape[:1] * 2, *[1] * name.ndim
     )
-    others = np.stack([_names(each, undefined) for each in crossed])
+    crossed_names = np.stack([_names(each, undefined) for each in crossed])
     thresholds = np.broadcast_to(np.reshape(_THRESHOLDS, (-1, *[1] * name.ndim)), quantities.shape)
-    distances = np.where(undefined, np.nan, np.where(others != name, np.abs(quantities - thresholds), np.inf))
+    distances = np.where(
+        undefined, np.nan, np.where(crossed_names != name, np.abs(quantities - thresholds), np.inf)
+    )
     nearest = np.where(undefined, 0, distances.argmin(0))
 
     def there(values: np.ndarray) -> np.ndarray:
@@ -125,7 +127,7 @@ def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
     lemma = _lemma(r)
     return RegimeMargins(
         name=name,
-        nearest=np.where(undefined, "", there(others)),
+        nearest=np.where(undefined, "", there(crossed_names)),
         quantity=np.where(undefined, "", np.array(QUANTITIES)[nearest]),
         value=there(quantities),
         threshold=np.where(undefined, np.nan, there(thresholds)),

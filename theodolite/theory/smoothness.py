@@ -103,8 +103,8 @@ def product_low_frequency_ratio(
     most = max(cutoffs)
     low_left = _dct_matrix(left.shape[-2], most, left.device) @ left
     low_right = _dct_matrix(right.shape[-2], most, right.device) @ right
-    whole = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
-    return _corner_energies(low_left @ low_right.mT, cutoffs) / whole[..., None]
+    energy = ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))
+    return _corner_energies(low_left @ low_right.mT, cutoffs) / energy[..., None]
 
 
 def lowest_frequencies(
@@ -195,9 +195,9 @@ def _largest_difference(gram: Tensor, m: int) -> Tensor:
 
 def _beyond(spectrum: Tensor, k: int) -> Tensor:
     """‖G − Π G Π‖_op from the symmetric Ĝ, whose k×k corner is what Π G Π keeps."""
-    rest = spectrum.clone()
-    rest[..., :k, :k] = 0
-    return torch.linalg.eigvalsh(rest).abs().amax(-1)
+    high_frequencies = spectrum.clone()
+    high_frequencies[..., :k, :k] = 0
+    return torch.linalg.eigvalsh(high_frequencies).abs().amax(-1)
 
 
 def _check_cutoffs(cutoffs: Sequence[int]) -> None:

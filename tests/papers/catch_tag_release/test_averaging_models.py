@@ -20,9 +20,9 @@ from theodolite.papers.catch_tag_release.averaging_measures import (
 )
 from theodolite.papers.catch_tag_release.averaging_models import NORMED, PAPERS, STANDARD, judged
 from theodolite.papers.catch_tag_release.averaging_training import (
-    Kind,
-    Published,
-    Trained,
+    AveragingRecipe,
+    PublishedModel,
+    TrainedModels,
     draw,
     train_averaging,
 )
@@ -104,8 +104,8 @@ def test_the_sink_before_training_is_said_beside_the_one_after():
     assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in said
 
 
-def construction() -> Published:
-    model, built = Published([torch.Generator().manual_seed(0)]), averaging_model(12.0, d=0.1)
+def construction() -> PublishedModel:
+    model, built = PublishedModel([torch.Generator().manual_seed(0)]), averaging_model(12.0, d=0.1)
     with torch.no_grad():
         model.value_1.copy_(built.value_1)
         model.query_2.copy_(built.query_key)
@@ -124,8 +124,8 @@ def test_random_directions_of_a_plane() -> None:
     model = construction()
     with torch.no_grad():
         model.value_1[:, :, 0, 0] = 0.3
-    kind = Kind("built", 2, 0, 1, 0.0)
-    row = measured(Trained(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
+    kind = AveragingRecipe("built", 2, 0, 1, 0.0)
+    row = measured(TrainedModels(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
     numbers, places = draw([torch.Generator().manual_seed(EVALUATED)], averaging_measures.TESTED)
     wanted = mean_after(numbers, places)
     angles = (torch.arange(180) + 0.5) * torch.pi / 180
@@ -161,11 +161,13 @@ def test_random_directions_are_uniform_in_what_is_written() -> None:
 
 def test_measures_of_the_construction() -> None:
     """Oracle: what the theorem says of it at s_tag = 12: a sink, a tag of size 11, rank one, and no error."""
-    model, begun = construction(), Published([torch.Generator().manual_seed(0)])
+    model, begun = construction(), PublishedModel([torch.Generator().manual_seed(0)])
     with torch.no_grad():
         begun.s_tag.fill_(1)  # [SEP] like any other token of number 0
         begun.s_num.fill_(0)
-    row = measured(Trained(Kind("built", 2, 0, 1, 0.0), (0,), begun, model, torch.zeros(1, 1))).iloc[0]
+    row = measured(
+        TrainedModels(AveragingRecipe("built", 2, 0, 1, 0.0), (0,), begun, model, torch.zeros(1, 1))
+    ).iloc[0]
     assert 0.05 < row["sink_begun"] < 0.3
     assert row["solved"]
     assert row["sink"] > 0.99

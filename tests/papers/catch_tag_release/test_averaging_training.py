@@ -12,9 +12,9 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     HELD_BELOW,
     LENGTH,
     WIDTH,
-    Kind,
-    Published,
-    Standard,
+    AveragingRecipe,
+    PublishedModel,
+    StandardModel,
     attention_to_separator,
     charge,
     draw,
@@ -22,7 +22,7 @@ from theodolite.papers.catch_tag_release.averaging_training import (
 )
 from theodolite.theory.averaging import averaging_model, mean_after
 
-SMALL = Kind("standard", WIDTH, 200, 32, 0.01)
+SMALL = AveragingRecipe("standard", WIDTH, 200, 32, 0.01)
 
 
 def generators(*seeds: int) -> list[torch.Generator]:
@@ -41,7 +41,7 @@ def test_the_task() -> None:
 
 def test_the_papers_architecture_holds_the_construction() -> None:
     """Oracle: `theory.averaging_model`, whose own oracle is numpy."""
-    model = Published(generators(0)).double()
+    model = PublishedModel(generators(0)).double()
     built = averaging_model(9.0, 0.5, 2.0)
     with torch.no_grad():
         model.value_1.copy_(built.value_1)
@@ -60,7 +60,7 @@ def test_the_papers_architecture_holds_the_construction() -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_standard_architecture(normed: bool) -> None:
     """Oracle: torch's `scaled_dot_product_attention` and `rms_norm` on one sequence of one seed."""
-    model = Standard(generators(0, 1), normed=normed)
+    model = StandardModel(generators(0, 1), normed=normed)
     numbers, places = draw(generators(2, 3), 4)
     row, place = numbers[1, 2], int(places[1, 2])
     matrix = {name: value[1, 0] for name, value in model.matrices.items()}
@@ -78,7 +78,7 @@ def test_the_standard_architecture(normed: bool) -> None:
 
 def test_hiding_and_projecting() -> None:
     """[SEP] gets nothing from later tokens, earlier ones do not notice, and nothing is left along the direction."""
-    model = Standard(generators(0, 1))
+    model = StandardModel(generators(0, 1))
     numbers, places = draw(generators(2, 3), 20)
     direction = torch.nn.functional.normalize(torch.randn(2, WIDTH, generator=generators(4)[0]), dim=-1)
     look, blind = model(numbers, places), model(numbers, places, blind=True)
@@ -118,7 +118,7 @@ def test_it_learns() -> None:
 
 def test_the_charge_for_attention() -> None:
     """Oracle: one sequence after the other, by hand; nothing where [SEP] is hidden."""
-    model = Standard(generators(0))
+    model = StandardModel(generators(0))
     with torch.no_grad():
         model.separator.mul_(-20)  # a sink for some
     numbers, places = draw(generators(1), 40)
@@ -133,7 +133,7 @@ def test_the_charge_for_attention() -> None:
 
 
 def test_a_favoured_start_differs_in_the_tag_alone() -> None:
-    plain, favoured = (Published(generators(5), favoured=favoured) for favoured in (False, True))
+    plain, favoured = (PublishedModel(generators(5), favoured=favoured) for favoured in (False, True))
     for name, value in plain.named_parameters():
         difference = (dict(favoured.named_parameters())[name] - value).item() if value.numel() == 1 else 0.0
         assert math.isclose(difference, 5.0 if name == "s_tag" else 0.0, abs_tol=1e-6)

@@ -17,7 +17,7 @@ from theodolite.papers.catch_tag_release import pruned_models as compressed
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
 from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
 from theodolite.papers.catch_tag_release.pruned_models import (
-    Look,
+    ModelSinks,
     halves,
     kept_sinks,
     look,
@@ -29,10 +29,10 @@ from theodolite.papers.experiment import Study, theory_run
 from theodolite.passes.prompts import Focus
 
 
-def some_look(seed: int, share: float = 0.1) -> Look:
+def some_look(seed: int, share: float = 0.1) -> ModelSinks:
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.rand(9, 2, 3, 20, generator=generator) < share
-    return Look(torch.rand(9, generator=generator, dtype=torch.float64), sinks)
+    return ModelSinks(torch.rand(9, generator=generator, dtype=torch.float64), sinks)
 
 
 def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
@@ -60,7 +60,7 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 
 def test_paired_verdicts():
     dense, oats = some_look(0), some_look(0)
-    none = Look(dense.loss, torch.zeros_like(dense.sinks))
+    none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
     assert compression._kept(dense, oats).answer == "holds"
     assert compression._kept(dense, none).answer == "fails"
     assert compression._fewer(dense, oats, none, "Wanda").answer == "holds"
@@ -167,7 +167,7 @@ def test_sweeps(study, monkeypatch):
 
 
 def test_what_cannot_be_judged_is_refused(study):
-    with pytest.raises(UsageError, match="give it beside the run"):
+    with pytest.raises(UsageError, match="pass it with the run"):
         halves(Study(study.run, study.model))
     few = Corpus.python_docs(study.model.tokenizer, length=48, contexts=3)
     with pytest.raises(UsageError, match="3 contexts are too few"):

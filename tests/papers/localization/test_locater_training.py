@@ -122,7 +122,7 @@ def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
-    """Oracle: a training in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
+    """Oracle: a training run in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
     whole = Training(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
     assert whole.advance(13)
     whole.finish()

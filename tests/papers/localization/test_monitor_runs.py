@@ -14,7 +14,7 @@ from theodolite.papers.localization.monitor_runs import (
     PACES,
     SMOOTHED,
     STALLED,
-    Signs,
+    LossThresholds,
     behind,
     collapse,
     rises,
@@ -26,7 +26,7 @@ FALLING = 4 - 0.01 * np.arange(200.0)
 """0.01 nats per step, so 1 nat in the steps over which a stall is judged."""
 
 
-SIGNS = Signs(rise=0.05, gain=0.01)
+SIGNS = LossThresholds(rise=0.05, gain=0.01)
 
 
 def test_a_falling_loss_is_not_noticed():
@@ -65,10 +65,10 @@ def test_signs_are_the_weakest_that_no_healthy_loss_shows():
     """Oracle: noisy losses; at the signs none is noticed, and just inside them one rises and one stalls."""
     random = np.random.default_rng(0)
     healthy = [4 - 0.01 * np.arange(300) + random.normal(0, 0.3, 300) for _ in range(3)]
-    signs = Signs.beyond(healthy)
+    signs = LossThresholds.beyond(healthy)
     assert [rises(losses, signs) for losses in healthy] == [None] * 3
     assert [stalls(losses, signs) for losses in healthy] == [None] * 3
-    weaker = Signs(signs.rise * (1 - 1e-9), signs.gain * (1 + 1e-9))
+    weaker = LossThresholds(signs.rise * (1 - 1e-9), signs.gain * (1 + 1e-9))
     assert sum(rises(losses, weaker) is not None for losses in healthy) == 1
     assert sum(stalls(losses, weaker) is not None for losses in healthy) == 1
 

@@ -42,7 +42,7 @@ def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: 
 
 
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: its own second call, and as many rows as trainings; every figure can be drawn."""
+    """Oracle: its own second call, and as many rows as training runs; every figure can be drawn."""
     monkeypatch.setattr(monitored, "collapse", partial(collapse, steps=8, every=4))
     first, again = (reproduce("localization/monitor") for _ in range(2))
     assert len(first.tables["runs"]) == 9

@@ -98,11 +98,11 @@ def _outside(numbers: Tensor) -> list[Reading]:
 
 def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
     """Errors of the construction by (b, d) and s_tag, over sequences, beside the derived ones."""
-    wanted = mean_after(numbers, places)
+    averages = mean_after(numbers, places)
     rows = []
     for name, (b, d) in VARIANTS.items():
         for tag in S_TAGS.tolist():
-            error = (averaging_model(tag, b, d)(numbers, places).output - wanted).abs()
+            error = (averaging_model(tag, b, d)(numbers, places).output - averages).abs()
             derived = averaging_error(numbers, places, tag, b, d).abs()
             rows.append(
                 {"b_d": name, "s_tag": tag, "median": float(error.median()), "mean": float(error.mean())}
@@ -114,22 +114,24 @@ def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
 def _attention(numbers: Tensor, places: Tensor) -> pd.DataFrame:
     """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, beside the derived ones."""
     place = torch.arange(numbers.shape[-1])
-    after, here = place > places[:, None], place == places[:, None]
-    products = torch.where(here[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())
+    after, is_separator = place > places[:, None], place == places[:, None]
+    products = torch.where(is_separator[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())
     sums = products.tril().sum(-1)[after]
     index = places[:, None, None].expand(-1, numbers.shape[-1], 1)
     rows = []
     for tag in S_TAGS.tolist():
         model = averaging_model(tag)
-        found = model(numbers, places).attention
-        rest = torch.where(place == index, 0.0, found).sum(-1)  # summed, as 1 − A would be rounding
+        attention = model(numbers, places).attention
+        off_separator = torch.where(place == index, 0.0, attention).sum(
+            -1
+        )  # summed, as 1 − A would be rounding
         rows.append(
             {
                 "s_tag": tag,
-                "rest": float(rest[after].median()),
+                "rest": float(off_separator[after].median()),
                 "derived": float((sums * math.exp(-tag)).median()),
             }
-            | {"rest_of_separator": float(rest[here].median())}
+            | {"rest_of_separator": float(off_separator[is_separator].median())}
             | {"derived_of_separator": float(places.median()) * math.exp(tag - tag**2)}
         )
     return pd.DataFrame(rows)

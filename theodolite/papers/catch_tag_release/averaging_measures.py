@@ -18,10 +18,10 @@ from theodolite.judging import Criterion
 from theodolite.papers.catch_tag_release.averaging_construction import SINK
 from theodolite.papers.catch_tag_release.averaging_training import (
     LENGTH,
-    Look,
+    ForwardPass,
     Numbers,
     Places,
-    Trained,
+    TrainedModels,
     TwoLayers,
     attention_to_separator,
     draw,
@@ -58,16 +58,16 @@ class _Tested:
         """The mean square error over the target's variance."""
         return (output - self.wanted).square().mean(-1) / self.wanted.square().mean(-1)
 
-    def paid(self, look: Look) -> Float[Tensor, "seeds batch length"]:
+    def paid(self, look: ForwardPass) -> Float[Tensor, "seeds batch length"]:
         """Attention of the tokens after [SEP] to it, 0 for the others."""
         return attention_to_separator(look, self.places) * self.after
 
-    def sink(self, look: Look) -> Float[Tensor, " seeds"]:
+    def sink(self, look: ForwardPass) -> Float[Tensor, " seeds"]:
         """Its mean over those tokens."""
         return self.paid(look).sum((1, 2)) / self.after.sum((1, 2))
 
 
-def measured(trained: Trained) -> pd.DataFrame:
+def measured(trained: TrainedModels) -> pd.DataFrame:
     """One row per seed, on sequences that no training has seen.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
@@ -110,7 +110,7 @@ def measured(trained: Trained) -> pd.DataFrame:
     return table.assign(solved=np.asarray(SOLVED.met(table["left"].to_numpy(dtype=np.float64))))
 
 
-def _sequences(trained: Trained) -> _Tested:
+def _sequences(trained: TrainedModels) -> _Tested:
     generators = [torch.Generator().manual_seed(EVALUATED + seed) for seed in trained.seeds]
     numbers, places = draw(generators, TESTED)
     place = torch.arange(LENGTH)
@@ -150,7 +150,7 @@ def random_directions(
     return (directions / directions.norm(dim=-1, keepdim=True)).to(written.dtype)
 
 
-def _spectra(trained: Trained) -> dict[str, Tensor]:
+def _spectra(trained: TrainedModels) -> dict[str, Tensor]:
     found = {}
     for when, model in (("", trained.model), ("_begun", trained.begun)):
         for name, matrix in (("value", model.value_output()), ("query_key", model.query_key())):
@@ -160,7 +160,7 @@ def _spectra(trained: Trained) -> dict[str, Tensor]:
     return found
 
 
-def _outlier(look: Look, after: Tensor) -> Tensor:
+def _outlier(look: ForwardPass, after: Tensor) -> Tensor:
     """RMS of the largest coordinate over the median RMS of the others, over tokens after [SEP], (seeds,)."""
     sizes = (look.hidden.square() * after[..., None]).sum((1, 2)) / after.sum((1, 2))[:, None]
     ordered = sizes.sqrt().sort(-1).values

@@ -20,8 +20,8 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     HELD_BELOW,
     LENGTH,
     WIDTH,
-    Kind,
-    Trained,
+    AveragingRecipe,
+    TrainedModels,
     draw,
     train_averaging,
 )
@@ -41,12 +41,12 @@ PAPERS, PAPERS_FAVOURED = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(
 STANDARD, NORMED = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
 HELD = ", held from [SEP]"
 KINDS = {
-    Kind(PAPERS, 2, 3000, 64, 0.05): 8,
-    Kind(PAPERS_FAVOURED, 2, 3000, 64, 0.05, favoured=True): 8,
-    Kind(STANDARD, WIDTH, 1000, 64, 0.01): 5,
-    Kind(STANDARD + HELD, WIDTH, 1000, 64, 0.01, held=True): 5,
-    Kind(NORMED, WIDTH, 1000, 64, 0.01, normed=True): 5,
-    Kind(NORMED + HELD, WIDTH, 1000, 64, 0.01, normed=True, held=True): 5,
+    AveragingRecipe(PAPERS, 2, 3000, 64, 0.05): 8,
+    AveragingRecipe(PAPERS_FAVOURED, 2, 3000, 64, 0.05, favoured=True): 8,
+    AveragingRecipe(STANDARD, WIDTH, 1000, 64, 0.01): 5,
+    AveragingRecipe(STANDARD + HELD, WIDTH, 1000, 64, 0.01, held=True): 5,
+    AveragingRecipe(NORMED, WIDTH, 1000, 64, 0.01, normed=True): 5,
+    AveragingRecipe(NORMED + HELD, WIDTH, 1000, 64, 0.01, normed=True, held=True): 5,
 }
 """What is trained, and with how many seeds."""
 
@@ -205,7 +205,7 @@ def _learned(models: pd.DataFrame) -> Verdict:
     return Verdict(claim, HOLDS if papers["solved"].any() else FAILS, evidence)
 
 
-def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+def _losses(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
     steps, curves = {}, {}
     for each in trained:
         curves[each.kind.name] = each.losses.numpy()
@@ -225,7 +225,7 @@ def _losses(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
     )
 
 
-def _maps(trained: Sequence[Trained], models: pd.DataFrame) -> Exhibit:
+def _maps(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
     numbers, _ = draw([torch.Generator().manual_seed(EVALUATED - 1)], 1)
     middle = LENGTH // 2
     pictures: dict[str, Floats] = {}

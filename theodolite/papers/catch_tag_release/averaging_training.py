@@ -46,7 +46,7 @@ Places = Int[Tensor, "seeds batch"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class AveragingRecipe:
     """What is trained.
 
     Attributes:
@@ -69,7 +69,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Look:
+class ForwardPass:
     """What a model does with sequences.
 
     output: the average that it finds. attention: of the first layer. written: what the first layer adds to the
@@ -89,8 +89,8 @@ class TwoLayers(nn.Module):
         """E, (seeds, batch, T, width)."""
         raise NotImplementedError
 
-    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention and what is written; `seen`: (…, T, T), the keys that each query sees."""
+    def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention and what is written; `visible`: (…, T, T), the keys that each query sees."""
         raise NotImplementedError
 
     def second(self, hidden: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class TwoLayers(nn.Module):
         *,
         blind: bool = False,
         without: Float[Tensor, "seeds width"] | None = None,
-    ) -> Look:
+    ) -> ForwardPass:
         """Read sequences; what `numbers` has at the place of [SEP] is not read.
 
         Args:
@@ -121,19 +121,19 @@ class TwoLayers(nn.Module):
         """
         embedded = self.embed(numbers, separator)
         place = torch.arange(numbers.shape[-1])
-        seen = place[:, None] >= place
+        visible = place[:, None] >= place
         if blind:
-            after, here = place > separator[..., None], place == separator[..., None]
-            seen = seen & ~(after[..., :, None] & here[..., None, :])
-        attention, written = self.first(embedded, seen)
+            after, is_separator = place > separator[..., None], place == separator[..., None]
+            visible = visible & ~(after[..., :, None] & is_separator[..., None, :])
+        attention, written = self.first(embedded, visible)
         if without is not None:
             along = without[:, None, :, None]
             written = written - (written @ along) @ along.mT
         hidden = embedded + written
-        return Look(self.second(hidden), attention, written, hidden)
+        return ForwardPass(self.second(hidden), attention, written, hidden)
 
 
-class Published(TwoLayers):
+class PublishedModel(TwoLayers):
     """Eqs. (1) and (2), with all of θ learned: two coordinates, no weights in the first layer's logits."""
 
     def __init__(self, generators: Sequence[torch.Generator], *, favoured: bool = False) -> None:
@@ -148,12 +148,12 @@ class Published(TwoLayers):
             self.s_tag.data += START_TAG
 
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
-        here = torch.arange(numbers.shape[-1]) == separator[..., None]
-        tag = torch.where(here, -self.s_tag, -torch.ones_like(numbers))
-        return torch.stack([torch.where(here, self.s_num, numbers), tag], -1)
+        is_separator = torch.arange(numbers.shape[-1]) == separator[..., None]
+        tag = torch.where(is_separator, -self.s_tag, -torch.ones_like(numbers))
+        return torch.stack([torch.where(is_separator, self.s_num, numbers), tag], -1)
 
-    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        attention = (embedded @ embedded.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        attention = (embedded @ embedded.mT).masked_fill(~visible, -torch.inf).softmax(-1)
         return attention, attention @ (embedded @ self.value_1)
 
     def second(self, hidden: Tensor) -> Tensor:  # noqa: D102
@@ -167,7 +167,7 @@ class Published(TwoLayers):
         return (self.query_2 @ self.key_2.mT)[:, 0]
 
 
-class Standard(TwoLayers):
+class StandardModel(TwoLayers):
     """Two attention layers of one head with residuals: x embeds as x·u + v, [SEP] as w, and the last token is read.
 
     No positions and no MLP, as in the paper's model; logits are divided by √width.
@@ -191,11 +191,13 @@ class Standard(TwoLayers):
             parameter.data /= self.temperature
 
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
-        here = torch.arange(numbers.shape[-1]) == separator[..., None]
-        return torch.where(here[..., None], self.separator, numbers[..., None] * self.slope + self.constant)
+        is_separator = torch.arange(numbers.shape[-1]) == separator[..., None]
+        return torch.where(
+            is_separator[..., None], self.separator, numbers[..., None] * self.slope + self.constant
+        )
 
-    def first(self, embedded: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return self._attend(1, embedded, embedded, seen)
+    def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self._attend(1, embedded, embedded, visible)
 
     def second(self, hidden: Tensor) -> Tensor:  # noqa: D102
         last = hidden[..., -1:, :]
@@ -208,23 +210,23 @@ class Standard(TwoLayers):
     def query_key(self) -> Float[Tensor, "seeds width width"]:  # noqa: D102
         return (self.matrices["query_2"] @ self.matrices["key_2"].mT)[:, 0]
 
-    def _attend(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, layer: int, queries: Tensor, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value, output = (
             self.matrices[f"{what}_{layer}"] for what in ("query", "key", "value", "output")
         )
-        asked, offered = queries @ query, keys @ key
+        query_vectors, key_vectors = queries @ query, keys @ key
         if self.normed and layer == 2:
-            asked, offered = _unit_scale(asked), _unit_scale(offered)
-        logits = asked @ offered.mT / self.temperature
-        attention = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            query_vectors, key_vectors = _unit_scale(query_vectors), _unit_scale(key_vectors)
+        logits = query_vectors @ key_vectors.mT / self.temperature
+        attention = logits.masked_fill(~visible, -torch.inf).softmax(-1)
         return attention, attention @ (keys @ value @ output)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModels:
     """Models of one kind: as they began, as they ended, and their losses: (seeds, points), `RECORDED` steps each."""
 
-    kind: Kind
+    kind: AveragingRecipe
     seeds: tuple[int, ...]
     begun: TwoLayers
     model: TwoLayers
@@ -240,20 +242,22 @@ def draw(generators: Sequence[torch.Generator], count: int, length: int = LENGTH
     return numbers, places
 
 
-def build(kind: Kind, generators: Sequence[torch.Generator]) -> TwoLayers:
+def build(kind: AveragingRecipe, generators: Sequence[torch.Generator]) -> TwoLayers:
     """A model of a kind before its training, float32."""
     if kind.width == 2:
-        return Published(generators, favoured=kind.favoured)
-    return Standard(generators, width=kind.width, normed=kind.normed)
+        return PublishedModel(generators, favoured=kind.favoured)
+    return StandardModel(generators, width=kind.width, normed=kind.normed)
 
 
-def attention_to_separator(look: Look, separator: Places) -> Float[Tensor, "seeds batch length"]:
+def attention_to_separator(look: ForwardPass, separator: Places) -> Float[Tensor, "seeds batch length"]:
     """A¹_it for each query i, 0 for those before [SEP]."""
     index = separator[..., None, None].expand(*look.attention.shape[:-1], 1)
     return look.attention.gather(-1, index)[..., 0]
 
 
-def train_averaging(kind: Kind, seeds: Sequence[int], *, steps: int | None = None) -> Trained:
+def train_averaging(
+    kind: AveragingRecipe, seeds: Sequence[int], *, steps: int | None = None
+) -> TrainedModels:
     """Train one model a seed on the squared error.
 
     Args:
@@ -279,7 +283,7 @@ def train_averaging(kind: Kind, seeds: Sequence[int], *, steps: int | None = Non
             (errors.sum() + (charge(look, places) if kind.held else 0)).backward()
             _clip(model)
             optimizer.step()
-    return Trained(kind, tuple(seeds), begun, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
+    return TrainedModels(kind, tuple(seeds), begun, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
 
 
 def _share_of_rate(step: int, steps: int) -> float:
@@ -287,7 +291,7 @@ def _share_of_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
-def charge(look: Look, separator: Places) -> Tensor:
+def charge(look: ForwardPass, separator: Places) -> Tensor:
     """What a held model pays for attention to [SEP]: its excess over `HELD_BELOW`, summed over seeds."""
     after = torch.arange(look.attention.shape[-1]) > separator[..., None]
     paid = (attention_to_separator(look, separator) * after).sum(-1) / after.sum(-1)

@@ -1,8 +1,8 @@
 """Tiny models with and without a no-op option, on the same text, tokens and seeds: do sinks need the tag?
 
 One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
-that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training that was
-killed goes on.
+that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training run that
+was killed goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def train_escapes(
         seeds: 0 … seeds − 1, of weights, batches, tokenizer and of what text is held out.
         sources: None: `python_sources()`.
         config: sizes and steps; its `escape` and `seed` are set here.
-        threads: of every training; console: where it says how it is.
+        threads: of every training run; console: where it says how it is.
 
     Returns:
         A line for each model that was trained now.
@@ -68,7 +68,7 @@ def train_escapes(
     check_numbers(seeds - 1, threads)
     texts = python_sources() if sources is None else sources
     _claim(out, config)
-    said = []
+    losses_of_models = []
     for seed in range(seeds):
         _hold_out(held_out_of(out, seed), texts, seed)
         for escape in ESCAPES:
@@ -79,8 +79,8 @@ def train_escapes(
             settings = replace(config, escape=escape, seed=seed)
             result = train_tiny(place, sources=texts, config=settings, threads=threads, console=console)
             losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
-            said.append(f"{place.name}: held-out loss {losses}")
-    return said
+            losses_of_models.append(f"{place.name}: held-out loss {losses}")
+    return losses_of_models
 
 
 def _claim(out: Path, config: TinyConfig) -> None:
@@ -94,11 +94,12 @@ def _claim(out: Path, config: TinyConfig) -> None:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             write_text(place, json.dumps(claim, indent=2) + "\n")
-    found = json.loads(place.read_text(encoding="utf-8"))
-    if found != claim:
-        other = next(name for name in claim if found.get(name) != claim[name])
+    existing = json.loads(place.read_text(encoding="utf-8"))
+    if existing != claim:
+        differing = next(name for name in claim if existing.get(name) != claim[name])
         raise UsageError(
-            f"{out} holds models with {other} = {found.get(other)}, not {claim[other]}; choose another folder."
+            f"{out} holds models with {differing} = {existing.get(differing)}, not {claim[differing]}; "
+            "choose another folder."
         )
 
 

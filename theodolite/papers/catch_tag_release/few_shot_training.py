@@ -51,9 +51,9 @@ class FewShot:
         """New prompts at every step, each with a rule of its own."""
         prompts = self.rules.draw(size, np.random.default_rng([seed, step]))
         ids = torch.from_numpy(prompts.ids)
-        asked = torch.from_numpy(prompts.asked)
+        query_positions = torch.from_numpy(prompts.asked)
         targets = torch.full((size, self.length - 1), IGNORED)
-        return ids[:, :-1], targets.scatter(1, asked, ids.gather(1, asked + 1))
+        return ids[:, :-1], targets.scatter(1, query_positions, ids.gather(1, query_positions + 1))
 
     def glance(self, model: PreTrainedModel) -> str:
         """Accuracy on a few new prompts, by number of examples."""
@@ -70,6 +70,8 @@ class FewShot:
     def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
         """On prompts that no step drew."""
         prompts = self.rules.draw(count, np.random.default_rng([0, TESTED]))
-        ids, asked, labels = (torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels))
-        right = right_answers(model, ids, asked, labels, self.rules.label_ids)
-        return right.double().mean(dim=0).tolist()
+        ids, query_positions, labels = (
+            torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels)
+        )
+        correct = right_answers(model, ids, query_positions, labels, self.rules.label_ids)
+        return correct.double().mean(dim=0).tolist()

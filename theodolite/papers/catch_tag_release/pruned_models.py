@@ -46,7 +46,7 @@ MOST_CONTEXTS = 128
 
 
 @dataclass(frozen=True)
-class Look:
+class ModelSinks:
     """What is measured of one model.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Sinks(Hooks):
         return torch.cat(outputs)
 
 
-def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> Look:
+def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
     """Measure a model as it is now."""
     losses, sinks = [], []
     for ids in corpus.contexts.split(batch_of(corpus, None)):
@@ -94,14 +94,16 @@ def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> Look
         ids = ids.to(model.device)
         with hooked(model, batch_sinks):
             logits = model.logits(ids)
-        each = [cross_entropy(row[:-1].double(), own[1:]) for row, own in zip(logits, ids, strict=True)]
-        losses.append(torch.stack(each).cpu())
+        by_context = [
+            cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in zip(logits, ids, strict=True)
+        ]
+        losses.append(torch.stack(by_context).cpu())
         sinks.append(batch_sinks.sinks)
-    seen = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
-    return Look(torch.cat(losses), torch.cat(sinks), seen)
+    traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
+    return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)
 
 
-def kept_sinks(dense: Look, other: Look, layer: int | None = None) -> tuple[float, float]:
+def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
     """Share of a model's sinks, context by context and key by key, that another has; its standard error over contexts.
 
     Args:
@@ -110,18 +112,18 @@ def kept_sinks(dense: Look, other: Look, layer: int | None = None) -> tuple[floa
     return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
 
 
-def new_sinks(dense: Look, other: Look) -> tuple[float, float]:
+def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
     """Sinks of another model that the first has not, over the first one's; its standard error over contexts."""
     return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
 
 
-def _ratio(part: Tensor, whole: Tensor, layer: int | None) -> tuple[float, float]:
-    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, whole))
+def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
+    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
     value, error = ratio(torch.stack([b.sum(), t.sum(), (b * b).sum(), (b * t).sum(), (t * t).sum()]))
     return float(value), float(error)
 
 
-def loss_difference(dense: Look, other: Look) -> tuple[float, float]:
+def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
     """Mean loss of another model less that of the first, and its standard error: paired by context."""
     difference = other.loss - dense.loss
     return float(difference.mean()), float(difference.std() / len(difference) ** 0.5)
@@ -135,7 +137,7 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
     """
     corpus, model = study.corpus, study.opened()
     if corpus is None:
-        raise UsageError("pruned models are calibrated and measured on a text: give it beside the run")
+        raise UsageError("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:
         raise UsageError(
             f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
@@ -152,7 +154,7 @@ def part_of(corpus: Corpus, contexts: slice) -> Corpus:
     return Corpus(corpus.name, ids[chosen], labels[chosen], corpus.label_names, corpus.seed)
 
 
-def dense_look(study: Study, prompt: Prompt | None = None) -> Look:
+def dense_look(study: Study, prompt: Prompt | None = None) -> ModelSinks:
     """The model itself; measured once."""
     _, measured = halves(study)
     return study.once(f"look/{_told(prompt)}", lambda: look(study.opened(), measured, prompt))
@@ -174,11 +176,11 @@ def pruned(
     )
 
 
-def pruned_look(study: Study, method: str, prompt: Prompt | None = None) -> Look:
+def pruned_look(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:
     """The model pruned by `SPARSITY`; pruned and measured once."""
     calibration, measured = halves(study)
 
-    def make() -> Look:
+    def make() -> ModelSinks:
         model, _ = pruned(study, method, calibration)
         return look(model, measured, prompt)
 
@@ -189,15 +191,15 @@ def without_term(
     study: Study,
     edits: Callable[[OpenModel, Pruned], Iterator[tuple[str, AbstractContextManager[object]]]],
     prompt: Prompt,
-) -> dict[str, Look]:
+) -> dict[str, ModelSinks]:
     """The model pruned by OATS, as it is and under interventions, which `edits` names."""
     calibration, measured = halves(study)
     model, done = pruned(study, "oats", calibration)
-    found = {"": look(model, measured, prompt)}
+    measured_models = {"": look(model, measured, prompt)}
     for name, edit in edits(model, done):
         with edit:
-            found[name] = look(model, measured, prompt)
-    return found
+            measured_models[name] = look(model, measured, prompt)
+    return measured_models
 
 
 def _told(prompt: Prompt | None) -> str:

@@ -18,7 +18,7 @@ from theodolite.models import OpenModel
 from theodolite.papers.catch_tag_release.pruned_models import (
     METHODS,
     SPARSITY,
-    Look,
+    ModelSinks,
     Prompt,
     dense_look,
     kept_sinks,
@@ -69,7 +69,7 @@ def _prompt(study: Study) -> Prompt:
     return Prompt(ids, strongest.layer, strongest.head)
 
 
-def _table(dense: Look, looks: Mapping[str, Look], layer: int | None = None) -> pd.DataFrame:
+def _table(dense: ModelSinks, looks: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
     """One row per model: sinks kept and new over the dense model's, and the loss beyond its own."""
     rows = []
     for name, look in looks.items():
@@ -100,7 +100,7 @@ def _told(table: pd.DataFrame) -> list[Reading]:
     ]
 
 
-def _maps(study: Study, looks: Mapping[str, Look], prompt: Prompt, source: str) -> Exhibit:
+def _maps(study: Study, looks: Mapping[str, ModelSinks], prompt: Prompt, source: str) -> Exhibit:
     tokens = [shown_token(text) for text in token_texts(study.opened(), prompt.ids)]
     figures = {}
     for name, look in looks.items():
@@ -139,7 +139,7 @@ def _figure_5(study: Study) -> Outcome:
     )
 
 
-def _kept(dense: Look, oats: Look) -> Verdict:
+def _kept(dense: ModelSinks, oats: ModelSinks) -> Verdict:
     value, error = kept_sinks(dense, oats)
     what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
     return judge(
@@ -147,7 +147,7 @@ def _kept(dense: Look, oats: Look) -> Verdict:
     )
 
 
-def _fewer(dense: Look, oats: Look, other: Look, name: str) -> Verdict:
+def _fewer(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) -> Verdict:
     """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
     both = [(dense.sinks & look.sinks).flatten(1).sum(1).double() for look in (oats, other)]

@@ -36,13 +36,18 @@ MORE = f"criterion: {SIGMAS:g} standard errors of the paired difference more tha
 
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
-USED = "The tag is retrieved by deeper layers (abstract): without it, caught tokens are predicted worse"
-MORE_THAN_OTHERS = "The tag serves the caught tokens (section 2): without it, they lose more than others"
-CLUSTERS = (
-    "The clusters of deeper layers are the tag's (Fig. 2d): without it, the grouping explains less of them"
+USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
+MORE_THAN_OTHERS = (
+    "The tag serves the caught tokens (section 2): ablating it costs them more than other tokens"
 )
-LOW_RANK = "Low-rank parts of W_Q, W_K, W_V make the sinks (section 3.2): without them, the head has fewer"
-BEHIND = "Sinks behind the head rest on its tag: without it, there are fewer (ours)"
+CLUSTERS = (
+    "The clusters in deeper layers come from the tag (Fig. 2d): ablating it lowers the variance that the grouping "
+    "explains"
+)
+LOW_RANK = (
+    "Low-rank parts of W_Q, W_K, W_V make the sinks (section 3.2): ablating them leaves the head fewer sinks"
+)
+BEHIND = "Sinks downstream of the head depend on its tag: ablating it leaves fewer (ours)"
 
 
 def _place(study: Study) -> tuple[int, int, torch.Tensor]:
@@ -112,7 +117,7 @@ def _make(study: Study) -> Outcome:
             ),
             exhibit(
                 "clusters",
-                f"{name} ablated: clusters behind it",
+                f"{name} ablated: clusters downstream",
                 drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
                 "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
                 "untouched model.",
@@ -150,12 +155,12 @@ def _criterion(least: float) -> str:
 
 
 def _against_others(table: pd.DataFrame) -> Verdict:
-    caught, others, between = (
+    caught, uncaught, between = (
         _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
     measured = (
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
-        f"{with_error(others['change'], others['change_se'])} on others"
+        f"{with_error(uncaught['change'], uncaught['change_se'])} on others"
     )
     return _decided(MORE_THAN_OTHERS, measured, between["change"], between["change_se"], MORE)
 

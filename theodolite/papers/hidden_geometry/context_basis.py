@@ -38,9 +38,9 @@ def chosen_contexts(labels: np.ndarray) -> tuple[list[int], list[int]]:
     frequent = sorted(zip(-counts, present, strict=True))[:DOCUMENTS]
     places, of = [], []
     for _, label in frequent:
-        found = np.flatnonzero(labels == label)[:CONTEXTS_A_DOCUMENT].tolist()
-        places += found
-        of += [int(label)] * len(found)
+        contexts = np.flatnonzero(labels == label)[:CONTEXTS_A_DOCUMENT].tolist()
+        places += contexts
+        of += [int(label)] * len(contexts)
     return places, of
 
 
@@ -52,8 +52,8 @@ def _unit(rows: Floats) -> Floats:
 def _grams(run: Run, positions: list[int], places: list[int]) -> Floats:
     """[P̄, C̄][P̄, C̄]ᵀ at every layer: (N, n + m, n + m)."""
     basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
-    both = _unit(np.concatenate([basis[:, positions], contexts[:, places]], axis=1).astype(np.float64))
-    return both @ both.transpose(0, 2, 1)
+    vectors = _unit(np.concatenate([basis[:, positions], contexts[:, places]], axis=1).astype(np.float64))
+    return vectors @ vectors.transpose(0, 2, 1)
 
 
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
@@ -82,8 +82,10 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
     means = []
     for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
         rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
-        left = (counts.sum() - 2 * counts).astype(np.float64)
-        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(left > 0, left, np.nan))
+        pair_count = (counts.sum() - 2 * counts).astype(np.float64)
+        means.append(
+            (rows.sum(axis=1, keepdims=True) - 2 * rows) / np.where(pair_count > 0, pair_count, np.nan)
+        )
     gaps = means[0] - means[1]
     errors: Floats = np.sqrt((len(of) - 1) * gaps.var(axis=1))
     return errors

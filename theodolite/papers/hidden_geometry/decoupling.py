@@ -125,8 +125,8 @@ def decouple(
     random = []
     for _ in range(rotations):
         basis = haar_rotation(width, generator, w_q.device)
-        each = [_energy(_rotate(w_q[h], w_k[h], diagonal[h], basis), corners) for h in range(heads)]
-        random.append(_stack(each))
+        energies = [_energy(_rotate(w_q[h], w_k[h], diagonal[h], basis), corners) for h in range(heads)]
+        random.append(_stack(energies))
     expected = moments.trace.square() + moments.frobenius_squared + moments.trace_of_square
     mean, deviation = _mean_and_deviation(_stack(random))
     return Decoupling(
@@ -179,13 +179,13 @@ def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:
     threshold = math.sqrt(2 * math.log(rotated.numel())) * rotated.std(correction=0)
     squares = rotated.square()
     survivors = torch.where(rotated.abs() > threshold, squares, 0.0)
-    whole, surviving = squares.sum(), survivors.sum()
+    energy, surviving = squares.sum(), survivors.sum()
     return RotatedEnergy(
         threshold=threshold,
         surviving=survivors.count_nonzero().double(),
-        surviving_energy=surviving / whole,
+        surviving_energy=surviving / energy,
         corner_surviving=torch.stack([survivors[:k, :k].sum() for k in corners]) / surviving,
-        corner_energy=torch.stack([squares[:k, :k].sum() for k in corners]) / whole,
+        corner_energy=torch.stack([squares[:k, :k].sum() for k in corners]) / energy,
     )
 
 

@@ -111,7 +111,7 @@ def _figure_8(study: Study) -> Outcome:
             ),
             "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
             "layer 0 times the ratios printed for GPT-2.",
-            "a steep rise: what a block adds outgrows what it found.",
+            "a steep rise: each block's update outgrows its input.",
             f"{SONG}, Fig. 8, left",
         ),
         exhibit(

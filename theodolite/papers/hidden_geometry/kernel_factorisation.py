@@ -152,9 +152,9 @@ def factorisation_log_ratio(
     key: Float64[Tensor, "2 pairs width"],
 ) -> Float64[Tensor, " pairs"]:
     """ln of K_W(x^q, x^k) / ∏ K_{W_αβ}(x^q_α, x^k_β), with W = Σ W_αβ, x_1 = c, x_2 = t and x = c + t."""
-    whole = (query.sum(0) @ weights.sum((0, 1)) * key.sum(0)).sum(-1)
+    joint = (query.sum(0) @ weights.sum((0, 1)) * key.sum(0)).sum(-1)
     separate = (query[:, None] @ weights * key).sum((0, 1, -1))
-    return whole - separate
+    return joint - separate
 
 
 def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:

@@ -38,8 +38,8 @@ def energy_within_rank(run: Run) -> Floats:
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
     ranks = found_ranks(run)
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
-    held: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
-    return held
+    energy: Floats = np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
+    return energy
 
 
 def noise_share(run: Run) -> Floats:
@@ -49,8 +49,8 @@ def noise_share(run: Run) -> Floats:
     """
     energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
     constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
-    rest = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
-    share: Floats = np.nan_to_num(rest / (run.provenance["corpus"]["contexts"] * energy))
+    residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
+    share: Floats = np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
     return share
 
 
@@ -107,11 +107,11 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
 
 def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
-    held, noise = energy_within_rank(run), noise_share(run)
-    taken, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
-    value, without_noise = float(summary(held)), min(float(summary(held + noise)), 1.0)
-    count = int(np.isfinite(held).sum())
-    what = f"share of the energy of P within its rank, {taken} {count} layers"
+    shares, noise = energy_within_rank(run), noise_share(run)
+    summary_name, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
+    value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
+    count = int(np.isfinite(shares).sum())
+    what = f"share of the energy of P within its rank, {summary_name} {count} layers"
     verdict = judge(claim, what, value, criteria.WITHIN_RANK, math.nan)
     if verdict.answer == FAILS and criteria.WITHIN_RANK.met(without_noise):
         contexts = run.provenance["corpus"]["contexts"]

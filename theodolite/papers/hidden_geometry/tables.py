@@ -82,7 +82,7 @@ def _table_1(study: Study) -> Outcome:
     )
     figure = exhibit(
         "table1",
-        "Averages over layers, beside the published ones",
+        "Averages over layers, against the published ones",
         drawing.averages(rows, list(QUANTITIES)),
         "Mean over layers 0…L of each measure, with a bar of one standard deviation over layers; the top row is "
         "this run, the others are Table 1.",
@@ -199,7 +199,7 @@ def _two_texts(first: Run, second: Run, names: list[str], name: str, y: str, tit
 
 
 def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
-    claim = "The positional basis keeps its low rank on text unlike the training text (Table 2, section 4.1)"
+    claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
         return [
             Verdict(claim, UNTESTABLE, "the run itself is on random tokens: give another text by --other")
@@ -215,7 +215,7 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
         change, error = abs(ranks[1][0] - ranks[0][0]), math.hypot(ranks[0][2], ranks[1][2])
         what = f"mean rank {ranks[0][0]:.3g} here, {ranks[1][0]:.3g} on the other text; change"
         rank = judge(claim, what, change, criteria.RANK_CHANGE, error)
-    smooth = "The positional basis stays smooth on text unlike the training text (Table 2, section 4.1)"
+    smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
     return [rank, smooth_verdict(second, smooth)]
 
 
@@ -292,7 +292,7 @@ TABLES = [
     Experiment(
         "geometry/table2",
         "Robustness of the positional basis: rank and smoothness on another text",
-        "Similar geometric structures are found on samples unlike the training text, even on random tokens (Table 2)",
+        "Similar geometric structures are found on samples unlike the training data, even on random tokens (Table 2)",
         (*_NEEDS, "model"),
         _table_2,
         options=("other",),

@@ -68,7 +68,7 @@ def corner_of(width: int) -> int:
 
 def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[int]]:
     """Every block that has weights, and those that have none. `basis`: (L + 1, T − 1, d), position 0 left out."""
-    found, without = [], []
+    layers, without = [], []
     for block in range(model.layers):
         try:
             weights = model.head_weights(block)
@@ -79,8 +79,8 @@ def _split(model: OpenModel, basis: torch.Tensor) -> tuple[list[_Layer], list[in
         directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
         w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
         split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
-        found.append(_Layer(block, split, weights.projection))
-    return found, without
+        layers.append(_Layer(block, split, weights.projection))
+    return layers, without
 
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
@@ -109,9 +109,9 @@ def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
                 }
             rows.append(row)
     table = pd.DataFrame(rows)
-    own, random = table[f"corner_energy_{corner}"], table[f"corner_energy_{corner}_random"]
-    table["corner_ratio"] = own / random
-    table["corner_z"] = (own - random) / table[f"corner_energy_{corner}_random_sd"]
+    corner_energy, random = table[f"corner_energy_{corner}"], table[f"corner_energy_{corner}_random"]
+    table["corner_ratio"] = corner_energy / random
+    table["corner_z"] = (corner_energy - random) / table[f"corner_energy_{corner}_random_sd"]
     table["diagonal_ratio"] = table["diagonal"] / table["diagonal_random"]
     return table
 
@@ -139,7 +139,7 @@ def _verdicts(table: pd.DataFrame, corner: int, shortened: str) -> list[Verdict]
             MAJORITY,
         ),
         judge(
-            "A diagonal component beside it in the majority of attention heads (eq. 9, section 5.1)",
+            "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
             f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
             f"{_median(table, 'diagonal')}, at random {_median(table, 'diagonal_random')})",
             float(diagonal.mean()),

@@ -1,7 +1,8 @@
 """A small language model trained at a healthy or at a far too high learning rate, under the monitor.
 
-For the experiment that asks which notices first that a training fails, the monitor or the loss. GPT-2's architecture
-on the characters of a text, AdamW without weight decay, and no clipping of gradients, which would hide the failure.
+For the experiment that asks which notices first that a training run fails, the monitor or the loss. GPT-2's
+architecture on the characters of a text, AdamW without weight decay, and no clipping of gradients, which would hide
+the failure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
 
 
 @dataclass(frozen=True)
-class Pace:
+class LearningRate:
     """A learning rate, reached on a line from 0 in `warm_up` steps."""
 
     name: str
@@ -35,8 +36,8 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """One training: the loss of every step's batch (nats), the numbers and the alarms of every look."""
+class WatchedTraining:
+    """One training run: the loss of every step's batch (nats), the numbers and the alarms of every look."""
 
     losses: list[float]
     looks: pd.DataFrame
@@ -44,7 +45,7 @@ class Trace:
     time_share: float
 
 
-def train_watched(task: Characters, pace: Pace, seed: int, steps: int, every: int) -> Trace:
+def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, every: int) -> WatchedTraining:
     """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
 
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
@@ -77,7 +78,7 @@ def train_watched(task: Characters, pace: Pace, seed: int, steps: int, every: in
     table = pd.DataFrame(looks).drop(columns="time_share")
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
-    return Trace(losses, table, alarms, share)
+    return WatchedTraining(losses, table, alarms, share)
 
 
 def _config(task: Characters) -> GPT2Config:

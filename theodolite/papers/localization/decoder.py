@@ -95,10 +95,10 @@ class Decoder(nn.Module):
         x = x + self.positions[: ids.shape[1]]
         if self.shape.dropout:
             x = functional.dropout(x, self.shape.dropout, self.training)
-        found = [x]
+        streams = [x]
         for block in self.blocks:
-            found.append(block(found[-1]))
-        return found
+            streams.append(block(streams[-1]))
+        return streams
 
     def loss(
         self, ids: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], dtype: torch.dtype
@@ -218,13 +218,13 @@ def as_opt(decoder: Decoder) -> OPTForCausalLM:
 
 def _opt_block(block: nn.Module) -> dict[str, Tensor]:
     weights = dict(block.named_parameters())
-    found = {}
+    renamed = {}
     for kind in ("weight", "bias"):
         for name, part in zip("qkv", weights[f"projections.{kind}"].chunk(3), strict=True):
-            found[f"self_attn.{name}_proj.{kind}"] = part
+            renamed[f"self_attn.{name}_proj.{kind}"] = part
         for ours, theirs in _OPT_NAMES.items():
-            found[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
-    return found
+            renamed[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
+    return renamed
 
 
 _OPT_NAMES = {

@@ -89,8 +89,8 @@ class TextFiles:
         streams = [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         for path, stream, least in zip((self.train, self.held_out), streams, (self.batch, 1), strict=True):
             if len(stream) <= least * self.length:
-                wanted = least * self.length + 1
-                raise UsageError(f"{path} has {len(stream)} tokens; give a text of {wanted} or more.")
+                needed = least * self.length + 1
+                raise UsageError(f"{path} has {len(stream)} tokens; give a text of {needed} or more.")
         words = len(texts[1].split()) + texts[1].count("\n")
         cut = [_windows(stream, self.length) for stream in streams]
         return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())

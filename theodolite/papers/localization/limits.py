@@ -84,8 +84,8 @@ def _figure_3(study: Study) -> Outcome:
         wide=True,
     )
     columns = {
-        f"{name}, {said}": curves[name][place].numpy()
-        for place, said in enumerate(SAID_3)
+        f"{name}, {label}": curves[name][place].numpy()
+        for place, label in enumerate(SAID_3)
         for name in VARIANTS
     }
     table = pd.DataFrame({"theta": THETA.numpy()} | columns)
@@ -97,8 +97,8 @@ def _verdicts_3(curves: Curves) -> list[Verdict]:
     for place, claim in enumerate(
         (
             "Below the threshold r = 2, ρ is late-site (Fig. 3, ξη = 1.28)",
-            "Above it, ρ localizes at the middle site (Fig. 3, ξη = 5.12, as in its caption)",
-            "Above it, ρ localizes at the middle site (ξη = 5.12 with η = 0.02, as in the text)",
+            "Above the threshold r = 2, ρ localizes at the middle site (Fig. 3, ξη = 5.12, as in its caption)",
+            "Above the threshold r = 2, ρ localizes at the middle site (ξη = 5.12 with η = 0.02, as in the text)",
         )
     ):
         r = READINGS_3[place][0] * READINGS_3[place][1]
@@ -217,14 +217,14 @@ def _verdicts_4(bounds: dict[int, dict[str, Tensor]]) -> list[Verdict]:
             NO_MORE,
         ),
         judge(
-            "The exact bound of Zhai et al. is one",
+            "The exact bound of Zhai et al. is a lower bound of an entropy",
             f"its largest excess over ln T, in nats, to nine decimals; {lengths}",
             round(_excess(bounds, "exact")[0], 9),
             NO_MORE,
         ),
         replace(unimodal, evidence=f"{unimodal.evidence}; {beside}"),
         judge(
-            "It vanishes as ‖W_QK‖₂ grows (section 5)",
+            "The bound vanishes as ‖W_QK‖₂ grows (section 5)",
             f"largest exact bound at ν = {LARGE_NU:g}, in nats",
             far,
             GONE,

@@ -1,4 +1,4 @@
-"""One training of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
+"""One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
 A training lives in a folder and goes on from its checkpoint to whatever step is asked for next; the learning rate is
 fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training: κ₁ = `scale`, κ₂ = `mean` on every layer's head, the mean loss beside them."""
+    """What distinguishes one training run: κ₁ = `scale`, κ₂ = `mean`, both on every layer's head."""
 
     layers: int = 1
     width: int = 32
@@ -203,9 +203,9 @@ class Training:
             losses, heads = self.tables()
             write_whole(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
             write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
-            kept = {name: self.history[name] for name in ("steps", "propagation")}
-            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(kept, path))
-            # Last: a training that was killed before it goes on from an older one, and writes all of them again.
+            curves = {name: self.history[name] for name in ("steps", "propagation")}
+            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
+            # Last: a training run that was killed before it goes on from an older one, and writes all of them again.
             write_whole(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -231,16 +231,18 @@ class Training:
             if not place.exists():
                 write_text(place, claim)
         if place.read_text(encoding="utf-8") != claim:
-            raise UsageError(f"{self.folder} holds a training of other settings; remove it to begin anew.")
+            raise UsageError(
+                f"{self.folder} holds a training run of other settings; remove it to begin anew."
+            )
         if not self._checkpoint.exists():
             return
-        kept, notes = read_checkpoint(self._checkpoint)
+        tensors, notes = read_checkpoint(self._checkpoint)
         self.step = int(notes["step"])
-        self.summed.copy_(kept["summed"])
-        self.history = {name: kept[f"history/{name}"] for name in self.history}
+        self.summed.copy_(tensors["summed"])
+        self.history = {name: tensors[f"history/{name}"] for name in self.history}
         for name, parameter in self.model.named_parameters():
-            parameter.data.copy_(kept[name])
-            moments = {key: kept[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
+            parameter.data.copy_(tensors[name])
+            moments = {key: tensors[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
             count = torch.tensor(float(self.step), device=self.device)
             self.optimizer.state[parameter] = {"step": count, **moments}
 

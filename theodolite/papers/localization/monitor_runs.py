@@ -1,8 +1,8 @@
 """Which notices first that a learning rate is too high: the monitor of attention's geometry, or the loss.
 
-"The loss notices" when it rises or stalls more than in any healthy training (`Signs`): as early as it can without a
-false alarm. For the strictest comparison the tables also hold the step at which the loss is behind that of the healthy
-training with the same seed, which nobody has in practice. Nothing is drawn here.
+"The loss notices" when it rises or stalls more than in any healthy training run (`LossThresholds`): as early as it can
+without a false alarm. For the strictest comparison the tables also hold the step at which the loss is behind that of
+the healthy run with the same seed, which nobody has in practice. Nothing is drawn here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from theodolite.papers.localization.collapse_training import Pace, Trace, train_watched
+from theodolite.papers.localization.collapse_training import LearningRate, WatchedTraining, train_watched
 from theodolite.papers.training.tasks import Characters
 
-HEALTHY = Pace("healthy", 1e-3)
-PACES = (HEALTHY, Pace("30 times too high", 3e-2), Pace("rising to 100 times too high", 1e-1, warm_up=300))
+HEALTHY = LearningRate("healthy", 1e-3)
+PACES = (
+    HEALTHY,
+    LearningRate("30 times too high", 3e-2),
+    LearningRate("rising to 100 times too high", 1e-1, warm_up=300),
+)
 """One learning rate that is well chosen for this model, one far too high from the first step on, and one whose
 warm-up leads into failure: the loss falls as it should before it fails."""
 
@@ -30,11 +34,11 @@ STALLED = 100
 """Steps within which the smoothed loss must gain something not to count as stalled."""
 
 BEHIND = 0.1
-"""Nats by which the smoothed loss must exceed that of the healthy training to count as behind."""
+"""Nats by which the smoothed loss must exceed that of the healthy training run to count as behind."""
 
 
 @dataclass(frozen=True)
-class Signs:
+class LossThresholds:
     """What a loss must show to be noticed.
 
     Attributes:
@@ -46,7 +50,7 @@ class Signs:
     gain: float
 
     @classmethod
-    def beyond(cls, healthy: Sequence[np.ndarray]) -> Signs:
+    def beyond(cls, healthy: Sequence[np.ndarray]) -> LossThresholds:
         """The weakest signs that none of these losses shows."""
         return cls(
             max(float(np.nanmax(_above(losses), initial=0.0)) for losses in healthy),
@@ -66,13 +70,13 @@ MAY_BE_NEVER = (
 )
 
 ShowProgress = Callable[[str, int], None]
-"""Told the name of the pace and the seed before each training."""
+"""Told the name of the pace and the seed before each training run."""
 
 
 def collapse(
     task: Characters,
     *,
-    paces: Sequence[Pace] = PACES,
+    paces: Sequence[LearningRate] = PACES,
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
@@ -83,11 +87,11 @@ def collapse(
     Args:
         task: the characters, in contexts of `LENGTH`.
         paces: the first one is the healthy one.
-        seeds, steps, every: of each training; `every` is how often the monitor looks.
-        show_progress: told before each training.
+        seeds, steps, every: of each training run; `every` is how often the monitor looks.
+        show_progress: told before each training run.
 
     Returns:
-        runs: one row a training: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
+        runs: one row a training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
             loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
             the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
             are numbers of updates done; empty where it never happens.
@@ -95,7 +99,7 @@ def collapse(
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
     tables: dict[str, list[pd.DataFrame]] = {"losses": [], "looks": [], "alarms": []}
-    traces: dict[tuple[str, int], Trace] = {}
+    traces: dict[tuple[str, int], WatchedTraining] = {}
     for seed in seeds:
         for pace in paces:
             show_progress(pace.name, seed)
@@ -107,13 +111,13 @@ def collapse(
             )
             for name, table in (("losses", losses), ("looks", trace.looks), ("alarms", trace.alarms)):
                 tables[name].append(pd.DataFrame(place, index=table.index).join(table))
-    signs = Signs.beyond([np.array(traces[paces[0].name, seed].losses) for seed in seeds])
+    signs = LossThresholds.beyond([np.array(traces[paces[0].name, seed].losses) for seed in seeds])
     runs = [
         {"pace": pace, "seed": seed} | _compared(trace, traces[paces[0].name, seed], signs, steps)
         for (pace, seed), trace in traces.items()
     ]
-    found = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
-    return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | found
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | joined
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
@@ -136,23 +140,25 @@ def _gained(losses: np.ndarray) -> np.ndarray:
     return gained
 
 
-def rises(losses: np.ndarray, signs: Signs) -> int | None:
+def rises(losses: np.ndarray, signs: LossThresholds) -> int | None:
     """Updates done when the smoothed loss first exceeds its minimum by more than `signs.rise`, or is no number."""
     return _first((_above(losses) > signs.rise) | ~np.isfinite(losses))
 
 
-def stalls(losses: np.ndarray, signs: Signs) -> int | None:
+def stalls(losses: np.ndarray, signs: LossThresholds) -> int | None:
     """Updates done when the best smoothed loss has first gained less than `signs.gain` in `STALLED` steps."""
     return _first(_gained(losses) < signs.gain)
 
 
 def behind(losses: np.ndarray, healthy: np.ndarray) -> int | None:
     """Updates done when the smoothed loss first exceeds the healthy one's by `BEHIND`."""
-    both = min(len(losses), len(healthy))
-    return _first(smoothed(losses[:both]) > smoothed(healthy[:both]) + BEHIND)
+    shared = min(len(losses), len(healthy))
+    return _first(smoothed(losses[:shared]) > smoothed(healthy[:shared]) + BEHIND)
 
 
-def _compared(trace: Trace, healthy: Trace, signs: Signs, steps: int) -> dict[str, object]:
+def _compared(
+    trace: WatchedTraining, healthy: WatchedTraining, signs: LossThresholds, steps: int
+) -> dict[str, object]:
     losses = np.array(trace.losses)
     alarms = trace.alarms
     first = None if alarms.empty else int(alarms["step"].iloc[0])
@@ -178,5 +184,5 @@ def _compared(trace: Trace, healthy: Trace, signs: Signs, steps: int) -> dict[st
 
 
 def _first(flags: np.ndarray) -> int | None:
-    found = np.flatnonzero(flags)
-    return int(found[0]) + 1 if len(found) else None
+    indices = np.flatnonzero(flags)
+    return int(indices[0]) + 1 if len(indices) else None

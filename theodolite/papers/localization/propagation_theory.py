@@ -77,8 +77,8 @@ def best_clamped_line() -> tuple[float, float]:
     def largest(slope: float) -> float:
         return float(np.abs(softmax - np.clip(0.5 + slope * difference, 0, 1)).max())
 
-    found = minimize_scalar(largest, bounds=(0.05, 0.25), method="bounded", options={"xatol": 1e-9})
-    return float(found.x), float(found.fun)
+    minimum = minimize_scalar(largest, bounds=(0.05, 0.25), method="bounded", options={"xatol": 1e-9})
+    return float(minimum.x), float(minimum.fun)
 
 
 Pairs = dict[int, tuple[Tensor, Tensor]]
@@ -120,7 +120,7 @@ def _verdicts_1(worst: dict[int, float]) -> list[Verdict]:
             for length, error in worst.items()
         ),
         judge(
-            "It is as close as possible, for two inputs (section 2)",
+            "The approximation is as close as possible, for two inputs (section 2)",
             f"its largest error over that of the closest clamped line (slope {slope:.3f} in place of ¼)",
             worst[2] / best,
             BEST,
@@ -130,8 +130,8 @@ def _verdicts_1(worst: dict[int, float]) -> list[Verdict]:
 
 def _plane() -> Exhibit:
     side = torch.linspace(-5, 5, 41, dtype=torch.float64)
-    two = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
-    soft, piecewise = two.softmax(-1)[..., 0].numpy(), piecewise_softmax(two)[..., 0].numpy()
+    logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
+    soft, piecewise = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
     return exhibit(
         "plane",
         "Softmax and its approximation for two inputs",

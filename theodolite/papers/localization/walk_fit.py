@@ -38,13 +38,13 @@ def walk_table(sums: WalkSums, state: State) -> pd.DataFrame:
     enough = bool((state["contexts"][0] > 0).all())
     rows = []
     for layer in range(len(state["contexts"])):
-        whole = _measures(sums, state, layer, torch.ones(GROUPS, dtype=torch.float64))
-        errors = dict.fromkeys(whole, math.nan)
+        measures = _measures(sums, state, layer, torch.ones(GROUPS, dtype=torch.float64))
+        errors = dict.fromkeys(measures, math.nan)
         if enough:
             parts = [_measures(sums, state, layer, half) for half in halves]
             table = torch.tensor([list(part.values()) for part in parts], dtype=torch.float64)
-            errors = dict(zip(whole, half_sample_error(table).tolist(), strict=True))
-        rows.append({"layer": layer} | whole | {f"{name}_se": error for name, error in errors.items()})
+            errors = dict(zip(measures, half_sample_error(table).tolist(), strict=True))
+        rows.append({"layer": layer} | measures | {f"{name}_se": error for name, error in errors.items()})
     return pd.DataFrame(rows)
 
 
@@ -99,8 +99,8 @@ def _measures(sums: WalkSums, state: State, layer: int, chosen: Tensor) -> dict[
 
 def _r_squared(gram: Tensor, shared: Tensor) -> float:
     """1 − the squared error of the best τ·min(s, t) over that of the best constant; negative where that is better."""
-    left = gram - fitted_trace(gram, shared) * shared
-    return float(1 - left.square().sum() / (gram - gram.mean()).square().sum())
+    residual = gram - fitted_trace(gram, shared) * shared
+    return float(1 - residual.square().sum() / (gram - gram.mean()).square().sum())
 
 
 def second_moment_errors(
@@ -113,15 +113,15 @@ def second_moment_errors(
     """
     weights = torch.ones(GROUPS, dtype=torch.float64) if chosen is None else chosen
     contexts = len(state["kept"][layer])
-    kept = state["kept"][layer][weights[sums.groups.of(torch.arange(contexts))] > 0]
+    vectors = state["kept"][layer][weights[sums.groups.of(torch.arange(contexts))] > 0]
     sigma = sums.covariance(state, layer)
-    count = len(kept)
-    products = torch.einsum("cmd,emd->mce", kept, kept)
+    count = len(vectors)
+    products = torch.einsum("cmd,emd->mce", vectors, vectors)
     diagonal = products.diagonal(dim1=1, dim2=2)
     first, second = torch.triu_indices(len(sums.marks), len(sums.marks))
     norm = (products[first] * products[second]).sum((1, 2)) - (diagonal[first] * diagonal[second]).sum(1)
     norm = (norm / max(1, count * (count - 1))).clamp_min(0)
-    inner = torch.einsum("cmd,cmd->m", kept[:, first] @ sigma, kept[:, second]) / count
+    inner = torch.einsum("cmd,cmd->m", vectors[:, first] @ sigma, vectors[:, second]) / count
     shared = torch.tensor(sums.marks, dtype=torch.float64)[first] + 1  # the smaller of both: first ≤ second
     size = sigma.square().sum()
     error = (norm - 2 * shared * inner + shared.square() * size).clamp_min(0)

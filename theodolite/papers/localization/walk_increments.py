@@ -75,9 +75,11 @@ class WalkSums(LayerSums):
             self.add("contexts", layer, torch.tensor(float(len(chosen)), device=walk.device), group)
             self.add("gram", layer, (chosen @ chosen.mT).sum(0), group)
             self.add("position_sum", layer, chosen.sum(0), group)
-            own = steps[part]
-            count = own.shape[1]
-            lagged = [(own[:, : count - lag] * own[:, lag:]).sum() for lag in range(LAGS + 1)]
+            steps_of_group = steps[part]
+            count = steps_of_group.shape[1]
+            lagged = [
+                (steps_of_group[:, : count - lag] * steps_of_group[:, lag:]).sum() for lag in range(LAGS + 1)
+            ]
             self.add("lagged", layer, torch.stack(lagged), group)
         flat = steps.flatten(0, 1)
         self.add("increments", layer, flat.T @ flat)
