@@ -28,7 +28,9 @@ from transformers import Trainer as OriginalTrainer
 from theodolite.errors import UsageError
 from theodolite.train.callbacks import GeometryCallback
 from theodolite.train.geometry import GeometryProbe
+from theodolite.train.locater import LocaterCallback
 from theodolite.train.monitor import GeometryWarning
+from theodolite.train.trackers import TrackedCallback, TrackerWarning
 
 DATA = [
     {"input_ids": row, "labels": row}
@@ -57,7 +59,13 @@ def trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Origin
             **options,
         }
     )
-    return OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=list(callbacks))
+    trainer = OriginalTrainer(model(), arguments, train_dataset=DATA)
+    for callback in callbacks:
+        if isinstance(callback, TrackedCallback):
+            callback.attach(trainer)
+        else:
+            trainer.add_callback(callback)
+    return trainer
 
 
 class Ruin(TrainerCallback):
@@ -232,10 +240,47 @@ def test_without_a_process_group_other_processes_do_nothing(tmp_path):
     assert not (tmp_path / "geometry").exists()
 
 
-def test_outside_of_a_trainer_it_says_what_to_use(tmp_path):
+@pytest.mark.parametrize("callback", [GeometryCallback(PROBE), LocaterCallback(0.1, 0.1)])
+def test_it_attaches_to_a_trainer_only_and_says_what_else_to_use(callback):
+    with pytest.raises(UsageError, match=r"not to a GPT2LMHeadModel; .* use GeometryMonitor or Locater"):
+        callback.attach(model())
+
+
+def test_attached_again_it_is_called_once(tmp_path):
+    """Oracle: the steps at which looks are due, each once; the Trainer was given the callback beforehand, too."""
+    callback = GeometryCallback(PROBE, every=3)
+    attached = trainer(tmp_path, callback, callback)
+    assert callback.attach(attached) is callback
+    attached.train()
+    looks = [e["step"] for e in attached.state.log_history if "geometry/entropy_mean" in e]
+    assert looks == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [(GeometryCallback(PROBE, every=2), "geometry/entropy_mean"), (LocaterCallback(0.1, 0.1), "locater")],
+)
+def test_given_as_one_of_the_callbacks_it_logs_but_not_to_trackers(callback, name, tmp_path):
+    """Oracle: the Trainer's own log, and event files as TensorBoard reads them."""
+    arguments = trainer(tmp_path, report_to="tensorboard").args
+    unattached = OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=[callback])
+    with pytest.warns(TrackerWarning, match=r"^tensorboard will not get .*\.attach\(trainer\)") as caught:
+        unattached.train()
+    assert len(caught) == 1
+    assert sum(name in entry for entry in unattached.state.log_history) >= 3
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    assert "train/loss" in events.Tags()["scalars"]
+    assert f"train/{name}" not in events.Tags()["scalars"]
+
+
+def test_called_by_something_else_than_a_trainer_it_looks(tmp_path):
+    """Oracle: the look of the monitor itself."""
+    callback, state = GeometryCallback(PROBE), TrainerState()
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(UsageError, match="use GeometryMonitor"):
-        GeometryCallback(PROBE).on_train_begin(arguments, TrainerState(), TrainerControl(), model=model())
+    callback.on_train_begin(arguments, state, TrainerControl(), model=model())
+    callback.on_step_begin(arguments, state, TrainerControl())
+    expected = GeometryProbe(model(), PROBE).look().heads["entropy"].mean()
+    assert state.log_history[0]["geometry/entropy_mean"] == expected
 
 
 def test_nothing_is_warned_in_a_healthy_training(tmp_path):

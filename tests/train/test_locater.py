@@ -70,8 +70,9 @@ def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Tra
             **options,
         ),
         train_dataset=data,
-        callbacks=callbacks,
     )
+    for callback in callbacks:
+        callback.attach(trainer)
     trainer.train()
     return trainer
 
@@ -289,8 +290,8 @@ def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
     assert logged[2] < logged[0]
 
 
-def test_the_penalty_reaches_tensorboard(tmp_path):
-    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log."""
+def test_the_penalty_reaches_tensorboard_and_the_terminal(tmp_path, capsys):
+    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log; what it prints, once a step."""
     model = checkpoints.build("llama2")
     trainer = trained(
         model, examples(4), tmp_path, [LocaterCallback(SCALE, MEAN)], max_steps=2, report_to="tensorboard"
@@ -300,6 +301,7 @@ def test_the_penalty_reaches_tensorboard(tmp_path):
     found = events.Scalars("train/locater")
     assert [event.step for event in found] == [1, 2]
     assert [event.value for event in found] == pytest.approx(logged, rel=1e-6)
+    assert capsys.readouterr().out.count("'locater':") == 2
 
 
 def test_gradients_are_scaled_with_the_loss_in_float16():
@@ -309,7 +311,9 @@ def test_gradients_are_scaled_with_the_loss_in_float16():
     expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
     model.zero_grad()
     callback = LocaterCallback(SCALE, MEAN)
-    callback.on_train_begin(SimpleNamespace(deepspeed=None, fsdp=None), TrainerState(), None, model=model)
+    callback.on_train_begin(
+        SimpleNamespace(deepspeed=None, fsdp=None, report_to=[]), TrainerState(), None, model=model
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for times in (1, 2):  # the second adds to what is there
         callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
