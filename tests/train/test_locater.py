@@ -35,13 +35,13 @@ def dense_penalty(model: PreTrainedModel, layers: tuple[int, ...] = (0, 1, 2)) -
 def examples(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
     """Random tokens; how many of them count in the loss differs from one to the next."""
     generator = torch.Generator().manual_seed(5)
-    made = []
+    rows = []
     for number in range(count):
         ids = torch.randint(checkpoints.VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[: number % 7] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
 
 
 def batch(data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_penalty_of_a_model_and_its_gradient(family, layers):
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "gpt_oss", "vit"])
 def test_table_holds_the_moments_of_the_survey(family, opened):
-    """Oracle: `qk_moments` of the probe's weights."""
+    """Oracle: `qk_moments` of the weights that a survey reads."""
     model = opened(family)
     table = Locater(copy.deepcopy(model.hf).requires_grad_(), 1.0, 1.0).table()
     for layer, rows in table.groupby("layer"):
@@ -298,9 +298,9 @@ def test_the_penalty_reaches_tensorboard_and_the_terminal(tmp_path, capsys):
     )
     events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
     logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
-    found = events.Scalars("train/locater")
-    assert [event.step for event in found] == [1, 2]
-    assert [event.value for event in found] == pytest.approx(logged, rel=1e-6)
+    penalties = events.Scalars("train/locater")
+    assert [event.step for event in penalties] == [1, 2]
+    assert [event.value for event in penalties] == pytest.approx(logged, rel=1e-6)
     assert capsys.readouterr().out.count("'locater':") == 2
 
 

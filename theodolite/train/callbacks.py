@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.models.training_model import unwrap
-from theodolite.train.alarms import Limits, told
-from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
+from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
 from theodolite.train.ranks import Ranks
 from theodolite.train.trackers import TrackedCallback
 
@@ -37,23 +37,23 @@ class GeometryCallback(TrackedCallback):
     those of the whole batch, the same on all of them, and the first one writes, logs and warns.
 
     Args:
-        probe: token ids (contexts, positions) without padding; None: the first long enough rows of the training
-            data, 8 × 128 tokens.
+        ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows
+            of the training data, 8 × 128 tokens.
         every: optimizer steps between looks.
         spectra_every: looks between those that also read every head's weights.
         per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
 
     Attributes:
-        monitor: the `GeometryMonitor` of the training under way, or of the last one.
+        monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
     Raises:
-        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `probe_of` have.
+        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `monitor_batch` have.
     """
 
     def __init__(
         self,
-        probe: Int[Tensor, "contexts positions"] | None = None,
+        ids: Int[Tensor, "contexts positions"] | None = None,
         every: int = 100,
         *,
         spectra_every: int = 5,
@@ -61,26 +61,28 @@ class GeometryCallback(TrackedCallback):
         limits: Limits | None = None,
     ) -> None:
         self.monitor: GeometryMonitor | None = None
-        self._probe = probe
+        self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._per_head = per_head
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find model and probe. Every process looks whether the model can be monitored.
+        """Find model and monitor batch. Every process checks that the model can be monitored.
 
         Warns:
             TrackerWarning: there are trackers, and the callback was not attached.
         """
         model = unwrap(kwargs["model"])
-        ranks = Ranks.here()
+        ranks = Ranks.current()
         if ranks.world == 1 and not state.is_world_process_zero:
             return  # the processes know nothing of each other: the first one looks for itself
         self._warn_if_unattached(args, state)
-        ids = self._probe
+        ids = self._ids
         if ids is None:
-            ids = ranks.said_by_first(lambda: probe_of(getattr(kwargs["train_dataloader"], "dataset", None)))
+            ids = ranks.from_first(
+                lambda: monitor_batch(getattr(kwargs["train_dataloader"], "dataset", None))
+            )
         folder = Path(args.output_dir or ".") / FOLDER
         self.monitor = GeometryMonitor(model, ids, folder=folder, over_ranks=ranks.world > 1, **self._options)
 
@@ -106,7 +108,7 @@ class GeometryCallback(TrackedCallback):
         if self._per_head:
             numbers |= scalars(self.monitor.last, per_head=True)
         logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
-        alarms = told(self.monitor.new_alarms)
+        alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
         if state.epoch is not None:

@@ -28,7 +28,7 @@ def train_embedded(
     )
     result = train_tiny(out, config=config, threads=threads, console=console)
     return [
-        f"{source}: validation loss {loss:.3f} nats a token (bigram model {result.bigram_loss[source]:.3f})"
+        f"{source}: validation loss {loss:.3f} nats per token (bigram model {result.bigram_loss[source]:.3f})"
         for source, loss in result.validation_loss.items()
     ]
 
@@ -45,7 +45,7 @@ def train_characters(
     task = Characters.of_file(text)
     result = _train(PUBLISHED["characters"], out, task, options, seed=seed, threads=threads, console=console)
     return [
-        f"loss {result['validation_loss']:.3f} nats a character held out, "
+        f"loss {result['validation_loss']:.3f} nats per character held out, "
         f"{result['training_loss']:.3f} on the training text"
     ]
 

@@ -100,8 +100,8 @@ def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], l
     for source, document_groups in zip(sources, of_document, strict=True):
         for side, inside in zip(sides, (False, True), strict=True):
             pairs = zip(source.documents, document_groups, strict=True)
-            kept = tuple(document for document, group in pairs if (group in held) == inside)
-            side.append(Source(source.name, source.share, kept))
+            documents = tuple(document for document, group in pairs if (group in held) == inside)
+            side.append(Source(source.name, source.share, documents))
     return sides
 
 
@@ -197,7 +197,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[Int
 
 
 def bigram_loss(streams: Streams, contexts: Int[Tensor, "contexts window"], vocabulary: int) -> float:
-    """Loss, in nats a token, of the best interpolated bigram model on all tokens of `contexts` but the first.
+    """Loss, in nats per token, of the best interpolated bigram model on all tokens of `contexts` but the first.
 
     P(b|a) = (n(a,b) + κ P(b)) / (n(a) + κ), P(b) add-one smoothed; the counts n are those of the training
     streams, weighted by how often a batch draws from each. κ is chosen on `contexts` themselves, which

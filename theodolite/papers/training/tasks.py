@@ -38,7 +38,7 @@ Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 
 
 class Task(Protocol):
-    """What a training reads and how it is judged."""
+    """What a training run reads and how it is judged."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class Characters:
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Losses in nats a character, float32: all held-out windows, and as many of the training text."""
+        """Losses in nats per character, float32: all held-out windows, and as many of the training text."""
         windows = len(self.validation) // (self.length + 1)
         return {
             "training_tokens": len(self.train),
@@ -185,11 +185,11 @@ class Additions:
         return f"accuracy {self.accuracy(model):.3f}"
 
     def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
-        """Share of `count` new examples of the trained digits that are answered right in every character."""
+        """Exact-match accuracy on `count` new examples of the trained digits."""
         return self._accuracy(model, self.digits, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Share of answers that are right in every character: in distribution, and by number of digits."""
+        """Exact-match accuracy: in distribution, and by number of digits."""
         shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORTER}
         return {
             "tested": TESTED,
