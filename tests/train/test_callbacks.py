@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -157,18 +156,20 @@ def test_the_terminal_is_spared(tmp_path, capsys):
     ids=lambda options: next(iter(options)),
 )
 def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
-    """Oracle: the look at the same weights outside of any Trainer, before the first step; finite numbers after it."""
-    callback = GeometryCallback(BATCH, every=6)
-    run = trainer(tmp_path, callback, **options)
+    """Oracle: the entropy of the model's own eager attention, at its first weights and at those it ends with."""
+    run = trainer(tmp_path, GeometryCallback(BATCH, every=6), **options)
     run.train()
     logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 6]
-    assert all(math.isfinite(entry["geometry/entropy_mean"]) for entry in logged)
-    bare = GeometryCallback(BATCH, every=6)
-    other = trainer(tmp_path / "bare", bare)
-    other.train()
-    first = next(entry for entry in other.state.log_history if "geometry/entropy_mean" in entry)
-    assert logged[0]["geometry/entropy_mean"] == first["geometry/entropy_mean"]
+    final = model()
+    final.load_state_dict(run.model.state_dict())
+    for entry, same in zip(logged, (model(), final), strict=True):
+        same.set_attn_implementation("eager")
+        with torch.no_grad():
+            attention = torch.stack(same.eval()(BATCH, output_attentions=True).attentions)
+        expected = torch.special.entr(attention.double()).sum(-1).mean().item()
+        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=1e-6)
+    assert logged[0]["geometry/entropy_mean"] != logged[1]["geometry/entropy_mean"]
 
 
 def test_a_resumed_training_goes_on_with_the_record(tmp_path):
