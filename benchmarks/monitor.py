@@ -1,7 +1,7 @@
 """What the monitor costs: a look as a share of the training steps between looks, measured in one run.
 
 `python -m benchmarks.monitor` times, in turns, an AdamW step of a random model of GPT-2's width, a look at it, and a
-look that also reads every head's weights. The probe has its default size.
+look that also reads every head's weights. The monitor batch has its default size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from theodolite.train.geometry import GeometryProbe
+from theodolite.train.geometry import GeometryReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
 EVERY, SPECTRA_EVERY = 100, 5
@@ -49,7 +49,7 @@ def main() -> None:
     model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randint(options.vocabulary, (options.batch, options.length))
-    probe = GeometryProbe(model, torch.randint(options.vocabulary, (CONTEXTS, LENGTH)))
+    reader = GeometryReader(model, torch.randint(options.vocabulary, (CONTEXTS, LENGTH)))
 
     def step() -> None:
         model(input_ids=batch, labels=batch).loss.backward()
@@ -58,8 +58,8 @@ def main() -> None:
 
     works = {
         "step": step,
-        "look": lambda: probe.look(spectra=False),
-        "look with spectra": lambda: probe.look(spectra=True),
+        "look": lambda: reader.look(spectra=False),
+        "look with spectra": lambda: reader.look(spectra=True),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(options.rounds + 1):
@@ -68,7 +68,7 @@ def main() -> None:
     steps, looks, spectral = (values[1:] for values in times.values())
     print(
         f"GPT-2 of {options.layers} layers, d = {options.width}, {options.heads} heads; steps of {options.batch} × "
-        f"{options.length} tokens, probe of {CONTEXTS} × {LENGTH}; {torch.get_num_threads()} threads, "
+        f"{options.length} tokens, monitor batch of {CONTEXTS} × {LENGTH}; {torch.get_num_threads()} threads, "
         f"{options.rounds} rounds in turns"
     )
     print(f"step {statistics.median(steps):.3f} s")

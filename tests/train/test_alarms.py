@@ -12,8 +12,18 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests import checkpoints
-from theodolite.train.alarms import ADVICE, ENTROPY, RANK, VANISHING, Alarm, Alarms, Limits, theil_sen, told
-from theodolite.train.geometry import Geometry, GeometryProbe
+from theodolite.train.alarms import (
+    ADVICE,
+    ENTROPY,
+    RANK,
+    VANISHING,
+    Alarm,
+    Alarms,
+    Limits,
+    alarm_lines,
+    theil_sen,
+)
+from theodolite.train.geometry import Geometry, GeometryReader
 
 IDS = torch.randint(checkpoints.VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1))
 
@@ -45,7 +55,7 @@ def look(
     return Geometry(step, heads, layers, 0.0)
 
 
-def heard(looks: list[Geometry], limits: Limits | None = None) -> list[Alarm]:
+def alarms_of(looks: list[Geometry], limits: Limits | None = None) -> list[Alarm]:
     judge = Alarms(limits)
     return [alarm for geometry in looks for alarm in judge.update(geometry)]
 
@@ -61,30 +71,30 @@ def test_theil_sen_equals_scipy():
 def test_growing_query_weights_alarm_and_name_their_head():
     """Oracle: the head whose W_q is doubled again and again, the other eleven left alone."""
     model = checkpoints.build("gpt2")
-    probe, judge = GeometryProbe(model, IDS), Alarms()
-    found: list[Alarm] = []
+    reader, judge = GeometryReader(model, IDS), Alarms()
+    alarms: list[Alarm] = []
     for number in range(12):
-        found += judge.update(probe.look(100 * number, spectra=False))
+        alarms += judge.update(reader.look(100 * number, spectra=False))
         with torch.no_grad():
             attention = model.transformer.h[1].attn.c_attn
             attention.weight[:, 16:24] *= 2  # head 2 of 4, 8 wide, among the queries
             attention.bias[16:24] *= 2
-    assert {(alarm.kind, alarm.layer, alarm.head) for alarm in found} == {(ENTROPY, 1, 2), (VANISHING, 1, 2)}
-    assert all(alarm.slope < 0 for alarm in found)
+    assert {(alarm.kind, alarm.layer, alarm.head) for alarm in alarms} == {(ENTROPY, 1, 2), (VANISHING, 1, 2)}
+    assert all(alarm.slope < 0 for alarm in alarms)
 
 
 def test_equal_tokens_alarm_as_rank_collapse():
     """Oracle: embeddings drawn towards one vector; the residual of the embedding layer itself is known to shrink."""
     model = checkpoints.build("llama2")
     embedding = model.get_input_embeddings().weight
-    probe, judge = GeometryProbe(model, IDS), Alarms()
-    found: list[Alarm] = []
+    reader, judge = GeometryReader(model, IDS), Alarms()
+    alarms: list[Alarm] = []
     for number in range(8):
-        found += judge.update(probe.look(10 * number, spectra=False))
+        alarms += judge.update(reader.look(10 * number, spectra=False))
         with torch.no_grad():
             embedding.copy_(1 + (embedding - 1) / 2)
-    assert {alarm.kind for alarm in found} == {RANK}
-    assert {(alarm.layer, alarm.head) for alarm in found} >= {(0, None)}
+    assert {alarm.kind for alarm in alarms} == {RANK}
+    assert {(alarm.layer, alarm.head) for alarm in alarms} >= {(0, None)}
 
 
 def test_a_healthy_training_alarms_nobody():
@@ -92,13 +102,13 @@ def test_a_healthy_training_alarms_nobody():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     model = GPT2LMHeadModel(config).train()
-    probe, judge = GeometryProbe(model, (IDS[:, :1] + torch.arange(48)) % 20), Alarms()
+    reader, judge = GeometryReader(model, (IDS[:, :1] + torch.arange(48)) % 20), Alarms()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(2)
-    found, losses = [], []
+    alarms, losses = [], []
     for step in range(81):
         if step % 5 == 0:
-            found += judge.update(probe.look(step, spectra=step % 20 == 0))
+            alarms += judge.update(reader.look(step, spectra=step % 20 == 0))
         ids = (torch.randint(20, (8, 1), generator=generator) + torch.arange(48)) % 20
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
@@ -106,7 +116,7 @@ def test_a_healthy_training_alarms_nobody():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-    assert found == []
+    assert alarms == []
 
 
 @pytest.mark.parametrize(
@@ -126,25 +136,25 @@ def test_a_healthy_training_alarms_nobody():
 )
 def test_levels(change, kinds):
     """Oracle: the limits as `Limits` states them, held for three looks."""
-    found = heard([look(10 * n, **change) for n in range(3)])
-    assert {alarm.kind for alarm in found} == kinds
-    places = {(alarm.layer, alarm.head) for alarm in found}
+    alarms = alarms_of([look(10 * n, **change) for n in range(3)])
+    assert {alarm.kind for alarm in alarms} == kinds
+    places = {(alarm.layer, alarm.head) for alarm in alarms}
     assert places <= {(1, None)} if kinds == {RANK} else places <= {(0, 0)}
 
 
 def test_a_fall_alarms_before_the_limit_is_reached():
     """Oracle: a straight line, 0.3 at the last look, 0.1 lower at each; it meets 0.1 in two looks."""
     falling = [look(10 * n, share=0.8 - 0.1 * n, rho=0.35) for n in range(6)]
-    (alarm,) = heard(falling)
+    (alarm,) = alarms_of(falling)
     assert alarm.step == 50
     assert alarm.value == pytest.approx(0.4)  # the median of the last three
     assert alarm.slope == pytest.approx(-0.01)
-    assert not heard([look(10 * n, share=0.8 - 0.01 * n, rho=0.35) for n in range(6)])
-    assert not heard([look(10 * n, share=0.8 - 0.1 * n, rho=0.6) for n in range(6)])
+    assert not alarms_of([look(10 * n, share=0.8 - 0.01 * n, rho=0.35) for n in range(6)])
+    assert not alarms_of([look(10 * n, share=0.8 - 0.1 * n, rho=0.6) for n in range(6)])
 
 
 def test_one_odd_look_alarms_nobody():
-    assert not heard(
+    assert not alarms_of(
         [look(n, residual=0.01 if n == 4 else 0.9, rho=0.01 if n == 6 else 0.7) for n in range(9)]
     )
 
@@ -161,8 +171,8 @@ def test_an_alarm_comes_once_until_it_has_recovered():
 def test_a_fall_that_pauses_alarms_again_only_at_the_limit():
     """Oracle: by hand; it alarms while it falls, pauses for two looks, and its median of three is 0.08 at 110."""
     shares = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.3, 0.3, 0.2, 0.15, 0.08, 0.07, 0.06]
-    found = heard([look(10 * n, share=share, rho=0.35) for n, share in enumerate(shares)])
-    assert [(alarm.step, alarm.collapsed) for alarm in found] == [(50, False), (110, True)]
+    alarms = alarms_of([look(10 * n, share=share, rho=0.35) for n, share in enumerate(shares)])
+    assert [(alarm.step, alarm.collapsed) for alarm in alarms] == [(50, False), (110, True)]
 
 
 def test_a_head_that_recovers_from_an_early_alarm_alarms_again():
@@ -170,12 +180,12 @@ def test_a_head_that_recovers_from_an_early_alarm_alarms_again():
     falling = [(0.8 - 0.09 * n, 0.30) for n in range(6)]
     values = [*falling, *[(0.60, 0.45)] * 20, *[(0.05, 0.001)] * 6]
     judge = Alarms()
-    found = []
+    alarms = []
     for n, (share, rho) in enumerate(values):
-        found += judge.update(look(10 * n, share=share, rho=rho))
+        alarms += judge.update(look(10 * n, share=share, rho=rho))
         assert n != 25 or judge.active == 0
-    assert {alarm.kind for alarm in found if alarm.step < 100} == {ENTROPY}
-    assert {(alarm.kind, alarm.step, alarm.collapsed) for alarm in found if alarm.step > 100} == {
+    assert {alarm.kind for alarm in alarms if alarm.step < 100} == {ENTROPY}
+    assert {(alarm.kind, alarm.step, alarm.collapsed) for alarm in alarms if alarm.step > 100} == {
         (ENTROPY, 270, True),
         (VANISHING, 270, True),
     }
@@ -185,7 +195,7 @@ def test_messages_name_place_value_trend_and_remedy():
     alarms = [Alarm(300, ENTROPY, 2, head, 0.08 + head / 100, -0.001) for head in range(5)]
     alarms.append(Alarm(300, RANK, 4, None, 0.03, -0.1, collapsed=True))
     alarms.append(Alarm(300, RANK, 0, None, 0.04, -0.1, collapsed=True))
-    entropy, rank = told(alarms)
+    entropy, rank = alarm_lines(alarms)
     assert entropy == (
         "step 300: entropy collapse in layer 2 head 0: entropy over its maximum 0.08, reaches 0 in about "
         "80 steps (also layer 2 head 1, layer 2 head 2, layer 2 head 3 and 1 more); " + ADVICE[ENTROPY]
@@ -196,4 +206,4 @@ def test_messages_name_place_value_trend_and_remedy():
     )
     assert Alarm(0, VANISHING, 1, 0, 0.3, 0.0).trend == "ρ 0.3, not falling any more"
     assert Alarm(0, VANISHING, 1, 0, 0.3, -1.0).trend == "ρ 0.3, reaches 0 in about 1 step"
-    assert told([]) == []
+    assert alarm_lines([]) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -27,14 +26,16 @@ from transformers import Trainer as OriginalTrainer
 
 from theodolite.errors import UsageError
 from theodolite.train.callbacks import GeometryCallback
-from theodolite.train.geometry import GeometryProbe
+from theodolite.train.geometry import GeometryReader
+from theodolite.train.locater import LocaterCallback
 from theodolite.train.monitor import GeometryWarning
+from theodolite.train.trackers import TrackedCallback, TrackerWarning
 
 DATA = [
     {"input_ids": row, "labels": row}
     for row in torch.randint(50, (24, 16), generator=torch.Generator().manual_seed(0)).tolist()
 ]
-PROBE = torch.tensor([row["input_ids"] for row in DATA[:2]])
+BATCH = torch.tensor([row["input_ids"] for row in DATA[:2]])
 
 
 def model() -> GPT2LMHeadModel:
@@ -57,7 +58,13 @@ def trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Origin
             **options,
         }
     )
-    return OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=list(callbacks))
+    trainer = OriginalTrainer(model(), arguments, train_dataset=DATA)
+    for callback in callbacks:
+        if isinstance(callback, TrackedCallback):
+            callback.attach(trainer)
+        else:
+            trainer.add_callback(callback)
+    return trainer
 
 
 class Ruin(TrainerCallback):
@@ -73,8 +80,8 @@ class Ruin(TrainerCallback):
 
 def test_numbers_reach_tensorboard_and_the_log(tmp_path):
     """Oracle: event files as TensorBoard reads them, beside the table that the callback wrote."""
-    made = trainer(tmp_path, GeometryCallback(every=2, spectra_every=2), report_to="tensorboard")
-    made.train()
+    run = trainer(tmp_path, GeometryCallback(every=2, spectra_every=2), report_to="tensorboard")
+    run.train()
     events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
     entropy = events.Scalars("train/geometry/entropy_mean")
     assert [event.step for event in entropy] == [0, 2, 4, 6]
@@ -87,45 +94,47 @@ def test_numbers_reach_tensorboard_and_the_log(tmp_path):
     assert not any("head_" in tag for tag in tags)
     assert [event.step for event in events.Scalars("train/geometry/trace_mean")] == [0, 4]
     assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
-    logged = [entry for entry in made.state.log_history if "geometry/entropy_mean" in entry]
+    logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 2, 4, 6]
     assert all("loss" not in entry for entry in logged)
 
 
 def test_a_training_and_its_log_are_the_same_without_us(tmp_path):
     """Oracle: the Trainer alone; weights to the bit, and every entry of its log but the times."""
-    with_us = trainer(tmp_path / "a", GeometryCallback(PROBE, every=1))
-    with_us.train()  # before the next one is made, which seeds the random numbers
+    with_us = trainer(tmp_path / "a", GeometryCallback(BATCH, every=1))
+    with_us.train()  # before the next one is built, which seeds the random numbers
     alone = trainer(tmp_path / "b")
     alone.train()
     assert all(
         torch.equal(a, b) for a, b in zip(with_us.model.parameters(), alone.model.parameters(), strict=True)
     )
 
-    def losses(one: OriginalTrainer) -> list[tuple[int, float]]:
-        return [(entry["step"], entry["loss"]) for entry in one.state.log_history if "loss" in entry]
+    def losses(run: OriginalTrainer) -> list[tuple[int, float]]:
+        return [(entry["step"], entry["loss"]) for entry in run.state.log_history if "loss" in entry]
 
     assert losses(with_us) == losses(alone)
     assert [step for step, _ in losses(alone)] == [2, 4, 6]
 
 
 def test_every_head_is_logged_when_asked(tmp_path):
-    made = trainer(tmp_path, GeometryCallback(PROBE, every=6, per_head=True))
-    made.train()
-    first = next(entry for entry in made.state.log_history if "geometry/entropy_mean" in entry)
+    run = trainer(tmp_path, GeometryCallback(BATCH, every=6, per_head=True))
+    run.train()
+    first = next(entry for entry in run.state.log_history if "geometry/entropy_mean" in entry)
     assert {f"geometry/entropy/layer_{n // 2}_head_{n % 2}" for n in range(4)} <= set(first)
 
 
 def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
     """Oracle: the head that `Ruin` ruins."""
-    made = trainer(tmp_path, Ruin(), GeometryCallback(PROBE, every=1), report_to="tensorboard", max_steps=10)
+    run = trainer(tmp_path, Ruin(), GeometryCallback(BATCH, every=1), report_to="tensorboard", max_steps=10)
     with pytest.warns(GeometryWarning) as caught:
-        made.train()
+        run.train()
     assert any(
-        re.search(r"entropy collapse in layer 1 head 1: .* (reaches 0 in about|collapsed)", str(one.message))
-        for one in caught
+        re.search(
+            r"entropy collapse in layer 1 head 1: .* (reaches 0 in about|collapsed)", str(warning.message)
+        )
+        for warning in caught
     )
-    texts = [entry["geometry/alarm"] for entry in made.state.log_history if "geometry/alarm" in entry]
+    texts = [entry["geometry/alarm"] for entry in run.state.log_history if "geometry/alarm" in entry]
     assert any("layer 1 head 1" in text for text in texts)
     lines = (tmp_path / "geometry" / "alarms.jsonl").read_text().splitlines()
     assert {(alarm["layer"], alarm["head"]) for alarm in map(json.loads, lines)} == {(1, 1)}
@@ -135,7 +144,7 @@ def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
 
 def test_the_terminal_is_spared(tmp_path, capsys):
     """Oracle: what the Trainer prints; it would print our thirty numbers, too."""
-    trainer(tmp_path, GeometryCallback(PROBE, every=1), disable_tqdm=True).train()
+    trainer(tmp_path, GeometryCallback(BATCH, every=1), disable_tqdm=True).train()
     printed = capsys.readouterr().out
     assert "loss" in printed
     assert "geometry" not in printed
@@ -147,30 +156,32 @@ def test_the_terminal_is_spared(tmp_path, capsys):
     ids=lambda options: next(iter(options)),
 )
 def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
-    """Oracle: the look at the same weights outside of any Trainer, before the first step; finite numbers after it."""
-    callback = GeometryCallback(PROBE, every=6)
-    made = trainer(tmp_path, callback, **options)
-    made.train()
-    logged = [entry for entry in made.state.log_history if "geometry/entropy_mean" in entry]
+    """Oracle: the entropy of the model's own eager attention, at its first weights and at those it ends with."""
+    run = trainer(tmp_path, GeometryCallback(BATCH, every=6), **options)
+    run.train()
+    logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 6]
-    assert all(math.isfinite(entry["geometry/entropy_mean"]) for entry in logged)
-    bare = GeometryCallback(PROBE, every=6)
-    other = trainer(tmp_path / "bare", bare)
-    other.train()
-    first = next(entry for entry in other.state.log_history if "geometry/entropy_mean" in entry)
-    assert logged[0]["geometry/entropy_mean"] == first["geometry/entropy_mean"]
+    final = model()
+    final.load_state_dict(run.model.state_dict())
+    for entry, same in zip(logged, (model(), final), strict=True):
+        same.set_attn_implementation("eager")
+        with torch.no_grad():
+            attention = torch.stack(same.eval()(BATCH, output_attentions=True).attentions)
+        expected = torch.special.entr(attention.double()).sum(-1).mean().item()
+        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=1e-6)
+    assert logged[0]["geometry/entropy_mean"] != logged[1]["geometry/entropy_mean"]
 
 
 def test_a_resumed_training_goes_on_with_the_record(tmp_path):
-    """Oracle: the record of a training that was not stopped."""
+    """Oracle: the record of a training run that was not stopped."""
 
     def record(folder: Path) -> str:
         return (folder / "geometry" / "heads.jsonl").read_text()
 
-    trainer(tmp_path / "whole", GeometryCallback(PROBE, every=2)).train()
+    trainer(tmp_path / "whole", GeometryCallback(BATCH, every=2)).train()
     saving = {"save_strategy": "steps", "save_steps": 4}
-    trainer(tmp_path / "cut", GeometryCallback(PROBE, every=2), **saving).train()
-    trainer(tmp_path / "cut", GeometryCallback(PROBE, every=2)).train(
+    trainer(tmp_path / "cut", GeometryCallback(BATCH, every=2), **saving).train()
+    trainer(tmp_path / "cut", GeometryCallback(BATCH, every=2)).train(
         resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4")
     )
     assert record(tmp_path / "cut") == record(tmp_path / "whole")
@@ -179,14 +190,14 @@ def test_a_resumed_training_goes_on_with_the_record(tmp_path):
 TWO_PROCESSES = """
 import os, sys
 from pathlib import Path
-from tests.train.test_callbacks import PROBE, GeometryCallback, trainer
+from tests.train.test_callbacks import BATCH, GeometryCallback, trainer
 
-callback = GeometryCallback(PROBE, every=3)
-made = trainer(Path(sys.argv[1]), callback, ddp_backend="gloo")
-made.train()
-steps = [entry["step"] for entry in made.state.log_history if "geometry/entropy_mean" in entry]
-total = sum(float(p.detach().double().sum()) for p in made.model.parameters())
-wrapper = type(made.model_wrapped).__name__
+callback = GeometryCallback(BATCH, every=3)
+run = trainer(Path(sys.argv[1]), callback, ddp_backend="gloo")
+run.train()
+steps = [entry["step"] for entry in run.state.log_history if "geometry/entropy_mean" in entry]
+total = sum(float(p.detach().double().sum()) for p in run.model.parameters())
+wrapper = type(run.model_wrapped).__name__
 looks = callback.monitor.last.heads["entropy"].tolist()
 Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {steps} {looks} {total}")
 """
@@ -195,7 +206,7 @@ Path(sys.argv[1], os.environ["RANK"] + ".txt").write_text(f"{wrapper} {steps} {l
 def test_two_processes_train_and_look_together_and_one_tells(tmp_path):
     """Oracle: DDP itself: both processes end, with the same weights; 2 layers of 2 heads at 3 looks make 12 rows.
 
-    What they see before the first step is what one process sees that reads the whole probe.
+    What they see before the first step is what one process sees that reads the whole batch.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     (tmp_path / "run.py").write_text(TWO_PROCESSES)
@@ -214,7 +225,7 @@ def test_two_processes_train_and_look_together_and_one_tells(tmp_path):
     assert first.partition("] ")[2] == second.partition("] ")[2]
     rows = [json.loads(line) for line in (tmp_path / "geometry" / "heads.jsonl").read_text().splitlines()]
     assert len(rows) == 12
-    alone = GeometryProbe(model(), PROBE).look().heads
+    alone = GeometryReader(model(), BATCH).look().heads
     for row, (_, expected) in zip(rows[:4], alone.iterrows(), strict=True):
         assert row["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
         assert row["at_distance"] == pytest.approx(expected["at_distance"], rel=1e-5)
@@ -222,7 +233,7 @@ def test_two_processes_train_and_look_together_and_one_tells(tmp_path):
 
 def test_without_a_process_group_other_processes_do_nothing(tmp_path):
     """Oracle: the state of a second process, as the Trainer would have it there; no look, no file."""
-    callback = GeometryCallback(PROBE)
+    callback = GeometryCallback(BATCH)
     state = TrainerState(is_world_process_zero=False)
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     callback.on_train_begin(arguments, state, TrainerControl(), model=model())
@@ -232,15 +243,52 @@ def test_without_a_process_group_other_processes_do_nothing(tmp_path):
     assert not (tmp_path / "geometry").exists()
 
 
-def test_outside_of_a_trainer_it_says_what_to_use(tmp_path):
+@pytest.mark.parametrize("callback", [GeometryCallback(BATCH), LocaterCallback(0.1, 0.1)])
+def test_it_attaches_to_a_trainer_only_and_says_what_else_to_use(callback):
+    with pytest.raises(UsageError, match=r"not to a GPT2LMHeadModel; .* use GeometryMonitor or Locater"):
+        callback.attach(model())
+
+
+def test_attached_again_it_is_called_once(tmp_path):
+    """Oracle: the steps at which looks are due, each once; the Trainer was given the callback beforehand, too."""
+    callback = GeometryCallback(BATCH, every=3)
+    attached = trainer(tmp_path, callback, callback)
+    assert callback.attach(attached) is callback
+    attached.train()
+    looks = [e["step"] for e in attached.state.log_history if "geometry/entropy_mean" in e]
+    assert looks == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [(GeometryCallback(BATCH, every=2), "geometry/entropy_mean"), (LocaterCallback(0.1, 0.1), "locater")],
+)
+def test_given_as_one_of_the_callbacks_it_logs_but_not_to_trackers(callback, name, tmp_path):
+    """Oracle: the Trainer's own log, and event files as TensorBoard reads them."""
+    arguments = trainer(tmp_path, report_to="tensorboard").args
+    unattached = OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=[callback])
+    with pytest.warns(TrackerWarning, match=r"^tensorboard will not get .*\.attach\(trainer\)") as caught:
+        unattached.train()
+    assert len(caught) == 1
+    assert sum(name in entry for entry in unattached.state.log_history) >= 3
+    events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
+    assert "train/loss" in events.Tags()["scalars"]
+    assert f"train/{name}" not in events.Tags()["scalars"]
+
+
+def test_called_by_something_else_than_a_trainer_it_looks(tmp_path):
+    """Oracle: the look of the monitor itself."""
+    callback, state = GeometryCallback(BATCH), TrainerState()
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(UsageError, match="use GeometryMonitor"):
-        GeometryCallback(PROBE).on_train_begin(arguments, TrainerState(), TrainerControl(), model=model())
+    callback.on_train_begin(arguments, state, TrainerControl(), model=model())
+    callback.on_step_begin(arguments, state, TrainerControl())
+    expected = GeometryReader(model(), BATCH).look().heads["entropy"].mean()
+    assert state.log_history[0]["geometry/entropy_mean"] == expected
 
 
 def test_nothing_is_warned_in_a_healthy_training(tmp_path):
     """Oracle: random tokens at a usual rate teach nothing and ruin nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", GeometryWarning)
-        done = trainer(tmp_path, GeometryCallback(PROBE, every=1), max_steps=12, learning_rate=1e-3).train()
+        done = trainer(tmp_path, GeometryCallback(BATCH, every=1), max_steps=12, learning_rate=1e-3).train()
     assert done.global_step == 12

@@ -1,5 +1,5 @@
 """Oracles: the dense computation of `tests/dense.py`, which shares no code with ours; the model's own eager attention
-and hidden states; its weights by name; and the bytes of a training that nobody looked at."""
+and hidden states; its weights by name; and the bytes of a training run that nobody looked at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import checkpoints, dense
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.structure import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
-from theodolite.train.geometry import QUERIES, GeometryProbe
+from theodolite.train.geometry import QUERIES, GeometryReader
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
 
@@ -34,7 +34,7 @@ def dropping_gpt2() -> PreTrainedModel:
 
 
 @pytest.fixture
-def kept() -> dense.Dense:
+def dense_run() -> dense.Dense:
     model = model_of("gpt2").eval()
     structure = find_structure(model, {"input_ids": IDS[:1, :1], "use_cache": False})
     return dense.run(model, IDS, list(structure.attention), list(structure.blocks))
@@ -44,13 +44,13 @@ def kept() -> dense.Dense:
 def test_columns_equal_the_dense_computation(family):
     """Oracle: every matrix kept whole, each column by its definition (`tests/dense.py`)."""
     model = model_of(family)
-    geometry = GeometryProbe(model, IDS).look(7)
+    geometry = GeometryReader(model, IDS).look(7)
     other = model_of(family).eval()
     structure = find_structure(other, {"input_ids": IDS[:1, :1], "use_cache": False})
-    kept = dense.run(other, IDS, list(structure.attention), list(structure.blocks))
-    for name, expected in dense.head_columns(kept, IDS.numpy(), family != "bert").items():
+    dense_run = dense.run(other, IDS, list(structure.attention), list(structure.blocks))
+    for name, expected in dense.head_columns(dense_run, IDS.numpy(), family != "bert").items():
         np.testing.assert_allclose(geometry.heads[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
-    columns = dense.layer_columns(kept, np.zeros(len(IDS)))
+    columns = dense.layer_columns(dense_run, np.zeros(len(IDS)))
     for name in geometry.layers.columns.drop("layer"):
         np.testing.assert_allclose(geometry.layers[name], columns[name], rtol=1e-4, atol=1e-5, err_msg=name)
     assert geometry.step == 7
@@ -67,19 +67,21 @@ def test_entropy_share_is_one_for_uniform_attention(family):
                 parameter[..., : model.config.hidden_size] = 0
             elif re.search(r"q_proj|\.query\.|sinks", name):
                 parameter.zero_()
-    heads = GeometryProbe(model, IDS).look().heads
+    heads = GeometryReader(model, IDS).look().heads
     np.testing.assert_allclose(heads["entropy_share"], 1, rtol=1e-5)
     assert (heads["propagation"] == 1).all()
     assert (heads["propagation_queries"] == 1).all()
     assert (heads["regime"] == "uniform").all()
 
 
-def test_query_columns_equal_their_definitions(kept):
+def test_query_columns_equal_their_definitions(dense_run):
     """Oracle: logits up to a constant a row are the logarithms of the model's own attention; plain loops over them."""
-    heads = GeometryProbe(model_of("gpt2"), IDS).look().heads
+    heads = GeometryReader(model_of("gpt2"), IDS).look().heads
     length = IDS.shape[1]
     rows = [(k + 1) * length // QUERIES - 1 for k in range(QUERIES)]
-    for index, attention in enumerate(kept.attention.swapaxes(1, 2).reshape(-1, len(IDS), length, length)):
+    for index, attention in enumerate(
+        dense_run.attention.swapaxes(1, 2).reshape(-1, len(IDS), length, length)
+    ):
         rho = [dense.propagation(np.log(attention[:, t, : t + 1])).mean() for t in rows]
         assert heads["propagation_queries"][index] == pytest.approx(np.mean(rho), abs=1e-3)
         assert heads["propagation"][index] == pytest.approx(rho[-1], abs=1e-3)
@@ -95,8 +97,8 @@ def test_query_columns_equal_their_definitions(kept):
 def test_spectra_equal_those_of_the_whole_matrix():
     """Oracle: W_QK d×d of GPT-2's weights read by name, with numpy."""
     model = model_of("gpt2")
-    probe = GeometryProbe(model, IDS)
-    heads = probe.look().heads
+    reader = GeometryReader(model, IDS)
+    heads = reader.look().heads
     width, heads_of_layer = 32, 4
     head_width = width // heads_of_layer
     for _, row in heads.iterrows():
@@ -111,7 +113,7 @@ def test_spectra_equal_those_of_the_whole_matrix():
         assert row["spectral_norm"] == pytest.approx(np.linalg.norm(w, 2) * scaling, rel=1e-6)
         assert row["r"] == pytest.approx(np.trace(w) * scaling, rel=1e-6)
         assert 0 <= row["entropy_bound"] <= row["entropy"]
-    assert "trace" not in probe.look(spectra=False).heads
+    assert "trace" not in reader.look(spectra=False).heads
 
 
 @pytest.mark.parametrize("family", checkpoints.TEXT_FAMILIES)
@@ -127,7 +129,7 @@ def test_a_look_leaves_the_model_as_it_was(family):
     needs = [p.requires_grad for p in model.parameters()]
     implementation = model.config._attn_implementation
     random = torch.get_rng_state()
-    GeometryProbe(model, IDS).look()
+    GeometryReader(model, IDS).look()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == needs
@@ -143,12 +145,12 @@ def test_a_training_is_the_same_with_looks_and_without():
 
     def trained(looks: bool) -> list[torch.Tensor]:
         model = dropping_gpt2()
-        probe = GeometryProbe(model, IDS) if looks else None
+        reader = GeometryReader(model, IDS) if looks else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         torch.manual_seed(3)
         for step in range(3):
-            if probe is not None:
-                probe.look(step)
+            if reader is not None:
+                reader.look(step)
             model(input_ids=IDS, labels=IDS).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -160,33 +162,33 @@ def test_a_training_is_the_same_with_looks_and_without():
 def test_dropout_and_checkpointing_and_autocast_change_nothing():
     """Oracle: the look at a model in evaluation mode, in float32, without any of these."""
     model = dropping_gpt2()
-    plain = GeometryProbe(model_of("gpt2").eval(), IDS).look()
+    plain = GeometryReader(model_of("gpt2").eval(), IDS).look()
     model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
-        seen = GeometryProbe(model, IDS).look()
+        look = GeometryReader(model, IDS).look()
         assert torch.is_autocast_enabled("cpu")
-    assert seen.heads.equals(plain.heads)
-    assert seen.layers.equals(plain.layers)
+    assert look.heads.equals(plain.heads)
+    assert look.layers.equals(plain.layers)
 
 
 def test_half_precision_is_near():
     """Oracle: the same model in float32; bfloat16 keeps 8 bits, and entropies are means over many rows."""
     full, half = model_of("llama3"), model_of("llama3").to(torch.bfloat16)
-    ours, expected = GeometryProbe(half, IDS).look().heads, GeometryProbe(full, IDS).look().heads
+    ours, expected = GeometryReader(half, IDS).look().heads, GeometryReader(full, IDS).look().heads
     np.testing.assert_allclose(ours["entropy"], expected["entropy"], rtol=0.05)
 
 
 def test_wrapped_models_are_unwrapped(tmp_path):
     """Oracle: the look at the bare model; wrappers are PyTorch's own."""
     model = model_of("gpt2")
-    plain = GeometryProbe(model, IDS).look()
+    plain = GeometryReader(model, IDS).look()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         distributed = torch.nn.parallel.DistributedDataParallel(model)
         compiled = torch.compile(distributed, backend="eager")
         for wrapped in (torch.nn.DataParallel(model), distributed, compiled):
             assert unwrap(wrapped) is model
-            assert GeometryProbe(wrapped, IDS).look().heads.equals(plain.heads)
+            assert GeometryReader(wrapped, IDS).look().heads.equals(plain.heads)
         distributed(input_ids=IDS, labels=IDS).loss.backward()  # its hooks still stand
         # Let go of while the group is there: left to the function's end, gloo's thread was once waited for forever.
         del distributed, compiled, wrapped
@@ -197,7 +199,7 @@ def test_wrapped_models_are_unwrapped(tmp_path):
 def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
     """Oracle: a backend that counts the graphs it is given, and the look before compilation."""
     model = model_of("gpt2")
-    plain = GeometryProbe(model, IDS).look()
+    plain = GeometryReader(model, IDS).look()
     graphs: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -205,7 +207,7 @@ def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
         return graph.forward
 
     model.base_model.compile(backend=backend)
-    assert GeometryProbe(model, IDS).look().heads.equals(plain.heads)
+    assert GeometryReader(model, IDS).look().heads.equals(plain.heads)
     assert not graphs
     model(input_ids=IDS)
     assert graphs
@@ -239,26 +241,26 @@ def test_undisturbed_restores_after_an_error():
 )
 def test_ids_that_do_not_fit_are_refused(ids, words):
     with pytest.raises(UsageError, match=words):
-        GeometryProbe(model_of("gpt2"), ids)
+        GeometryReader(model_of("gpt2"), ids)
 
 
 def test_models_that_cannot_be_monitored_are_refused():
     with pytest.raises(UsageError, match="reads pixel_values"):
-        GeometryProbe(checkpoints.build("vit"), IDS)
+        GeometryReader(checkpoints.build("vit"), IDS)
     with pytest.raises(UsageError, match="holds no model of transformers"):
-        GeometryProbe(torch.nn.Linear(2, 2), IDS)
+        GeometryReader(torch.nn.Linear(2, 2), IDS)
     sharded = model_of("gpt2")
     next(sharded.parameters()).ds_id = 0  # what DeepSpeed's ZeRO 3 writes on a parameter that it has spread
     with pytest.raises(UsageError, match=r"transformer\.wte\.weight is spread over ranks"):
-        GeometryProbe(sharded, IDS)
+        GeometryReader(sharded, IDS)
 
 
 def test_numbers_that_are_none_name_their_layer():
     model = model_of("gpt2")
-    probe = GeometryProbe(model, IDS)
+    reader = GeometryReader(model, IDS)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.inf
     with pytest.raises(WorkError, match="hidden states after block 1 hold NaN or infinite"):
-        probe.look()
+        reader.look()
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())

@@ -35,13 +35,13 @@ def dense_penalty(model: PreTrainedModel, layers: tuple[int, ...] = (0, 1, 2)) -
 def examples(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
     """Random tokens; how many of them count in the loss differs from one to the next."""
     generator = torch.Generator().manual_seed(5)
-    made = []
+    rows = []
     for number in range(count):
         ids = torch.randint(checkpoints.VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[: number % 7] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
 
 
 def batch(data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -70,8 +70,9 @@ def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Tra
             **options,
         ),
         train_dataset=data,
-        callbacks=callbacks,
     )
+    for callback in callbacks:
+        callback.attach(trainer)
     trainer.train()
     return trainer
 
@@ -104,7 +105,7 @@ def test_penalty_of_a_model_and_its_gradient(family, layers):
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "gpt_oss", "vit"])
 def test_table_holds_the_moments_of_the_survey(family, opened):
-    """Oracle: `qk_moments` of the probe's weights."""
+    """Oracle: `qk_moments` of the weights that a survey reads."""
     model = opened(family)
     table = Locater(copy.deepcopy(model.hf).requires_grad_(), 1.0, 1.0).table()
     for layer, rows in table.groupby("layer"):
@@ -289,17 +290,18 @@ def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path):
     assert logged[2] < logged[0]
 
 
-def test_the_penalty_reaches_tensorboard(tmp_path):
-    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log."""
+def test_the_penalty_reaches_tensorboard_and_the_terminal(tmp_path, capsys):
+    """Oracle: event files as TensorBoard reads them, beside the Trainer's own log; what it prints, once a step."""
     model = checkpoints.build("llama2")
     trainer = trained(
         model, examples(4), tmp_path, [LocaterCallback(SCALE, MEAN)], max_steps=2, report_to="tensorboard"
     )
     events = EventAccumulator(str(next((tmp_path / "runs").iterdir()))).Reload()
     logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
-    found = events.Scalars("train/locater")
-    assert [event.step for event in found] == [1, 2]
-    assert [event.value for event in found] == pytest.approx(logged, rel=1e-6)
+    penalties = events.Scalars("train/locater")
+    assert [event.step for event in penalties] == [1, 2]
+    assert [event.value for event in penalties] == pytest.approx(logged, rel=1e-6)
+    assert capsys.readouterr().out.count("'locater':") == 2
 
 
 def test_gradients_are_scaled_with_the_loss_in_float16():
@@ -309,7 +311,9 @@ def test_gradients_are_scaled_with_the_loss_in_float16():
     expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
     model.zero_grad()
     callback = LocaterCallback(SCALE, MEAN)
-    callback.on_train_begin(SimpleNamespace(deepspeed=None, fsdp=None), TrainerState(), None, model=model)
+    callback.on_train_begin(
+        SimpleNamespace(deepspeed=None, fsdp=None, report_to=[]), TrainerState(), None, model=model
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for times in (1, 2):  # the second adds to what is there
         callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))

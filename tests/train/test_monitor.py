@@ -15,7 +15,7 @@ import torch
 from tests import checkpoints
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.geometry import Geometry
-from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, probe_of, scalars
+from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, monitor_batch, scalars
 
 IDS = torch.randint(checkpoints.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -99,7 +99,7 @@ def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "kept"),
+    ("name", "change", "steps"),
     [
         ("heads", lambda lines: [*lines[:5], "7", *lines[5:]], [0, 1, 2]),
         ("heads", lambda lines: [*lines[:5], '{"step": 0, "la', *lines[6:]], [1, 2]),
@@ -117,7 +117,7 @@ def test_a_new_training_moves_the_old_files_aside(tmp_path, first):
         ("alarms", lambda lines: ["null", "\udcff"], [0, 1, 2]),
     ],
 )
-def test_a_damaged_or_foreign_record_does_not_end_a_training(tmp_path, name, change, kept):
+def test_a_damaged_or_foreign_record_does_not_end_a_training(tmp_path, name, change, steps):
     """Oracle: the steps whose rows were left whole, by hand; the old file is kept beside."""
     monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
     for step in range(3):
@@ -127,10 +127,10 @@ def test_a_damaged_or_foreign_record_does_not_end_a_training(tmp_path, name, cha
     damaged = "".join(line + "\n" for line in lines).encode(errors="surrogateescape")
     path.write_bytes(damaged)
     again = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
-    with pytest.warns(RecordWarning, match=f"; {len(kept)} looks kept, ") as caught:
+    with pytest.warns(RecordWarning, match=f"; {len(steps)} looks kept, ") as caught:
         again(3)
     assert len(caught) == 1
-    assert list(dict.fromkeys(row["step"] for row in rows(tmp_path / "heads.jsonl"))) == [*kept, 3]
+    assert list(dict.fromkeys(row["step"] for row in rows(tmp_path / "heads.jsonl"))) == [*steps, 3]
     assert (tmp_path / f"{name}.1.jsonl").read_bytes() == damaged
 
 
@@ -166,9 +166,9 @@ def test_steps_that_begin_again_are_refused():
 def test_looks_come_as_soon_as_enough_steps_have_passed(steps, expected):
     """Oracle: by hand; single steps have their looks at multiples of `every`, wherever they begin."""
     monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=100, spectra_every=2)
-    seen = {step: numbers for step in steps if (numbers := monitor(step))}
-    assert list(seen) == expected
-    spectra = ["trace_mean" in numbers for numbers in seen.values()]
+    numbers_at = {step: numbers for step in steps if (numbers := monitor(step))}
+    assert list(numbers_at) == expected
+    spectra = ["trace_mean" in numbers for numbers in numbers_at.values()]
     assert spectra in ([n % 2 == phase for n in range(len(spectra))] for phase in (0, 1))
 
 
@@ -185,13 +185,13 @@ def test_warnings_name_head_and_trend():
     with pytest.warns(GeometryWarning) as caught:
         train()
     messages = [str(warning.message) for warning in caught]
-    told = [re.sub("; .*", "", text) for text in messages]
-    assert len(told) == 3  # the entropy is below its limit at once, ρ falls first
-    assert re.fullmatch(r"step \d+: entropy collapse in layer 0 head 1: entropy .*, collapsed", told[0])
+    lines = [re.sub("; .*", "", text) for text in messages]
+    assert len(lines) == 3  # the entropy is below its limit at once, ρ falls first
+    assert re.fullmatch(r"step \d+: entropy collapse in layer 0 head 1: entropy .*, collapsed", lines[0])
     assert re.fullmatch(
-        r"step \d+: vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps", told[1]
+        r"step \d+: vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps", lines[1]
     )
-    assert re.fullmatch(r"step \d+: vanishing signal in layer 0 head 1: ρ .*, collapsed", told[2])
+    assert re.fullmatch(r"step \d+: vanishing signal in layer 0 head 1: ρ .*, collapsed", lines[2])
     assert caught[0].filename == __file__
 
 
@@ -263,19 +263,19 @@ def test_scalars_by_hand():
 @pytest.mark.parametrize(
     ("lengths", "expected"), [([20] * 5, (3, 16)), ([4, 20, 9, 12, 3], (3, 9)), ([4, 10], (1, 10))]
 )
-def test_probe_takes_the_first_long_enough_rows(lengths, expected):
+def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
     """Oracle: the rows by hand; token k of row n is 100 n + k."""
     data = [{"input_ids": [100 * n + k for k in range(length)]} for n, length in enumerate(lengths)]
-    probe = probe_of(data, contexts=3, length=16)
-    assert probe.shape == expected
+    batch = monitor_batch(data, contexts=3, length=16)
+    assert batch.shape == expected
     taken = [n for n, length in enumerate(lengths) if length >= expected[1]][: expected[0]]
-    assert probe[:, 0].tolist() == [100 * n for n in taken]
-    assert probe[:, -1].tolist() == [100 * n + expected[1] - 1 for n in taken]
+    assert batch[:, 0].tolist() == [100 * n for n in taken]
+    assert batch[:, -1].tolist() == [100 * n + expected[1] - 1 for n in taken]
 
 
-def test_probe_leaves_padding_out():
+def test_the_monitor_batch_leaves_padding_out():
     row = {"input_ids": torch.arange(12), "attention_mask": torch.tensor([0] * 2 + [1] * 10)}
-    assert probe_of([row]).tolist() == [list(range(2, 12))]
+    assert monitor_batch([row]).tolist() == [list(range(2, 12))]
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_probe_leaves_padding_out():
         ([{"input_ids": [1, 2]}], "has 8 tokens or more"),
     ],
 )
-def test_data_without_a_probe_is_refused(data, words):
+def test_data_without_a_monitor_batch_is_refused(data, words):
     with pytest.raises(UsageError, match=words):
-        probe_of(data)
+        monitor_batch(data)
 
 
 def test_impossible_numbers_and_folders_are_refused(tmp_path):
@@ -301,7 +301,7 @@ def test_impossible_numbers_and_folders_are_refused(tmp_path):
             GeometryMonitor(checkpoints.build("gpt2"), IDS, **options)
     with pytest.raises(UsageError, match=r"limits is a dict: give .*Limits\(\.\.\.\)"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS, limits={"entropy": 0.1})
-    with pytest.raises(UsageError, match="the probe is a list: give a tensor of token ids"):
+    with pytest.raises(UsageError, match="the monitor batch is a list: give a tensor of token ids"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS.tolist())
     with pytest.raises(UsageError, match=r"dtype torch\.bool: give token ids"):
         GeometryMonitor(checkpoints.build("gpt2"), IDS > 3)

@@ -116,16 +116,16 @@ def test_what_does_not_fit_is_refused(query, key, gradient, words):
 
 
 def test_wrong_strengths_and_factors_are_refused():
-    one = torch.ones(1, 3, 2)
+    ones = torch.ones(1, 3, 2)
     for wrong in (-1, float("nan"), "a", None, 1j, torch.tensor(-1.0), torch.ones(2)):
         with pytest.raises(UsageError, match=r"scale is .*: give a number of 0 or more"):
-            locater_penalty(one, one, wrong, 1.0)
+            locater_penalty(ones, ones, wrong, 1.0)
         with pytest.raises(UsageError, match="mean is "):
-            locater_penalty(one, one, 1.0, wrong)
+            locater_penalty(ones, ones, 1.0, wrong)
     with pytest.raises(UsageError, match="w_k is complex: give real numbers"):
-        locater_penalty(one, one * 1j, 1.0, 1.0)
+        locater_penalty(ones, ones * 1j, 1.0, 1.0)
     with pytest.raises(UsageError, match="w_q is a ndarray: give a tensor"):
-        locater_penalty(np.ones((1, 3, 2)), one, 1.0, 1.0)
+        locater_penalty(np.ones((1, 3, 2)), ones, 1.0, 1.0)
 
 
 def test_strengths_may_be_tensors_also_under_vmap():
@@ -147,7 +147,7 @@ def test_second_derivatives_and_function_transforms():
     many_q, many_k = (w.detach() for w in factors(4, 2, 5, 3))
     slope = torch.func.grad(lambda q, k: locater_penalty(q, k, 0.3, 0.7))
     together = torch.func.vmap(slope)(many_q, many_k)
-    for one, q, k in zip(together, many_q, many_k, strict=True):
+    for gradient, q, k in zip(together, many_q, many_k, strict=True):
         leaf = q.clone().requires_grad_()
         (alone,) = torch.autograd.grad(dense(leaf, k, 0.3, 0.7), leaf)
-        torch.testing.assert_close(one, alone)
+        torch.testing.assert_close(gradient, alone)

@@ -1,4 +1,4 @@
-"""A training in three processes (gloo) looked at by all of them, against one process that looks at the whole probe."""
+"""A training run monitored by three processes (gloo) together, against one process that reads the whole batch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def as_data(look: Geometry) -> dict[str, Any]:
 
 
 def work(rank: int, port: int, folder: str) -> None:
-    """One of the processes. What it was given as probe differs; that of the first one counts."""
+    """One of the processes. What it was given as batch differs; that of the first one counts."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(PROCESSES),
@@ -78,23 +78,23 @@ def work(rank: int, port: int, folder: str) -> None:
     }
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, ids in (("whole", IDS), ("few", FEW)):
         mine = ids if rank == 0 else ids[:1].flip(1)
         monitor, lines = watched_training(mine, Path(folder, name), over_ranks=True)
         assert monitor.last is not None
-        found[name] = as_data(monitor.last) | {
+        results[name] = as_data(monitor.last) | {
             "alarms": [alarm.as_dict() for alarm in monitor.alarms],
             "lines": lines,
         }
-    found["broken"] = broken_training(over_ranks=True)
+    results["broken"] = broken_training(over_ranks=True)
 
     def refuse() -> None:
-        raise UsageError("no probe")
+        raise UsageError("no batch")
 
-    with pytest.raises(UsageError, match="no probe"):  # though only the first one looks for it
-        Ranks.here().said_by_first(refuse)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    with pytest.raises(UsageError, match="no batch"):  # though only the first one looks for it
+        Ranks.current().from_first(refuse)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
 
 
@@ -109,13 +109,13 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("name", "ids"), [("whole", IDS), ("few", FEW)])
-def test_looks_are_those_of_one_process_at_the_whole_probe(name, ids, ranks, tmp_path):
+def test_looks_are_those_of_one_process_at_the_whole_batch(name, ids, ranks, tmp_path):
     """Two contexts among three processes leave one without any."""
     alone, lines = watched_training(ids, tmp_path / "alone", over_ranks=False)
     assert alone.last is not None
     assert lines
-    for rank, found in enumerate(ranks[1]):
-        ours = found[name]
+    for rank, results in enumerate(ranks[1]):
+        ours = results[name]
         for table in ("heads", "layers"):
             expected = getattr(alone.last, table)
             pd.testing.assert_frame_equal(
@@ -152,12 +152,12 @@ def test_bad_numbers_on_one_process_end_the_looks_on_all(ranks):
     numbers, lines = broken_training(over_ranks=False)
     assert numbers == {}
     assert len(lines) == 1
-    for rank, found in enumerate(ranks[1]):
-        assert found["broken"] == [{}, lines if rank == 0 else []]
+    for rank, results in enumerate(ranks[1]):
+        assert results["broken"] == [{}, lines if rank == 0 else []]
 
 
 def test_one_process_needs_no_group():
-    alone = Ranks.here()
+    alone = Ranks.current()
     assert alone == Ranks(0, 1)
     assert torch.equal(alone.share(IDS), IDS)
     sums = alone.totals({"a": torch.ones(2, dtype=torch.float32)})

@@ -1,4 +1,4 @@
-"""What in the geometry of a training is alarming: entropy collapse, rank collapse, vanishing signal.
+"""What in the geometry of a training run is alarming: entropy collapse, rank collapse, vanishing signal.
 
 Each is judged from the values of the last few looks, never from a single one: the level is their median, the trend
 the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; an `Alarm` is data with a message.
@@ -53,7 +53,7 @@ class Limits:
         rank: ‖X − 1x̄ᵀ‖/‖X‖ of a layer; at 0.05 two tokens have a cosine of 0.9975.
         propagation: mean ρ of the last query of a head; 0.1 as for the regime of this name (`theory/regimes.py`).
         entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ. A fall of the rank
-            never does: it dips and recovers in the first steps of healthy trainings.
+            never does: it dips and recovers in the first steps of healthy runs.
         weak: ρ below which a signal is weak. Logits that spread symmetrically over less than the context's length
             leave ½ of the keys propagating however sharp the head; healthy heads here had 0.45 or more.
         horizon: looks; a fall counts if it reaches the limit within so many.
@@ -110,7 +110,7 @@ class Alarm:
         return asdict(self)
 
 
-def told(alarms: list[Alarm]) -> list[str]:
+def alarm_lines(alarms: list[Alarm]) -> list[str]:
     """One line for each kind among alarms of one step: the worst in full, the others by name, what to do."""
     lines = []
     for kind in ADVICE:
@@ -140,7 +140,7 @@ class Alarms:
         self._patterned: deque[Flags] = deque(maxlen=LEVEL)
         self._vanishing: Flags | None = None
         self._over: dict[str, Flags] = {}
-        self._told_collapsed: dict[str, Flags] = {}
+        self._collapsed_before: dict[str, Flags] = {}
         self._calm: dict[str, NDArray[np.int64]] = {}
 
     @property
@@ -167,11 +167,11 @@ class Alarms:
             self._vanishing = (heads["regime"] == "vanishing").to_numpy()
         if len(self._steps) < LEVEL:
             return []
-        found, collapsed = self._judge()
+        alarming, collapsed = self._judge()
         places = {RANK: [(layer, None) for layer in layers["layer"]]}
         by_head = list(zip(heads["layer"], heads["head"], strict=True))
         return list(
-            self._new(geometry.step, found, collapsed, {ENTROPY: by_head, VANISHING: by_head} | places)
+            self._new(geometry.step, alarming, collapsed, {ENTROPY: by_head, VANISHING: by_head} | places)
         )
 
     def _judge(self) -> tuple[dict[str, Flags], dict[str, Flags]]:
@@ -185,18 +185,18 @@ class Alarms:
         if self._vanishing is not None:
             vanishing |= weak & self._vanishing
         low_rank = self._level(RANK) < limits.rank
-        found = {ENTROPY: (sharp & weak) | (lost & ~purposeful), RANK: low_rank, VANISHING: vanishing}
+        alarming = {ENTROPY: (sharp & weak) | (lost & ~purposeful), RANK: low_rank, VANISHING: vanishing}
         collapsed = {
-            ENTROPY: found[ENTROPY] & (self._level(ENTROPY) < limits.entropy),
+            ENTROPY: alarming[ENTROPY] & (self._level(ENTROPY) < limits.entropy),
             RANK: low_rank,
             VANISHING: self._level(VANISHING) < limits.propagation,
         }
-        return found, collapsed
+        return alarming, collapsed
 
     def _new(
         self,
         step: int,
-        found: dict[str, Flags],
+        alarming: dict[str, Flags],
         collapsed: dict[str, Flags],
         places: dict[str, list[tuple[int, int | None]]],
     ) -> Iterator[Alarm]:
@@ -205,22 +205,24 @@ class Alarms:
             RANK: self.limits.rank,
             VANISHING: self.limits.propagation,
         }
-        for kind, flags in found.items():
+        for kind, flags in alarming.items():
             level, slope = self._level(kind), self._slope(kind)
             over = self._over.setdefault(kind, np.zeros(len(flags), dtype=bool))
-            told_collapsed = self._told_collapsed.setdefault(kind, np.zeros(len(flags), dtype=bool))
+            collapsed_before = self._collapsed_before.setdefault(kind, np.zeros(len(flags), dtype=bool))
             calm = self._calm.setdefault(kind, np.zeros(len(flags), dtype=np.int64))
             calm[:] = np.where(flags, 0, calm + 1)
             recovered = (calm >= LEVEL) & (level >= RECOVERED * limit[kind])
-            over[recovered] = told_collapsed[recovered] = False
-            new = (flags & ~over) | (collapsed[kind] & ~told_collapsed)
+            over[recovered] = collapsed_before[recovered] = False
+            new = (flags & ~over) | (collapsed[kind] & ~collapsed_before)
             over |= new
-            told_collapsed |= collapsed[kind]
+            collapsed_before |= collapsed[kind]
             for index in np.flatnonzero(new):
                 layer, head = places[kind][index]
-                own = None if head is None else int(head)
+                head_index = None if head is None else int(head)
                 below = bool(collapsed[kind][index])
-                yield Alarm(step, kind, int(layer), own, float(level[index]), float(slope[index]), below)
+                yield Alarm(
+                    step, kind, int(layer), head_index, float(level[index]), float(slope[index]), below
+                )
 
     def _collapsing(self, kind: str, limit: float, below: float) -> Flags:
         """Below the limit, or below `below` and falling fast enough to be there within the horizon."""

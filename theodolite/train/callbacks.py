@@ -10,48 +10,50 @@ from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.models.training_model import unwrap
-from theodolite.train.alarms import Limits, told
-from theodolite.train.monitor import GeometryMonitor, probe_of, scalars
+from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.monitor import GeometryMonitor, monitor_batch, scalars
 from theodolite.train.ranks import Ranks
-from theodolite.train.trackers import find_handler, pass_on
+from theodolite.train.trackers import TrackedCallback
 
 FOLDER = "geometry"
 """Folder of the tables, in the Trainer's `output_dir`."""
 
 
-class GeometryCallback(TrainerCallback):
+class GeometryCallback(TrackedCallback):
     """Logs the geometry of attention during training, and warns when it collapses.
 
-        Trainer(model, args, train_dataset=data, callbacks=[GeometryCallback()]).train()
+        trainer = Trainer(model, args, train_dataset=data)
+        GeometryCallback().attach(trainer)
+        trainer.train()
 
     The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
-    `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Every head's
-    and layer's go to `output_dir/geometry/*.jsonl`. The model is looked at without its wrappers, in its weights' own
-    precision. Under `torchrun` every process reads its share of the probe; the statistics are those of the whole probe,
-    the same on all of them, and the first one writes, logs and warns.
+    `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
+    Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
+    head's and layer's go to `output_dir/geometry/*.jsonl`. The model is looked at without its wrappers, in the
+    precision of its weights. Under `torchrun` every process reads its share of the monitor batch; the statistics are
+    those of the whole batch, the same on all of them, and the first one writes, logs and warns.
 
     Args:
-        probe: token ids (contexts, positions) without padding; None: the first long enough rows of the training
-            data, 8 × 128 tokens.
+        ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows
+            of the training data, 8 × 128 tokens.
         every: optimizer steps between looks.
         spectra_every: looks between those that also read every head's weights.
         per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
 
     Attributes:
-        monitor: the `GeometryMonitor` of the training under way, or of the last one.
+        monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
     Raises:
-        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `probe_of` have; or the
-            callback is called by something other than the Trainer's handler.
+        UsageError: when the training begins, for the reasons that `GeometryMonitor` and `monitor_batch` have.
     """
 
     def __init__(
         self,
-        probe: Int[Tensor, "contexts positions"] | None = None,
+        ids: Int[Tensor, "contexts positions"] | None = None,
         every: int = 100,
         *,
         spectra_every: int = 5,
@@ -59,22 +61,28 @@ class GeometryCallback(TrainerCallback):
         limits: Limits | None = None,
     ) -> None:
         self.monitor: GeometryMonitor | None = None
-        self._probe = probe
+        self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._per_head = per_head
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find model, probe and handler. Every process looks whether the model can be monitored."""
+        """Find model and monitor batch. Every process checks that the model can be monitored.
+
+        Warns:
+            TrackerWarning: there are trackers, and the callback was not attached.
+        """
         model = unwrap(kwargs["model"])
-        ranks = Ranks.here()
+        ranks = Ranks.current()
         if ranks.world == 1 and not state.is_world_process_zero:
             return  # the processes know nothing of each other: the first one looks for itself
-        find_handler()
-        ids = self._probe
+        self._warn_if_unattached(args, state)
+        ids = self._ids
         if ids is None:
-            ids = ranks.said_by_first(lambda: probe_of(getattr(kwargs["train_dataloader"], "dataset", None)))
+            ids = ranks.from_first(
+                lambda: monitor_batch(getattr(kwargs["train_dataloader"], "dataset", None))
+            )
         folder = Path(args.output_dir or ".") / FOLDER
         self.monitor = GeometryMonitor(model, ids, folder=folder, over_ranks=ranks.world > 1, **self._options)
 
@@ -100,10 +108,10 @@ class GeometryCallback(TrainerCallback):
         if self._per_head:
             numbers |= scalars(self.monitor.last, per_head=True)
         logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
-        alarms = told(self.monitor.new_alarms)
+        alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
         if state.epoch is not None:
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})  # type: ignore[dict-item]
-        pass_on(args, state, control, logs)
+        self._log_to_trackers(args, state, control, logs)

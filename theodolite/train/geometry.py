@@ -1,7 +1,7 @@
 """One look at a model in training: what its heads and its residual stream do on a fixed batch of tokens.
 
-The batch (the probe) goes once through the backbone, in evaluation mode, under the accumulators of a survey. The
-model is left as it was: modes, weights, gradients, hooks, random numbers. What is alarming is not decided here.
+The batch (the monitor batch) goes once through the backbone, in evaluation mode, under the accumulators of a survey.
+The model is left as it was: modes, weights, gradients, hooks, random numbers. What is alarming is not decided here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUERIES = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
 
 LEAST_LENGTH = 8
-"""Tokens that a context of the probe must have at least, for its queries to be distinct."""
+"""Tokens that a context of the monitor batch must have at least, for its queries to be distinct."""
 
 MOMENTS = (
     "trace",
@@ -90,7 +90,7 @@ class Geometry:
     seconds: float
 
 
-class GeometryProbe:
+class GeometryReader:
     """A model, and the tokens on which it is looked at again and again.
 
     Args:
@@ -112,13 +112,13 @@ class GeometryProbe:
                 f"{type(unwrapped).__name__} reads {unwrapped.main_input_name}: only models of tokens can be monitored"
             )
         self.ranks = ranks or Ranks()
-        self.ids = checked_ids(unwrapped, self.ranks.said_by_first(lambda: ids))
+        self.ids = checked_ids(unwrapped, self.ranks.from_first(lambda: ids))
         with evaluation_mode(unwrapped):
             self.model = _opened(unwrapped, self.ids)
-        own = self.ranks.share(self.ids)
-        self._counts = len(own) > 0
+        contexts = self.ranks.share(self.ids)
+        self._counts = len(contexts) > 0
         # Those without a context of their own read another's, for the shapes.
-        self._tokens = Tokens.of(own if self._counts else self.ids[:1], self.model.device)
+        self._tokens = Tokens.of(contexts if self._counts else self.ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now.
@@ -137,11 +137,11 @@ class GeometryProbe:
             try:
                 with hooked(self.model, accumulators):
                     self.model.forward(self._tokens.ids)
-            except WorkError as found:
-                error = found
+            except WorkError as failure:
+                error = failure
             self.ranks.raise_any(error)
             sums = accumulators.totals(self.ranks, counts=self._counts)
-            return self.ranks.said_by_first(lambda: self._geometry(step, sums, spectra, started))
+            return self.ranks.from_first(lambda: self._geometry(step, sums, spectra, started))
 
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
         """The tables from the sums of all processes."""
@@ -171,20 +171,20 @@ def checked_ids(model: PreTrainedModel, ids: Tensor) -> Int[Tensor, "contexts po
     """
     if not isinstance(ids, Tensor):
         raise UsageError(
-            f"the probe is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"
+            f"the monitor batch is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"
         )
     no_integers = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
     if ids.ndim != 2 or no_integers or not len(ids) or ids.shape[1] < LEAST_LENGTH:
         raise UsageError(
-            f"the probe has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids (contexts, positions), "
-            f"{LEAST_LENGTH} positions or more"
+            f"the monitor batch has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids "
+            f"(contexts, positions), {LEAST_LENGTH} positions or more"
         )
     ids = ids.detach().cpu().long()
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise UsageError(
-            f"the probe holds ids from {int(ids.min())} to {int(ids.max())}, the model has {vocabulary} tokens: "
-            "use the model's own tokenizer, and no padding"
+            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {vocabulary} "
+            "tokens: use the model's own tokenizer, and no padding"
         )
     return ids
 
@@ -199,7 +199,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     opened = OpenModel.of(model, structure, calls, inputs, id=type(model).__name__)
     if opened.longest is not None and ids.shape[1] > opened.longest:
         raise UsageError(
-            f"the probe's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
+            f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
             "give shorter ones"
         )
     return opened
@@ -227,8 +227,8 @@ class _GeometryHooks(Hooks):
         outliers = OutlierCounts(1, width, contexts)
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
-        seen = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
-        self.residual.append({name: seen[name] for name in RESIDUAL})
+        sums = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
+        self.residual.append({name: sums[name] for name in RESIDUAL})
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Only the entropy bound needs the norm of what attention reads."""
@@ -252,9 +252,13 @@ class _GeometryHooks(Hooks):
         for prefix, layers in (("queries.", self.queries), ("residual.", self.residual)):
             parts[prefix] = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
         maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
-        own = {prefix + name: tensor for prefix, state in parts.items() for name, tensor in state.items()}
-        own = {name: tensor if counts or name in maxima else 0 * tensor for name, tensor in own.items()}
-        sums = ranks.totals(own, maxima)
+        local_sums = {
+            prefix + name: tensor for prefix, state in parts.items() for name, tensor in state.items()
+        }
+        local_sums = {
+            name: tensor if counts or name in maxima else 0 * tensor for name, tensor in local_sums.items()
+        }
+        sums = ranks.totals(local_sums, maxima)
         whole = sums["attention.entropy"].mean(dim=-1) / sums["attention.contexts"][:, None]
         between = contexts[:, None] * (entropy.mean(dim=-1) / contexts[:, None] - whole).square()
         return sums | ranks.totals({"attention.entropy_spread": (spread + between) * counts})
@@ -282,8 +286,8 @@ def query_sums(inputs: AttentionInputs) -> State:
     (block,) = few.blocks(QUERIES)
     shares = []
     for row in block.logits.unbind(dim=2):
-        seen = row[0, 0] > MASKED / 2
-        shares.append(empirical_propagation(row[..., seen]).double().mean(dim=2).sum(dim=0))
+        visible = row[0, 0] > MASKED / 2
+        shares.append(empirical_propagation(row[..., visible]).double().mean(dim=2).sum(dim=0))
     weights = softmax(block.logits.double(), inputs.sink)
     distances = rows[:, None] - torch.arange(block.first, block.last, device=device)
     return {

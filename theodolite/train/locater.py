@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from theodolite.errors import UsageError
 from theodolite.models.head_weights import capture_calls
@@ -29,7 +29,7 @@ from theodolite.train.penalty import (
     head_moments,
     penalty_of_moments,
 )
-from theodolite.train.trackers import pass_on
+from theodolite.train.trackers import TrackedCallback
 
 Strength = float | Callable[[int], float]
 """κ: a number, or a function of how many optimizer steps are done."""
@@ -154,14 +154,15 @@ class Locater:
         return now
 
 
-class LocaterCallback(TrainerCallback):
-    """LocAteR in the Trainer: `Trainer(…, callbacks=[LocaterCallback(scale=1e-3, mean=1e-2)])`.
+class LocaterCallback(TrackedCallback):
+    """LocAteR in the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before `trainer.train()`.
 
     At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
     theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
     averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
     through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
-    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers.
+    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers (not in
+    these if it is given to the Trainer as one of its `callbacks`, not by `attach`).
 
     Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
     beginning of training on.
@@ -191,12 +192,17 @@ class LocaterCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the weights."""
+        """Find the weights.
+
+        Warns:
+            TrackerWarning: there are trackers, and the callback was not attached.
+        """
         if args.deepspeed or args.fsdp:
             raise UsageError(
                 "LocAteR needs whole query and key weights, and gradients that are the parameters' own: train "
                 "with DDP, without DeepSpeed and FSDP"
             )
+        self._warn_if_unattached(args, state)
         self.locater = Locater(
             kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
         )
@@ -218,11 +224,10 @@ class LocaterCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the penalty of the last step to what is logged of the training loss."""
+        """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""
         logs = kwargs.get("logs") or {}
         if self._penalty is not None and "loss" in logs:
             logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
-            pass_on(args, state, control, {"locater": self._penalty.item()})  # the trackers had `logs` before
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:

@@ -1,7 +1,7 @@
 """The monitor: looks at a model every so many steps of its training, records what it sees, and warns.
 
 For a loop of one's own; `callbacks.py` puts it into the `transformers` Trainer. It changes neither the model nor the
-random numbers, so that a training is the same with and without it.
+random numbers, so that a training run is the same with and without it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.files import write_text, writing
-from theodolite.train.alarms import Alarm, Alarms, Limits, told
-from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryProbe
+from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
+from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.ranks import Ranks
 
 CONTEXTS, LENGTH = 8, 128
-"""Size of a probe that is taken from a data set: 1,024 tokens, a small part of a usual step."""
+"""Size of a monitor batch that is taken from a data set: 1,024 tokens, a small part of a usual step."""
 
 SEARCHED = 512
 """Rows of a data set in which long enough ones are looked for."""
@@ -43,7 +43,7 @@ class GeometryWarning(UserWarning):
 
 
 class RecordWarning(UserWarning):
-    """A folder holds a record that is damaged, of another training, or cannot be written; the message says which."""
+    """A record is damaged, of another training run, or cannot be written; the message says which."""
 
 
 class GeometryMonitor:
@@ -55,14 +55,14 @@ class GeometryMonitor:
             ...
 
     Args:
-        model: as `GeometryProbe` takes it; it stays the object that is trained.
-        ids: the probe, token ids (contexts, positions) without padding; 8 × 128 do (see `probe_of`).
+        model: as `GeometryReader` takes it; it stays the object that is trained.
+        ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl` and `alarms.jsonl` go, one row a line; None: nowhere.
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
-            must make the monitor and call it at every step; the probe is that of the first one, which alone writes
+            must make the monitor and call it at every step; the batch is that of the first one, which alone writes
             and warns. Looks and alarms are the same on all of them.
 
     Attributes:
@@ -96,11 +96,11 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._ranks = Ranks.here() if over_ranks else Ranks()
-        self._probe = GeometryProbe(model, ids, self._ranks)
+        self._ranks = Ranks.current() if over_ranks else Ranks()
+        self._reader = GeometryReader(model, ids, self._ranks)
         self._judge = Alarms(limits)
         self._record = Record(
-            folder if self._ranks.first else None, self._probe.model.layers, self._probe.model.heads
+            folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.heads
         )
         self._step: int | None = None
         self._number = -1
@@ -130,23 +130,23 @@ class GeometryMonitor:
             return {}
         number = step // self.every if self.last is None else self._number + 1
         try:
-            geometry = self._probe.look(step, spectra=number % self.spectra_every == 0)
+            geometry = self._reader.look(step, spectra=number % self.spectra_every == 0)
         except WorkError as error:
             self._broken = True
             self._warn(
                 f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
             )
             return {}
-        self.new_alarms = found = self._judge.update(geometry)
+        self.new_alarms = self._judge.update(geometry)
         self.last = geometry
         self._number = number
-        self.alarms += found
+        self.alarms += self.new_alarms
         try:
-            self._record.write(geometry, found)
+            self._record.write(geometry, self.new_alarms)
         except WorkError as error:
             self._record = Record(None)
             self._warn(f"step {step}: {error}; the looks go on without a record", RecordWarning)
-        for line in told(found):
+        for line in alarm_lines(self.new_alarms):
             self._warn(line)
         self._seconds += geometry.seconds
         share = self._seconds / (time.perf_counter() - self._started)
@@ -155,8 +155,8 @@ class GeometryMonitor:
     def _begin(self, step: int) -> None:
         """Begin at a step; at a later one than 0, go on from what the folder holds of the steps before."""
         self._started = time.perf_counter()
-        kept, message = self._ranks.said_by_first(lambda: self._record.begin(step))
-        for geometry in kept:
+        looks, message = self._ranks.from_first(lambda: self._record.begin(step))
+        for geometry in looks:
             if "regime" in geometry.heads:
                 self._number = 0  # the next looks count from the last one with spectra
             else:
@@ -206,22 +206,22 @@ class Record:
             rows = {name: [row for line in old[name] if (row := _row(line))] for name in FILES}
             heads, layers = (_by_step(rows[name], step) for name in ("heads", "layers"))
             whole = {at for at in heads.keys() & layers.keys() if self._whole(heads[at], layers[at])}
-            kept = sorted(whole) if step else []
+            steps = sorted(whole) if step else []
             damaged = sum(len(old[name]) - len(rows[name]) for name in FILES)
             others = len((heads.keys() | layers.keys()) - whole)
             message = ""
-            if any(old.values()) and (not kept or damaged or others):
+            if any(old.values()) and (not steps or damaged or others):
                 number = self._move_aside()
                 message = f"{self._folder} held an earlier record: moved to heads.{number}.jsonl and so on"
                 if step and (damaged or others):
                     message += (
-                        f"; {len(kept)} looks kept, {others} dropped that are no complete looks of this model, "
+                        f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
                         f"{damaged} damaged lines"
                     )
             for name in FILES:
-                of_kept = [row for row in rows[name] if kept and row["step"] in whole]
-                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, of_kept)))
-        return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in kept], message
+                remaining = [row for row in rows[name] if steps and row["step"] in whole]
+                write_text(self._folder / f"{name}.jsonl", "".join(map(_line, remaining)))
+        return [Geometry(at, _table(heads[at]), _table(layers[at]), 0.0) for at in steps], message
 
     def _read(self, name: str) -> list[str]:
         assert self._folder is not None
@@ -281,7 +281,7 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
     trace_mean, vanishing_heads. A number that is NaN everywhere is left out.
     """
     heads, layers = geometry.heads, geometry.layers
-    found = {
+    numbers = {
         "entropy_mean": heads["entropy"].mean(),
         "entropy_min": heads["entropy"].min(),
         "entropy_share_min": heads["entropy_share"].min(),
@@ -295,7 +295,7 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
         "outlier_dimensions": layers["outlier_dimensions"].max(),
     }
     if "regime" in heads:
-        found |= {
+        numbers |= {
             "spectral_norm_max": heads["spectral_norm"].max(),
             "eta_max": heads["eta_symmetric"].max(),
             "trace_mean": heads["trace"].mean(),
@@ -303,17 +303,19 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
         }
     for name in ("entropy", "propagation"):
         by_layer = heads.groupby("layer")[name].mean()
-        found |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
+        numbers |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
         if per_head:
             places = zip(heads["layer"], heads["head"], heads[name], strict=True)
-            found |= {f"{name}/layer_{layer}_head_{head}": value for layer, head, value in places}
+            numbers |= {f"{name}/layer_{layer}_head_{head}": value for layer, head, value in places}
     by_layer = layers.set_index("layer")["rank_collapse"]
-    found |= {f"rank_collapse/layer_{layer}": value for layer, value in by_layer.items()}
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+    numbers |= {f"rank_collapse/layer_{layer}": value for layer, value in by_layer.items()}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-def probe_of(rows: Any, contexts: int = CONTEXTS, length: int = LENGTH) -> Int[Tensor, "contexts positions"]:
-    """A probe from the first long enough rows of a data set of token ids.
+def monitor_batch(
+    rows: Any, contexts: int = CONTEXTS, length: int = LENGTH
+) -> Int[Tensor, "contexts positions"]:
+    """A monitor batch: the first long enough rows of a data set of token ids.
 
     Args:
         rows: indexable, of dictionaries with `input_ids` and, where rows are padded, `attention_mask`.
@@ -325,27 +327,29 @@ def probe_of(rows: Any, contexts: int = CONTEXTS, length: int = LENGTH) -> Int[T
     """
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__"):
         raise UsageError(
-            "the training data is a stream, which a probe would use up: give the probe's token ids"
+            "the training data is a stream, which a monitor batch would use up: give its token ids yourself"
         )
-    found = []
+    candidates = []
     for index in range(min(len(rows), SEARCHED)):
         row = rows[index]
         if not hasattr(row, "keys") or "input_ids" not in row:
-            raise UsageError("the rows of the training data have no input_ids: give the probe's token ids")
+            raise UsageError(
+                "the rows of the training data have no input_ids: give the monitor batch's token ids"
+            )
         ids = torch.as_tensor(np.asarray(row["input_ids"])).flatten()
         if "attention_mask" in row:
             ids = ids[torch.as_tensor(np.asarray(row["attention_mask"])).flatten().bool()]
-        found.append(ids)
-        if sum(len(ids) >= length for ids in found) == contexts:
+        candidates.append(ids)
+        if sum(len(ids) >= length for ids in candidates) == contexts:
             break
-    longest = sorted((len(ids) for ids in found), reverse=True)[:contexts]
+    longest = sorted((len(ids) for ids in candidates), reverse=True)[:contexts]
     usable = [size for size in longest if size >= LEAST_LENGTH]
     if not usable:
         raise UsageError(
-            f"no row of the training data has {LEAST_LENGTH} tokens or more: give the probe's token ids"
+            f"no row of the training data has {LEAST_LENGTH} tokens or more: give the monitor batch's token ids"
         )
     length = min(length, usable[-1])
-    return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()
+    return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
 
 
 def _line(row: dict[str, Any]) -> str:

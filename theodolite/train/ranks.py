@@ -1,4 +1,4 @@
-"""The processes of one training: what each has summed, added up; what the first one says, heard by all.
+"""The processes of one training run: what each has summed, added up; what the first one says, heard by all.
 
 With one process nothing is sent and everything is as it was. What is summed is not known here.
 """
@@ -26,7 +26,7 @@ class Ranks:
     world: int = 1
 
     @classmethod
-    def here(cls) -> Ranks:
+    def current(cls) -> Ranks:
         """Those of the default process group; without one, this process alone."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
@@ -61,20 +61,20 @@ class Ranks:
             values |= {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
         return values
 
-    def said_by_first(self, say: Callable[[], Answer]) -> Answer:
-        """What `say` gives on the first process, or raises there, everywhere."""
+    def from_first(self, compute: Callable[[], Answer]) -> Answer:
+        """The result of `compute` on the first process, or what it raises there, on all of them."""
         if self.world == 1:
-            return say()
-        said: list[Answer | TheodoliteError | None] = [None]
+            return compute()
+        answers: list[Answer | TheodoliteError | None] = [None]
         if self.first:
             try:
-                said[0] = say()
+                answers[0] = compute()
             except TheodoliteError as error:
-                said[0] = error
-        distributed.broadcast_object_list(said, src=0, device=_device())
-        if isinstance(said[0], TheodoliteError):
-            raise said[0]
-        return said[0]  # type: ignore[return-value]
+                answers[0] = error
+        distributed.broadcast_object_list(answers, src=0, device=_device())
+        if isinstance(answers[0], TheodoliteError):
+            raise answers[0]
+        return answers[0]  # type: ignore[return-value]
 
     def raise_any(self, error: TheodoliteError | None) -> None:
         """Raise what any process has to raise, on all of them: else the others would wait for it for ever."""
@@ -82,9 +82,9 @@ class Ranks:
         if self.world > 1:
             errors = [None] * self.world
             distributed.all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise found
+        for failure in errors:
+            if failure is not None:
+                raise failure
 
 
 def _device() -> torch.device:

@@ -113,7 +113,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     monkeypatch.setattr(
         tiny, "learning_rate", lambda config, step: steps.append(step) or learning_rate(config, step)
     )
-    with pytest.raises(UsageError, match="holds a training of other settings or text; remove it"):
+    with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
         train(tmp_path / "model", replace(SMALL, steps=7))
     train(tmp_path / "model")
     assert steps == [4, 5]  # from the checkpoint of step 4, not from the start
@@ -133,7 +133,7 @@ def test_a_training_without_a_checkpoint_is_not_taken_over(
         train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
     for text, config in ((sources(), replace(SMALL, seed=1)), (sources()[:1], SMALL)):
-        with pytest.raises(UsageError, match="holds a training of other settings or text; remove it"):
+        with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
             train_tiny(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
 
 

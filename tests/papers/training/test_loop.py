@@ -85,7 +85,7 @@ def test_a_series_is_not_taken_over_by_another_training(
     before = hashes(partial)
     for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
         with pytest.raises(
-            UsageError, match="holds a training of other settings or text; remove it to begin"
+            UsageError, match="holds a training run of other settings or text; remove it to begin"
         ):
             adder(tmp_path / "m", **change)
     assert hashes(partial) == before
@@ -103,7 +103,7 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         adder(tmp_path / "m")
     (partial / "identity.json").unlink()
-    with pytest.raises(UsageError, match="holds a training of other settings or text"):
+    with pytest.raises(UsageError, match="holds a training run of other settings or text"):
         adder(tmp_path / "m", seed=1)
     assert not (partial / "identity.json").exists()
     begun.clear()
@@ -113,13 +113,13 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
     monkeypatch.undo()
     claim = partial / "identity.json"
     claim.write_text(claim.read_text()[:-5])
-    with pytest.raises(UsageError, match="holds a training of other settings or text"):
+    with pytest.raises(UsageError, match="holds a training run of other settings or text"):
         adder(tmp_path / "m")
     claim.unlink()
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted
     (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match="does not say which training it holds; remove it to begin anew"):
+    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to begin anew"):
         adder(tmp_path / "n")
 
 

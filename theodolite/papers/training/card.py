@@ -41,7 +41,7 @@ AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay
 machine, Python and torch.
 
 ## Losses
-Nats a token, in float32. Held-out documents share no label and no long paragraph with the training text. The
+Nats per token, in float32. Held-out documents share no label and no long paragraph with the training text. The
 bigram is the best interpolated bigram model of the same training tokens, on the same held-out tokens.
 
 | text | training tokens | held-out tokens | loss | bigram |
@@ -58,7 +58,7 @@ that text and is mostly wrong. It was trained without a beginning-of-sequence to
 
 @dataclass(frozen=True)
 class TinyResult:
-    """What a training gave. Losses are in nats per token, measured in float32, by source where held out.
+    """What a training run gave. Losses are in nats per token, measured in float32, by source where held out.
 
     `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
     interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.

@@ -4,7 +4,7 @@
 and writes a folder that `transformers` opens. It is made for a few
 million parameters on a few processor cores: no distribution, no other architectures, no options beyond
 `TinyConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
-also when the training was killed and begun again in between: the order of batches follows from (seed, step)
+also when the run was killed and resumed in between: the order of batches follows from (seed, step)
 alone.
 """
 
@@ -66,9 +66,9 @@ def train_tiny(
 ) -> TinyResult:
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
-    A training that was killed goes on from its last checkpoint (in `<out>.partial`) when it is called again
+    A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
     with the same arguments. Raises `UsageError` when `out` exists, when a size, the seed or `threads` is
-    impossible, when the text is too short, or when `<out>.partial` belongs to another training; `WorkError`
+    impossible, when the text is too short, or when `<out>.partial` belongs to another training run; `WorkError`
     when the loss is no longer a number or a file cannot be written.
     """
     out, config, console = Path(out), config or TinyConfig(), console or Console(stderr=True)
@@ -90,7 +90,7 @@ def train_tiny(
 
 
 def partial_of(out: Path) -> Path:
-    """Where an unfinished training into `out` is kept."""
+    """Where an unfinished training run into `out` is kept."""
     return out.with_name(out.name + ".partial")
 
 

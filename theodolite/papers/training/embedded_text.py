@@ -100,8 +100,8 @@ def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], l
     for source, document_groups in zip(sources, of_document, strict=True):
         for side, inside in zip(sides, (False, True), strict=True):
             pairs = zip(source.documents, document_groups, strict=True)
-            kept = tuple(document for document, group in pairs if (group in held) == inside)
-            side.append(Source(source.name, source.share, kept))
+            documents = tuple(document for document, group in pairs if (group in held) == inside)
+            side.append(Source(source.name, source.share, documents))
     return sides
 
 

@@ -1,8 +1,8 @@
 """The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to go on from.
 
-The folder of the checkpoint says whose it is from the start, so that another training takes nothing from it.
+The folder of the checkpoint says whose it is from the start, so that another training run takes nothing from it.
 It knows no text, no task and no architecture. Whatever is random in a step is drawn from (seed, step) alone, so
-that a training which was killed and begun again gives the same bytes as one that was not.
+that a training run which was killed and resumed gives the same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
     """Train `model` in place, from its last checkpoint if there is one.
 
     Raises:
-        UsageError: the checkpoint or its folder is of another training.
+        UsageError: the checkpoint or its folder is of another training run.
         WorkError: the loss is no longer a number, or the checkpoint cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
     """
@@ -148,10 +148,10 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
     claim = folder / "identity.json"
     if claim.exists():
         try:
-            found = json.loads(claim.read_text(encoding="utf-8"))
+            claimed = json.loads(claim.read_text(encoding="utf-8"))
         except ValueError:
-            found = None
-        if found != identity:
+            claimed = None
+        if claimed != identity:
             raise _another(folder)
         return
     if (
@@ -159,7 +159,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
         and not checkpoint.exists()
         and set(folder.iterdir()) - {claim.with_name(claim.name + TEMPORARY)}
     ):
-        raise UsageError(f"{folder} does not say which training it holds; remove it to begin anew.")
+        raise UsageError(f"{folder} does not say which training run it holds; remove it to begin anew.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(identity, indent=2) + "\n"
@@ -167,7 +167,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
 
 
 def _another(folder: Path) -> UsageError:
-    return UsageError(f"{folder} holds a training of other settings or text; remove it to begin anew.")
+    return UsageError(f"{folder} holds a training run of other settings or text; remove it to begin anew.")
 
 
 def _checkpoint(
@@ -202,7 +202,7 @@ def _restore(
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and notes of a training's checkpoint.
+    """Tensors and notes of a training run's checkpoint.
 
     Raises:
         UsageError: it is damaged.

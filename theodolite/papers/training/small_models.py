@@ -86,12 +86,12 @@ def train_small(
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A training that was killed goes on from its last checkpoint (in `<out>.partial`) when it is called again
+    A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
     with the same arguments.
 
     Raises:
         UsageError: `out` exists, a size, the seed or `threads` is impossible, or `<out>.partial` belongs to
-            another training.
+            another training run.
         WorkError: the loss is no longer a number, or a file cannot be written.
     """
     out, console = Path(out), console or Console(stderr=True)

@@ -38,7 +38,7 @@ Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 
 
 class Task(Protocol):
-    """What a training reads and how it is judged."""
+    """What a training run reads and how it is judged."""
 
     @property
     def name(self) -> str:
@@ -185,7 +185,7 @@ class Additions:
         return f"accuracy {self.accuracy(model):.3f}"
 
     def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
-        """Share of `count` new examples of the trained digits with an exactly matching answer."""
+        """Exact-match accuracy on `count` new examples of the trained digits."""
         return self._accuracy(model, self.digits, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
