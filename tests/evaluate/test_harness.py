@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("lm_eval")
 
 from tests.processes import Started, command_without
-from theodolite.corpus.few_shot_task import RULES, TESTED
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.few_shot import few_shot_answers
@@ -137,7 +137,7 @@ def test_the_offline_task_is_the_same_through_lm_eval(opened, tmp_path, monkeypa
     """Oracle: `few_shot_answers` on the same prompts, each cut before its answer."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     model = opened("llama3")
-    prompts = RULES.draw(12, np.random.default_rng([3, TESTED]))
+    prompts = RULES.draw(12, np.random.default_rng([3, TEST_STREAM]))
     rows = []
     for row, asked, labels in zip(prompts.ids, prompts.asked, prompts.labels, strict=True):
         text = "".join(RULES.characters[i] for i in row)

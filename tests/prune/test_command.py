@@ -16,7 +16,7 @@ import pytest
 from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
-from theodolite.prune.checkpoint import Partial
+from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.report.drawing.pruning import error_map
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
@@ -165,8 +165,8 @@ def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
 
 def _prune_slowly(*words: Any) -> None:
     """Each block waits when it is kept, so that a signal finds the command at work."""
-    own = Partial.save
-    Partial.save = lambda *a: (own(*a), time.sleep(0.5))
+    own = UnfinishedPruning.save
+    UnfinishedPruning.save = lambda *a: (own(*a), time.sleep(0.5))
     command(*words)
 
 

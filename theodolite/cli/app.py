@@ -17,7 +17,7 @@ from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.options import (
-    BareRay,
+    RayCommand,
 )
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
@@ -60,7 +60,7 @@ def _options(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-app.command("survey", cls=BareRay)(survey_command)
+app.command("survey", cls=RayCommand)(survey_command)
 app.command("spectra")(spectra_command)
 app.command("trace")(trace_command)
 app.command("exclude")(exclude_command)

@@ -113,7 +113,7 @@ def compare_command(
         else:
             many = DEFAULT_CONTEXTS if contexts is None else contexts
             text = Text(corpus, length, many, seed, text_column)
-            work = _Work(
+            work = _Passes(
                 folder,
                 text,
                 batch,
@@ -131,7 +131,7 @@ def compare_command(
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Passes:
     """How a candidate is opened, reads, is surveyed and traced: with bars, into folders that can be gone on with."""
 
     folder: Path

@@ -87,12 +87,12 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.evaluate.answers_file import Kept
+        from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
 
         asked = Questions(tuple(task or ()), tasks, parse_shots(shots), prompts, seed, limit, batch, download)
-        kept = Kept(out)
+        answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
@@ -102,7 +102,7 @@ def evaluate_command(
             read = None
             if corpus is not None or not (task or tasks):
                 read = read_corpus(model, corpus, length, contexts, seed, text_column)
-            scores += evaluate(model, read, asked, kept, partial(progress, stopped=stopped), stopped)
+            scores += evaluate(model, read, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
-SURVEYED = 32
+SURVEY_CONTEXTS = 32
 """Contexts that are read before the page opens: seconds, and enough for a mean at each position."""
 
 
@@ -57,7 +57,7 @@ def explore_command(
     ] = None,
     corpus: CorpusSpec = None,
     length: Length = None,
-    contexts: Annotated[int, typer.Option(help="Contexts to survey at most.")] = SURVEYED,
+    contexts: Annotated[int, typer.Option(help="Contexts to survey at most.")] = SURVEY_CONTEXTS,
     port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860 on].")] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     seed: Seed = 0,
@@ -90,7 +90,7 @@ def explore_command(
                 )
         with listen(port) as listening:
             opened = [opened_model(name, dtype, device, device_map, revision) for name in names]
-            called = _called(opened)
+            called = _display_names(opened)
             check_pair(list(zip(called, opened, strict=True)))
 
             def surveyed(one: OpenModel) -> Run:
@@ -106,7 +106,7 @@ def explore_command(
             serve(app, listening, lambda address: _say(address, browser))
 
 
-def _called(opened: list[OpenModel]) -> list[str]:
+def _display_names(opened: list[OpenModel]) -> list[str]:
     """Short names of the models, whole ones where they would be the same."""
     short = [short_name(one.id) for one in opened]
     return short if len(set(short)) == len(short) else [one.id for one in opened]

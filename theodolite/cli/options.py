@@ -72,7 +72,7 @@ Ray = Annotated[
 Actors = Annotated[int | None, typer.Option(help="Workers of --ray at most [default: all that fit].")]
 
 
-class BareRay(TyperCommand):
+class RayCommand(TyperCommand):
     """A command whose `--ray` may stand alone: at the end, or before another option. Typer has no such options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -40,7 +40,7 @@ PUBLISHED_CONTEXTS = 128
 RANK_RATIO, DAMPING = 0.25, 0.1
 """The defaults of `prune_model`."""
 
-READ_BY = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
+METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
 """Options of one method only. `--seed` is of all: texts are drawn by it too."""
 
 
@@ -98,7 +98,7 @@ def prune_command(
 
         if method in METHODS:  # another one is refused with what there is
             given = {"--rank-ratio": rank_ratio, "--damping": damping}
-            unread = {name: value for name, value in given.items() if READ_BY[name] != method}
+            unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
             refuse_unread(f"{method} does not read it", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
         _refuse_existing(out)
@@ -117,7 +117,7 @@ def prune_command(
                 out=out,
                 form=form,
                 batch=batch,
-                beside=lambda done, folder: write_page(done, folder / "report"),
+                write_extras=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show,
             )
         _finish(pruned, out, page_at(out / "report"), as_json)

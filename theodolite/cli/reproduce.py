@@ -107,8 +107,8 @@ def reproduce_command(
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
         text = Text(corpus, length, contexts, seed, text_column)
-        asked = _Asked(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
-        study, pages = _stand(asked, experiments, focus)
+        request = _Request(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
+        study, pages = _study(request, experiments, focus)
         page = run_experiments(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
         )
@@ -116,7 +116,7 @@ def reproduce_command(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The call: on what the experiments of a name are to stand."""
 
     name: str
@@ -148,49 +148,49 @@ class _Asked:
         screen.print(line, style="dim", markup=False, highlight=False)
 
 
-def _stand(asked: _Asked, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
+def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder of their pages."""
     from theodolite.papers import Study
     from theodolite.papers.catalogue import on_prompts, stand_alone
     from theodolite.papers.experiment import model_run, theory_run
     from theodolite.papers.training_folders import made_by, trainings_at
 
-    name, seed = asked.name, asked.text.seed
-    trainings, command = asked.model and trainings_at(asked.model), made_by(experiments)
-    if asked.model is not None and trainings:
-        refuse_unread(f"{name} of a folder of trainings reads no other text or model", asked.unread())
-        folder = Path(asked.model)
-        return Study(trainings.run(folder), say=asked.say), asked.out or folder / "reproduce"
+    name, seed = request.name, request.text.seed
+    trainings, command = request.model and trainings_at(request.model), made_by(experiments)
+    if request.model is not None and trainings:
+        refuse_unread(f"{name} of a folder of trainings reads no other text or model", request.unread())
+        folder = Path(request.model)
+        return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
     if stand_alone(experiments):
-        refuse_unread(f"{name} reads no model and no text", {"MODEL": asked.model} | asked.unread())
-        pages = asked.out or Path("runs") / experiments[0].name.partition("/")[0]
-        return Study(theory_run(seed), say=asked.say), pages
+        refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
+        pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
+        return Study(theory_run(seed), say=request.say), pages
     if on_prompts(experiments):
-        of_text = {"--corpus": asked.text.corpus, "--length": asked.text.length}
+        of_text = {"--corpus": request.text.corpus, "--length": request.text.length}
         refuse_unread(f"{name} reads its prompt and no text", of_text)
-        model = asked.opened()
-        pages = (asked.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
-        return Study(model_run(model, seed), model, focus=focus, say=asked.say), pages
-    return _surveyed(asked, focus)
+        model = request.opened()
+        pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
+        return Study(model_run(model, seed), model, focus=focus, say=request.say), pages
+    return _surveyed(request, focus)
 
 
-def _surveyed(asked: _Asked, focus: Focus) -> tuple[Study, Path]:
+def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     """Those that read a survey: it is made here, or reused where it is finished."""
     from theodolite.papers import Study
     from theodolite.report.page import write_report
 
-    model = asked.opened()
+    model = request.opened()
     if focus.layer is not None or focus.head is not None:
         model.check_place(focus.layer or 0, focus.head or 0)  # before a survey is made for nothing
-    read = asked.text.read(model)
+    read = request.text.read(model)
     length = read.contexts.shape[1]
-    second = replace(asked.text, corpus=asked.other, length=length).read(model) if asked.other else None
-    folder = asked.out or default_folder(model, read)
-    run = asked.survey(model, read, folder)
+    second = replace(request.text, corpus=request.other, length=length).read(model) if request.other else None
+    folder = request.out or default_folder(model, read)
+    run = request.survey(model, read, folder)
     if not (folder / "report" / "index.html").is_file():
         write_report(run, folder / "report")
     pages = folder / "reproduce"
-    study = Study(run, model, read, second, folder=pages, survey=asked.survey, focus=focus, say=asked.say)
+    study = Study(run, model, read, second, folder=pages, survey=request.survey, focus=focus, say=request.say)
     return study, pages

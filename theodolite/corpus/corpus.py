@@ -32,8 +32,8 @@ from theodolite.corpus.documents import (
 )
 from theodolite.errors import UsageError
 
-PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
-BREAK = 4_096  # characters before the end of a piece in which white space is looked for
+CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
+BREAK_WINDOW = 4_096  # characters before the end of a piece in which white space is looked for
 READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
 STREAMED_CONTEXTS = (
     256  # of sources without an end (random tokens, streamed datasets) when no number is given
@@ -194,12 +194,12 @@ def repeated_random_tokens(
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
-def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Frame]:
+def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _SpecialTokens]:
     """The ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
         if vocabulary < 1:
             raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
-        return np.arange(vocabulary), _Frame([], [], [])
+        return np.arange(vocabulary), _SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
     special = {*vocabulary.all_special_ids, *marked}
@@ -208,7 +208,7 @@ def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Fr
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _SpecialTokens:
     """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
 
     before: list[int]
@@ -299,24 +299,24 @@ def _sample(
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Token ids of `text`, in pieces of at most `PIECE` characters.
+    """Token ids of `text`, in pieces of at most `CHUNK` characters.
 
     Pieces end before white space where there is some: there the tokenizers that split words before merging
     (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by a token a piece.
     """
     begin = 0
     while begin < len(text):
-        end = begin + PIECE
+        end = begin + CHUNK
         if end < len(text):
-            breaks = [found.start() for found in re.finditer(r"(?<=\S)\s", text[end - BREAK : end])]
-            end += breaks[-1] - BREAK if breaks else 0
+            breaks = [found.start() for found in re.finditer(r"(?<=\S)\s", text[end - BREAK_WINDOW : end])]
+            end += breaks[-1] - BREAK_WINDOW if breaks else 0
         piece = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
         # verbose=False: a document is longer than the model, which is why it is cut.
         yield list(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end
 
 
-def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
+def _frame(tokenizer: Tokenizer, length: int) -> _SpecialTokens:
     """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
@@ -336,7 +336,7 @@ def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
             "special ones; use a larger --length."
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-    return _Frame(before, after, [token for token in ends if token is not None][:1])
+    return _SpecialTokens(before, after, [token for token in ends if token is not None][:1])
 
 
 def _streamed(name: str, config: str | None, split: str, text_column: str) -> Iterator[Document]:

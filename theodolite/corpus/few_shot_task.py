@@ -28,7 +28,7 @@ FILLERS = "xyz"
 
 LETTERS = string.ascii_lowercase.removesuffix(FILLERS)
 
-TESTED, READ = 1 << 40, 2 << 40
+TEST_STREAM, CORPUS_STREAM = 1 << 40, 2 << 40
 """Seeds of prompts to test on and to read as a corpus, beside the caller's: those of training are below 2³²."""
 
 

@@ -9,8 +9,8 @@ import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
+from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.few_shot_task import NAME as FEW_SHOT
-from theodolite.corpus.few_shot_task import READ, RULES, prompt_ids
 from theodolite.errors import UsageError
 
 DRAWN_AT_ONCE = 1000
@@ -100,7 +100,7 @@ def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
     Raises:
         UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
     """
-    prompts = RULES.draw(contexts, np.random.default_rng([seed, READ]))
+    prompts = RULES.draw(contexts, np.random.default_rng([seed, CORPUS_STREAM]))
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")

@@ -16,12 +16,12 @@ import numpy as np
 
 from theodolite.errors import UsageError
 from theodolite.evaluate.scores import Score
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 
 SCHEMA_VERSION = 1
 
 
-class Kept:
+class AnswersFile:
     """The scores in a file; without a path, in memory only."""
 
     def __init__(self, path: Path | None) -> None:
@@ -53,7 +53,7 @@ class Kept:
             for name, scores in sorted(self._found.items())
         ]
         text = json.dumps({"schema_version": SCHEMA_VERSION, "measured": rows}, ensure_ascii=False)
-        with writing(self._path):
+        with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, text + "\n")
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.errors import UsageError
-from theodolite.evaluate.answers_file import Kept
+from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
 from theodolite.evaluate.perplexity import perplexity, perplexity_scores
@@ -81,32 +81,32 @@ def evaluate(
     model: OpenModel,
     corpus: Corpus | None,
     questions: Questions,
-    kept: Kept,
+    answers: AnswersFile,
     bar: Bar,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
-    """Everything that one model is asked; what is kept already is not asked again.
+    """Everything that one model is asked; what is in the file already is not measured again.
 
     `stopped` says whether to stop before the next forward pass; a `bar` knows that by itself.
 
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
     """
-    mine = fingerprint_of(model)
+    model_key = fingerprint_of(model)
     scores: list[Score] = []
     if corpus is not None:
-        key = {**mine, "corpus": corpus.sha256, "batch": questions.batch}
-        scores += kept.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
+        key = {**model_key, "corpus": corpus.sha256, "batch": questions.batch}
+        scores += answers.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
     if NAME in questions.tasks:
         if max(questions.shots) > RULES.shots:
             raise UsageError(f"{NAME} has up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
         asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
-        found = kept.get(
-            {**mine, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
+        found = answers.get(
+            {**model_key, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
         )
         scores += [score for score in found if score.shots in questions.shots]
     if questions.of_lm_eval or questions.folder:
-        scores += _harness(model, questions, kept, mine, bar, stopped)
+        scores += _harness(model, questions, answers, model_key, bar, stopped)
     return [replace(score, model=model.id) for score in scores]
 
 
@@ -126,12 +126,12 @@ def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
 def _harness(
     model: OpenModel,
     questions: Questions,
-    kept: Kept,
-    mine: dict[str, Any],
+    answers: AnswersFile,
+    model_key: dict[str, Any],
     bar: Bar,
     stopped: Callable[[], bool],
 ) -> list[Score]:
-    """One number of shots after the other, each kept as soon as it is there."""
+    """One number of shots after the other, each saved as soon as it is measured."""
 
     def before_pass() -> None:
         if stopped():
@@ -139,19 +139,19 @@ def _harness(
 
     asked = {
         "tasks": sorted(questions.of_lm_eval),
-        "folder": questions.folder and _content(questions.folder),
+        "folder": questions.folder and _folder_hash(questions.folder),
         "limit": questions.limit,
         "batch": questions.batch,
         "lm_eval": lm_eval_version(),
     }
     scores: list[Score] = []
     for shots in questions.shots:
-        measure = partial(_asked, model, questions, shots, before_pass, bar)
-        scores += kept.get({**mine, **asked, "shots": shots}, measure)
+        measure = partial(_harness_scores, model, questions, shots, before_pass, bar)
+        scores += answers.get({**model_key, **asked, "shots": shots}, measure)
     return scores
 
 
-def _asked(
+def _harness_scores(
     model: OpenModel, questions: Questions, shots: int, before_pass: Callable[[], None], bar: Bar
 ) -> list[Score]:
     with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
@@ -168,7 +168,7 @@ def _asked(
         )
 
 
-def _content(folder: Path) -> str:
+def _folder_hash(folder: Path) -> str:
     """Hash of all files of a folder of tasks."""
     digest = hashlib.sha256()
     for path in sorted(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from theodolite.corpus.few_shot_task import NAME, RULES, TESTED, Rules, prompt_ids
+from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error
@@ -51,7 +51,7 @@ def few_shot_answers(
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
     if prompts < 2 or seed < 0:
         raise UsageError(f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more")
-    drawn = rules.draw(prompts, np.random.default_rng([seed, TESTED]))
+    drawn = rules.draw(prompts, np.random.default_rng([seed, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, rules, model.tokenizer)
     if model.longest is not None and ids.shape[1] > model.longest:
         raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")

@@ -33,7 +33,7 @@ BATCH = 8
 SEED, OTHER_SEED = 0, 1234
 """Of Python's random numbers, and of all others: what lm-eval's own command uses."""
 
-ASKED = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+REQUEST_METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods by which lm-eval asks a model, with a list of requests."""
 
 BOOTSTRAPS = 1000
@@ -84,7 +84,7 @@ def harness(
     lm_eval = _lm_eval()
     scores: list[Score] = []
     with _quietly() as cut, _without_bars(), _network(download):
-        manager, names = _known(tasks, folder)
+        manager, names = _task_manager(tasks, folder)
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.hf,
             tokenizer=copy.deepcopy(model.tokenizer),  # it may be given a padding token there
@@ -93,7 +93,7 @@ def harness(
         )
         for count in shots:
             cut.clear()
-            with _seeded(), _told(language_model, before_pass, show_progress):
+            with _seeded(), _reporting_passes(language_model, before_pass, show_progress):
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
                     language_model, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
@@ -112,7 +112,7 @@ def _lm_eval() -> Any:
     return lm_eval
 
 
-def _known(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
+def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
     """A manager that knows the tasks, and their names."""
     from lm_eval.tasks import TaskManager
 
@@ -219,7 +219,7 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 
 @contextlib.contextmanager
-def _told(
+def _reporting_passes(
     language_model: Any, before_pass: Callable[[], None], show_progress: ShowProgress
 ) -> Iterator[None]:
     """While open, `before_pass` and `show_progress` are told of every forward pass that answers lm-eval's requests."""
@@ -237,7 +237,7 @@ def _told(
         ids = args[0] if args else kwargs["input_ids"]
         done += len(ids) if ids.shape[1] > 1 else 0  # one token: a generation that goes on
 
-    for name in ASKED:
+    for name in REQUEST_METHODS:
         setattr(language_model, name, functools.partial(counted, getattr(language_model, name)))
     hook = language_model.model.register_forward_pre_hook(entered, with_kwargs=True)
     try:
@@ -245,7 +245,7 @@ def _told(
         show_progress(total, total)
     finally:
         hook.remove()
-        for name in ASKED:
+        for name in REQUEST_METHODS:
             delattr(language_model, name)  # the class's own is there again
 
 

@@ -17,7 +17,7 @@ from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.system.progress import ShowProgress
 
-LARGEST = math.log(sys.float_info.max)
+LARGEST_LOSS = math.log(sys.float_info.max)
 """Loss whose exponential still is a number."""
 
 
@@ -50,7 +50,7 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(loss), infinite where it is too large for a number."""
-        return math.exp(self.loss) if self.loss < LARGEST else math.inf
+        return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
 
     @property
     def perplexity_se(self) -> float:

@@ -14,7 +14,7 @@ import pandas as pd
 from jaxtyping import Float
 from scipy import stats
 
-CERTAIN = 1.96
+Z95 = 1.96
 """Standard errors to either side that hold 95 % of a normal distribution."""
 
 
@@ -104,9 +104,7 @@ def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
     for (model, shots), found in each.groupby(["model", "shots"], sort=False):
         count = len(found)
         mean, error = mean_and_error(found["accuracy"].to_numpy(dtype=np.float64))
-        reach = (
-            CERTAIN * found["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
-        )
+        reach = Z95 * found["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
         ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
         rows.append({"model": model, "shots": shots, **ends, "seeds": count})
     return pd.DataFrame(rows)

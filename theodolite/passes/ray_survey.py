@@ -169,20 +169,20 @@ class _ShardedPass(SurveyPass):
         done = progress.done
         todo = deque(shards(self.total, self.batch, done))
         under_way: list[_Reading] = []
-        progress.whole(done)
+        progress.checkpoint(done)
         while done < self.total:
             self._assign(todo, under_way, done)
             head = [reading for reading in under_way if reading.first == done]
             ray = imported_ray()
             ready, _ = ray.wait([reading.answer for reading in head], timeout=SECONDS)
             if not ready:
-                progress.moved(done)
+                progress.report(done)
                 continue
             answered = next(reading for reading in head if reading.answer == ready[0])
             self._merge(answered)
             under_way = [reading for reading in under_way if reading.first != done]
             done = answered.last
-            progress.whole(done)
+            progress.checkpoint(done)
 
     def _assign(self, todo: deque[tuple[int, int]], under_way: list[_Reading], done: int) -> None:
         """Give shards to workers that have none; where no shard is left, the one that is waited for, if it is late."""
@@ -235,13 +235,13 @@ class _RemotePass:
 
     def run(self, progress: Progress) -> None:
         """Wait for the worker, and hear of Ctrl-C."""
-        progress.whole(0)
+        progress.checkpoint(0)
         ray = imported_ray()
         answer = self._workers[0].later.remote(self._name, packed(self._tensors))
         while not ray.wait([answer], timeout=SECONDS)[0]:
-            progress.moved(0)
+            progress.report(0)
         self._state, self.notes = fetched(answer, f"was {TITLES[self._name]}")
-        progress.whole(1)
+        progress.checkpoint(1)
 
     def state(self) -> State:
         """What the worker found."""

@@ -36,7 +36,7 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
-from theodolite.system.files import write_text, write_whole, writing
+from theodolite.system.files import disk_errors, write_atomically, write_text
 
 SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
 
@@ -45,7 +45,7 @@ FORMS = ("merged", "factored")
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
-Rows = list[dict[str, Any]]
+TableRows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +107,7 @@ class Pruned:
         return cls(table, provenance, low_rank, folder)
 
 
-Beside = Callable[[Pruned, Path], object]
+WriteExtras = Callable[[Pruned, Path], object]
 """Writes what else goes into the folder of a pruned checkpoint, before that has its name."""
 
 
@@ -145,7 +145,7 @@ def load_factored(folder: str | Path, **options: Any) -> OpenModel:
     return open_model(folder, **options)
 
 
-class Partial:
+class UnfinishedPruning:
     """What is kept of an unfinished pruning in `OUT.partial`, and how it becomes `OUT`.
 
     Args:
@@ -177,7 +177,7 @@ class Partial:
                 self._read(path)
             yield
 
-    def block(self, layer: int) -> tuple[list[PrunedMatrix], Rows] | None:
+    def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
         """The matrices of a block that was done before, and their rows of the table.
 
         Raises:
@@ -185,7 +185,7 @@ class Partial:
         """
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
-    def _read(self, path: Path) -> tuple[list[PrunedMatrix], Rows]:
+    def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:
         pieces, notes = read_matrices(path)
         if notes["fingerprint"] != self._fingerprint:
             raise UsageError(
@@ -210,15 +210,15 @@ class Partial:
         except (OSError, ValueError, TypeError):
             return 0.0
 
-    def save(self, layer: int, pieces: Sequence[PrunedMatrix], rows: Rows, seconds: float) -> None:
+    def save(self, layer: int, pieces: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Keep a block that is done, whole or not at all."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
-        with writing(self._workspace.folder):
+        with disk_errors(self._workspace.folder):
             self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._block(layer), lambda path: write_matrices(path, pieces, notes))
+            write_atomically(self._block(layer), lambda path: write_matrices(path, pieces, notes))
             write_text(self._seconds, json.dumps(seconds))
 
-    def finish(self, model: OpenModel, pruned: Pruned, form: str, beside: Beside) -> Pruned:
+    def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
         """Write `OUT`, at once or not at all, and forget the progress; what was written, with its size."""
         if self.out.exists():
             written = Pruned.load(self.out)
@@ -227,18 +227,18 @@ class Partial:
             shutil.rmtree(self._workspace.folder, ignore_errors=True)
             return written
         temporary = self.out.with_name(self.out.name + ".writing")
-        with writing(self.out), without_progress_bars():
+        with disk_errors(self.out), without_progress_bars():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             try:
                 self._write_weights(temporary, model, pruned, form)
-                pruned = _measured(temporary, model, pruned, form)
+                pruned = _with_bytes(temporary, model, pruned, form)
                 pruned.table.to_parquet(temporary / TABLE, index=False)
                 text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
                 (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
                 for path in temporary.glob("*.safetensors"):  # which only their owner could read
                     shutil.copymode(temporary / SETTINGS, path)
-                beside(pruned, temporary)
+                write_extras(pruned, temporary)
                 os.replace(temporary, self.out)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -275,7 +275,7 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
     }
 
 
-def _measured(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
+def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
     """With the bytes of the weights in the folder, and of the dense model's."""
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != LOW_RANK)
     dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())

@@ -33,13 +33,13 @@ GivenPattern = str | tuple[int, int] | None
 INPUTS_AT_ONCE = 128
 """Inputs of a block of SparseGPT, whose entries are chosen together, as in the released code."""
 
-_TOGETHER = 16
+_SUBBLOCK = 16
 """Inputs between two matrix products inside a block, where no pattern says."""
 
-_SYMMETRIC = 1e-3
+_ASYMMETRY = 1e-3
 """What rounding may do to the symmetry of a Hessian that was summed in half precision, as a share of its diagonal."""
 
-_MOST_DAMPING = 1e12
+_MAX_DAMPING = 1e12
 """Times the mean diagonal: what needs more is no Hessian."""
 
 
@@ -65,7 +65,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
     if found:
         kept = found.largest(scores)
     else:
-        kept = largest(scores.reshape(1, -1), _left_of(weight.numel(), share)).view(weight.shape)
+        kept = largest(scores.reshape(1, -1), _count_left(weight.numel(), share)).view(weight.shape)
     return torch.where(kept, weight, 0)
 
 
@@ -94,7 +94,7 @@ def wanda(
     share = sparsity_of(sparsity, found)
     precision = _precision(weight)
     scores = weight.abs().to(precision) * _near_one(norms).to(precision)
-    kept = found.largest(scores) if found else largest(scores, _left_of(weight.shape[1], share))
+    kept = found.largest(scores) if found else largest(scores, _count_left(weight.shape[1], share))
     return torch.where(kept, weight, 0)
 
 
@@ -131,7 +131,7 @@ def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
         raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
     if hessian.shape[0] != hessian.shape[1] or not len(hessian):
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
-    if not 0 <= damping < _MOST_DAMPING:
+    if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
     backwards = hessian.detach().double().flip(0, 1)
     _check_symmetric(backwards)
@@ -141,7 +141,7 @@ def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
     dead = diagonal == 0
     diagonal[dead] = 1
     mean = diagonal.mean()
-    while damping < _MOST_DAMPING:
+    while damping < _MAX_DAMPING:
         # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
         backwards.diagonal().copy_(diagonal + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(backwards)
@@ -156,7 +156,7 @@ def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:
     probe = torch.arange(len(hessian), dtype=hessian.dtype, device=hessian.device).cos()
     product = hessian @ probe
     check_finite("hessian", product)
-    most = _SYMMETRIC * math.sqrt(len(hessian)) * hessian.diagonal().abs().max()
+    most = _ASYMMETRY * math.sqrt(len(hessian)) * hessian.diagonal().abs().max()
     if (product - probe @ hessian).abs().max() > most:
         raise UsageError("hessian is not symmetric: give the sum of x xᵀ")
 
@@ -232,7 +232,7 @@ def sparsegpt_factored(
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
         rows = pruned[now].addmm_(inverse.mT, asked, alpha=-1)
-        _prune_block(rows, inverse, found or _left_of(rows.numel(), share))
+        _prune_block(rows, inverse, found or _count_left(rows.numel(), share))
         torch.sub(rows, alive[now], out=change[now])
     return pruned.T.to(weight.dtype).contiguous()
 
@@ -250,7 +250,7 @@ def _prune_block(
     kept = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
         kept = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
-    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _TOGETHER)
+    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _SUBBLOCK)
     for first, last in itertools.pairwise((*edges, len(rows))):
         group = slice(first, last)
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
@@ -264,7 +264,7 @@ def _prune_block(
     rows.masked_fill_(~kept, 0)
 
 
-def _left_of(entries: int, sparsity: float) -> int:
+def _count_left(entries: int, sparsity: float) -> int:
     return entries - int(sparsity * entries)
 
 

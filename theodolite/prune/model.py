@@ -21,15 +21,24 @@ from theodolite.models.block_matrices import Matrix, block_matrices, left_dense,
 from theodolite.models.factored import PrunedMatrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
-from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
+from theodolite.prune.checkpoint import (
+    FORMS,
+    SETTINGS,
+    LowRank,
+    Pruned,
+    TableRows,
+    UnfinishedPruning,
+    WriteExtras,
+    low_rank_of,
+)
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
-from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
+from theodolite.prune.settings import DAMPING, PruningSettings, RankRatio, Sparsity
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
 
-MOSTLY_ZERO = 0.3
+PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as pruned already."""
 
 
@@ -47,7 +56,7 @@ def prune_model(
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
-    beside: Beside = lambda pruned, folder: None,
+    write_extras: WriteExtras = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -70,7 +79,7 @@ def prune_model(
         out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
         batch: contexts a forward pass; None: 4096 tokens' worth.
-        beside: writes what else is to be in `out`, given the result and the folder that will have its name.
+        write_extras: writes what else is to be in `out`, given the result and the folder that will have its name.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
@@ -83,7 +92,7 @@ def prune_model(
         raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
-    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
+    settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
@@ -91,29 +100,29 @@ def prune_model(
         "batch": batch_of(corpus, batch),
         "pruning": settings.fingerprint(),
     }
-    work = _Work(model, corpus, matrices, settings, fingerprint, show_progress)
+    work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
     if out is None:
         return work.run(None)
-    partial = Partial(Path(out), json.loads(json.dumps(fingerprint)))
-    with partial.claimed():
-        return partial.finish(model, work.run(partial), form, beside)
+    unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)))
+    with unfinished.claimed():
+        return unfinished.finish(model, work.run(unfinished), form, write_extras)
 
 
 @dataclass(frozen=True)
-class _Work:
+class _PruningRun:
     """One pruning: its inputs, and the steps that it is made of."""
 
     model: OpenModel
     corpus: Corpus
     matrices: list[list[Matrix]]
-    settings: Settings
+    settings: PruningSettings
     fingerprint: dict[str, Any]
     show_progress: ShowProgress
 
-    def run(self, partial: Partial | None) -> Pruned:
+    def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every block that is not done, and put every block's result into the model."""
-        started = time.monotonic() - (partial.seconds if partial else 0.0)
-        rows: Rows = []
+        started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
+        rows: TableRows = []
         low_rank: LowRank = {}
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
@@ -127,12 +136,12 @@ class _Work:
             digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
             self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
             for layer, matrices in enumerate(self.matrices):
-                done = partial.block(layer) if partial else None
+                done = unfinished.block(layer) if unfinished else None
                 pieces, found = done or self._pruned_block(stream, layer, total)
                 for matrix, piece in zip(matrices, pieces, strict=True):
                     matrix.write(piece.merged(matrix.holder.device))
-                if partial and not done:
-                    partial.save(layer, pieces, found, time.monotonic() - started)
+                if unfinished and not done:
+                    unfinished.save(layer, pieces, found, time.monotonic() - started)
                 rows += found
                 low_rank |= low_rank_of(layer, pieces)
                 if layer + 1 < self.model.layers:
@@ -145,11 +154,13 @@ class _Work:
         told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
         return Pruned(pd.DataFrame(rows), provenance | {"wall_seconds": seconds, "pruning": told}, low_rank)
 
-    def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[PrunedMatrix], Rows]:
+    def _pruned_block(
+        self, stream: BlockByBlock, layer: int, total: int
+    ) -> tuple[list[PrunedMatrix], TableRows]:
         """The matrices of a block pruned on what enters them now, and their rows of the table."""
-        matrices, pieces, rows = self.matrices[layer], list[PrunedMatrix](), Rows()
+        matrices, pieces, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
         moments = InputMoments(matrices, full=self.settings.needs_full_moments)
-        with moments.watching():
+        with moments.collecting():
             stream.read(layer)
         before = sum(map(len, self.matrices[:layer]))
         for matrix in matrices:
@@ -175,13 +186,13 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
     if not entries:
         raise UsageError(f"{type(model.hf).__name__} has no linear layers in its blocks that could be pruned")
     share = zeros / entries
-    if share > MOSTLY_ZERO:
+    if share > PRUNED_SHARE:
         raise UsageError(
             f"{share:.0%} of the weights of {model.id} are 0, as if it was pruned: give the dense model"
         )
 
 
-def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Settings) -> None:
+def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: PruningSettings) -> None:
     tokens = corpus.contexts.numel()
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
     if settings.needs_full_moments and tokens < widest:

@@ -64,9 +64,9 @@ class InputMoments:
         self._first: dict[int, int] = {}
         self._last: tuple[int, Tensor | None] = (0, None)
 
-    def watching(self) -> AbstractContextManager[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """While open, products with the matrices are told."""
-        return tapped_products(self._told)
+        return tapped_products(self._add)
 
     def of(self, matrix: Matrix) -> Moments:
         """What entered a matrix; with a count of 0, unit moments: nothing is known, so all inputs count alike.
@@ -88,7 +88,7 @@ class InputMoments:
             )
         return moments
 
-    def _told(self, inputs: Tensor, matrix: Tensor) -> None:
+    def _add(self, inputs: Tensor, matrix: Tensor) -> None:
         at = matrix.data_ptr()
         if self._widths.get(at) != inputs.shape[-1]:
             return

@@ -23,8 +23,8 @@ from theodolite.errors import UsageError
 from theodolite.prune.methods import GivenPattern
 from theodolite.prune.patterns import (
     AGREEMENT,
-    LargestAgain,
     Pattern,
+    ThresholdTracker,
     check_sparsity,
     checked_inputs,
     checked_weight,
@@ -34,7 +34,7 @@ from theodolite.prune.patterns import (
 _SMALL = 256
 """Matrices with fewer rows or columns get a full SVD each step."""
 
-_TURN = 0.03
+_TOLERANCE = 0.03
 """A subspace is followed until a step turns it by less: root mean square of the sines of the angles."""
 
 _MOST_STEPS = 16
@@ -177,17 +177,17 @@ def _alternate(
     small = min(scaled.shape) < _SMALL
     target, residual = scaled.clone(), torch.empty_like(scaled)
     scores, kept = torch.empty_like(scaled), torch.zeros_like(scaled)
-    search, stalls = LargestAgain(budget.entries), 0
+    search, stalls = ThresholdTracker(budget.entries), 0
     for iteration in range(iterations):
         if iteration:
             torch.addcmul(scaled, residual, kept, value=-1, out=target)
         if small or not iteration:
-            found = _exactly(target, budget.rank)
+            found = _truncated_svd(target, budget.rank)
         else:
             followed = _follow(target, found.space)
             due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
             if not followed or (due and _misses(target, followed, generator)):
-                stalls, followed = stalls + 1, _exactly(target, budget.rank)
+                stalls, followed = stalls + 1, _truncated_svd(target, budget.rank)
             found = followed
         torch.addmm(scaled, found.left, found.right, alpha=-1, out=residual)
         _mark_kept(residual, budget, search, scores, kept)
@@ -197,7 +197,9 @@ def _alternate(
     return sparse, found, error, iterations, stalls
 
 
-def _mark_kept(residual: Tensor, budget: _Budget, search: LargestAgain, scores: Tensor, kept: Tensor) -> None:
+def _mark_kept(
+    residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, kept: Tensor
+) -> None:
     """Make `kept` 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
     With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
@@ -232,7 +234,7 @@ def _step(target: Tensor, space: Tensor) -> _LowRank:
     return _LowRank(left, right, *torch.linalg.qr(right.mT))
 
 
-def _exactly(target: Tensor, rank: int) -> _LowRank:
+def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
     """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
     return _step(target, _leading(target, rank))
 
@@ -243,7 +245,10 @@ def _follow(target: Tensor, space: Tensor) -> _LowRank | None:
         found = _step(target, space)
         sines = 1 - (space.mT @ found.space).square().sum(dim=0)
         size = found.factor.diagonal().abs()
-        if sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum() <= len(size) * _TURN**2:
+        if (
+            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
+            <= len(size) * _TOLERANCE**2
+        ):
             return found
         space = found.space
     return None

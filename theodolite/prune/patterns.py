@@ -174,7 +174,7 @@ def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor
     return scores.kthvalue(k, dim=1, keepdim=True).values
 
 
-class LargestAgain:
+class ThresholdTracker:
     """`largest` of the same rows again and again, while their scores change little.
 
     Each row's threshold starts where it was and moves by how many entries are too many, which takes a few passes of

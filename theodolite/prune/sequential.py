@@ -23,10 +23,10 @@ from theodolite.passes.corpus_pass import refuse_bad_numbers
 
 Hidden = Float[Tensor, "contexts positions width"]
 
-SAME = 16
+MAX_ROUNDINGS = 16
 """Two ways to compute the same differ by at most so many roundings of the model's dtype, of the largest entry."""
 
-ALIKE = 4
+MOST_VARIANTS = 4
 """Tensors of one shape among the arguments of blocks that a new one is compared with, so that it is kept once."""
 
 
@@ -48,7 +48,7 @@ class BlockByBlock:
         self._ids = list(corpus.contexts.split(batch))
         self._hidden: list[Hidden] = []
         self._calls: list[list[Call]] = []  # by batch, then by block, without hidden states
-        self._known = _Known()
+        self._shared = _SharedArguments()
         for number, ids in enumerate(self._ids):
             calls, hidden, output = self._own_pass(ids)
             self._calls.append(calls)
@@ -103,7 +103,7 @@ class BlockByBlock:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not calls:
                 ends.append(first_tensor(args, kwargs))
-            calls.append(self._known.call((args, kwargs)))
+            calls.append(self._shared.call((args, kwargs)))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             ends.append(_first(output))
@@ -122,7 +122,7 @@ class BlockByBlock:
     def _compare(self, ours: Hidden, own: Hidden) -> None:
         largest = own.abs().max().double().clamp_min(1e-300)
         error = float((ours.double() - own.double()).abs().max() / largest)
-        if not error <= SAME * torch.finfo(own.dtype).eps:
+        if not error <= MAX_ROUNDINGS * torch.finfo(own.dtype).eps:
             family = type(self._model.hf).__name__
             raise WorkError(
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
@@ -130,7 +130,7 @@ class BlockByBlock:
             )
 
 
-class _Known:
+class _SharedArguments:
     """Arguments of blocks, without hidden states; tensors that are alike (masks, rotations) are kept once."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class _Known:
         for known in alike:
             if torch.equal(known, value):
                 return known
-        if len(alike) < ALIKE:
+        if len(alike) < MOST_VARIANTS:
             alike.append(value)
         return value
 

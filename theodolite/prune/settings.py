@@ -26,14 +26,14 @@ Sparsity = float | Sequence[float] | None
 RankRatio = float | Callable[[int, str], float]
 """Of every matrix, or a function of block and name of the matrix."""
 
-UNSEEN = "no token of the text reached it: every input counts alike"
+NO_TOKENS = "no token of the text reached it: every input counts alike"
 
 DAMPING = 0.1
 """SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class PruningSettings:
     """How a model is pruned.
 
     Attributes:
@@ -63,7 +63,7 @@ class Settings:
         seed: int,
         damping: float,
         matrices: Sequence[Sequence[Matrix]],
-    ) -> Settings:
+    ) -> PruningSettings:
         """The settings, checked.
 
         Raises:
@@ -150,26 +150,28 @@ class Settings:
             "error_scaled": scaled,
             "damping": found.damping,
             "tokens": moments.count,
-            "fallback": found.fallback if moments.count else UNSEEN,
+            "fallback": found.fallback if moments.count else NO_TOKENS,
         }
 
-    def _pruned(self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float) -> _Found:
+    def _pruned(
+        self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
+    ) -> _Approximation:
         pattern = self.pattern
         if self.method == "magnitude":
-            return _Found(magnitude(weight, sparsity, pattern))
+            return _Approximation(magnitude(weight, sparsity, pattern))
         if self.method == "wanda":
-            return _Found(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
+            return _Approximation(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
         if self.method == "sparsegpt":
             factor = moments.factor(self.damping)
             raised = f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
-            return _Found(
+            return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
         parts = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
         stalled = f"full SVD in {parts.stalls} of {parts.iterations} iterations" if parts.stalls else ""
         if not parts.left.numel():
-            return _Found(parts.sparse, fallback=stalled)
-        return _Found(parts.sparse, parts.left, parts.right, fallback=stalled)
+            return _Approximation(parts.sparse, fallback=stalled)
+        return _Approximation(parts.sparse, parts.left, parts.right, fallback=stalled)
 
     def _removes(self, matrix: Matrix) -> bool:
         """Whether so small a share of the matrix, rounded down where the method counts, is an entry or more."""
@@ -193,7 +195,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Approximation:
     """What a method made of a matrix."""
 
     sparse: Tensor

@@ -14,7 +14,7 @@ from theodolite.report.outcome import Comparison, Heading, Outcome
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
 
-LOOK = "matrices that stand out: there, fewer zeros or (OATS) another share of rank would keep more."
+LOOK_FOR = "matrices that stand out: there, fewer zeros or (OATS) another share of rank would keep more."
 
 
 PRUNING = Heading(
@@ -75,7 +75,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
         "pruned blocks before it gave them. The norm in which Wanda and OATS prune; inputs count as if they were "
         "uncorrelated.",
-        LOOK,
+        LOOK_FOR,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,
     )
@@ -87,7 +87,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         drawing.error_map(table, "error"),
         "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their whole second moments. What "
         "SparseGPT keeps small.",
-        LOOK,
+        LOOK_FOR,
         "Frantar & Alistarh 2023, eq. 1",
         wide=True,
     )

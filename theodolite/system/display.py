@@ -13,7 +13,7 @@ View = Callable[[Any], str]
 _views: dict[str, View] = {}
 
 
-def show_with(kind: str, view: View) -> None:
+def register_view(kind: str, view: View) -> None:
     """Have things of this kind shown as the HTML that `view` makes of them."""
     _views[kind] = view
 

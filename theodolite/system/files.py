@@ -15,7 +15,7 @@ TEMPORARY = ".writing"
 """What the name of a file ends with until it is whole."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make the file under another name and rename it: what has the name is whole.
 
     The other name is always the same, so that the next try takes away what a kill leaves; several processes that may
@@ -32,11 +32,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text, whole or not at all."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
+def disk_errors(target: Path) -> Iterator[None]:
     """Turn what a disk says into one line that names the target.
 
     Raises:

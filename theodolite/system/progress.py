@@ -30,11 +30,11 @@ class Progress:
         self._show = show
         self._save = save
 
-    def moved(self, done: int) -> None:
+    def report(self, done: int) -> None:
         """So many steps are done, but the state holds only those before; an interrupt loses the others."""
         self._show(done, self.total)
 
-    def whole(self, done: int) -> None:
+    def checkpoint(self, done: int) -> None:
         """The state holds so many steps: it is saved now and then, and always before an interrupt stops the work."""
         self._save(done, False)
         try:

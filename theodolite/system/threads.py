@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """What `work` gives for each item, in order; as many at a time as torch has threads, each on one of them.
 
     Operations on one context are so short that threads which share one of them mostly wait for each other. `work`

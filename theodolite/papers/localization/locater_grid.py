@@ -35,7 +35,7 @@ from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_
 from theodolite.papers.localization.locater_training import Recipe, Setting, Training
 from theodolite.papers.training.loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 from theodolite.system.interrupt import interruptible
 from theodolite.train.penalty import Gradient
 
@@ -104,7 +104,7 @@ def train_grid(
             raise UsageError(f"there is no {what} to train with: give at least one {what}.")
     for setting in settings:
         setting.check()
-    with writing(job.folder):
+    with disk_errors(job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(job.folder / "lock"):
         kept_text(job.folder, files)
@@ -133,7 +133,7 @@ def _claim(job: Job) -> None:
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
     place = job.folder / CLAIM
     if not place.exists():
-        with writing(job.folder):
+        with disk_errors(job.folder):
             text = json.dumps(claim, indent=2) + "\n"
             write_text(place, text)
     if json.loads(place.read_text(encoding="utf-8")) != claim:
