@@ -151,20 +151,20 @@ class _Passes:
     def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.passes.survey import survey
 
-        place = self.folder / candidate.folder
+        folder = self.folder / candidate.folder
         with bars(self.stopped, of=candidate.name) as show:
-            return survey(model, corpus, place, batch=self.batch, seed=self.text.seed, show_progress=show)
+            return survey(model, corpus, folder, batch=self.batch, seed=self.text.seed, show_progress=show)
 
     def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.sinks.trace import trace_sinks
 
-        place = self.folder / f"{candidate.folder}-sinks"
+        folder = self.folder / f"{candidate.folder}-sinks"
         with progress(f"tracing sinks of {candidate.name}", "contexts", self.stopped) as bar:
-            return trace_sinks(model, corpus, place, batch=self.batch, show_progress=bar)
+            return trace_sinks(model, corpus, folder, batch=self.batch, show_progress=bar)
 
     def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.comparison.outputs import read_outputs
 
-        place = self.folder / f"{candidate.folder}-outputs"
+        folder = self.folder / f"{candidate.folder}-outputs"
         with progress(f"reading outputs of {candidate.name}", "contexts", self.stopped) as bar:
-            return read_outputs(model, corpus, place, batch=self.batch, show_progress=bar)
+            return read_outputs(model, corpus, folder, batch=self.batch, show_progress=bar)

@@ -33,19 +33,19 @@ class Section:
 @functools.cache
 def sections() -> dict[str, Section]:
     """All sections by name, in the order of the page."""
-    _, *parts = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    found = {}
-    for part in parts:
-        title, _, text = part.partition("\n")
+    _, *chunks = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {}
+    for section in chunks:
+        title, _, text = section.partition("\n")
         rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
         if not rows:
             continue
-        quoted = tuple(said for row in rows for said in re.findall(r"`([^`]+)`", row))
+        quoted = tuple(quote for row in rows for quote in re.findall(r"`([^`]+)`", row))
         name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-        found[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
-    return found
+        by_name[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
+    return by_name
 
 
 def section_of(message: str) -> Section | None:
     """The section that explains this message, if there is one."""
-    return next((s for s in sections().values() if any(said in message for said in s.quoted)), None)
+    return next((s for s in sections().values() if any(quote in message for quote in s.quoted)), None)

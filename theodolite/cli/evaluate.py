@@ -112,10 +112,10 @@ def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> N
     from theodolite.evaluate.command import lm_eval_version, tables
     from theodolite.evaluate.scores import table
 
-    found = table(scores)
+    frame = table(scores)
     if not as_json:
         console = Console(soft_wrap=True)
-        for shown in tables(found):
+        for shown in tables(frame):
             console.print(shown)
         return
     rows = [
@@ -123,7 +123,7 @@ def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> N
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        for row in found.to_dict(orient="records")
+        for row in frame.to_dict(orient="records")
     ]
     provenance["versions"]["lm_eval"] = lm_eval_version()
     print(json.dumps(provenance | {"scores": rows}, ensure_ascii=False, allow_nan=False))

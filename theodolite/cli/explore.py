@@ -93,23 +93,22 @@ def explore_command(
             called = _display_names(opened)
             check_pair(list(zip(called, opened, strict=True)))
 
-            def surveyed(one: OpenModel) -> Run:
+            def surveyed(each: OpenModel) -> Run:
                 from theodolite.passes.survey import survey_heads
 
-                read = read_corpus(one, corpus, length, contexts, seed, text_column)
-                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(one.id)) as show:
-                    return survey_heads(one, read, seed=seed, show_progress=show)
+                read = read_corpus(each, corpus, length, contexts, seed, text_column)
+                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(each.id)) as show:
+                    return survey_heads(each, read, seed=seed, show_progress=show)
 
-            found = [_loaded(one, folder) for one, folder in zip(opened, runs, strict=True)] if runs else []
-            found = found or [surveyed(one) for one in opened]
-            app = application(_subjects(called, opened, found))
+            surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
+            app = application(_subjects(called, opened, surveys))
             serve(app, listening, lambda address: _say(address, browser))
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:
     """Short names of the models, whole ones where they would be the same."""
-    short = [short_name(one.id) for one in opened]
-    return short if len(set(short)) == len(short) else [one.id for one in opened]
+    short = [short_name(model.id) for model in opened]
+    return short if len(set(short)) == len(short) else [model.id for model in opened]
 
 
 def _loaded(model: OpenModel, folder: Path) -> Run:
@@ -124,7 +123,7 @@ def _loaded(model: OpenModel, folder: Path) -> Run:
 def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> list[Subject]:
     from theodolite.explore.subject import Subject
 
-    return [Subject(*one) for one in zip(names, models, runs, strict=True)]
+    return list(map(Subject, names, models, runs))
 
 
 def _say(address: str, browser: bool) -> None:

@@ -106,10 +106,10 @@ def opened_model(
 def _without_revision(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
     if model is None or Path(model).exists():
         return model, revision
-    name, at, own = model.partition("@")
+    name, at, name_revision = model.partition("@")
     if at and revision is not None:
         raise UsageError(f"{model} has a revision, and so has --revision: give one")
-    return None if name == EMBEDDED else name, own or revision
+    return None if name == EMBEDDED else name, name_revision or revision
 
 
 def opened_weights(

@@ -136,11 +136,11 @@ class _Request:
     def opened(self) -> OpenModel:
         return opened_model(self.model, *self.opening)
 
-    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
+    def survey(self, model: OpenModel, corpus: Corpus, folder: Path | None) -> Run:
         from theodolite.passes.survey import survey
 
         with bars(self.stopped, of=short_name(corpus.name)) as show:
-            return survey(model, corpus, place, seed=self.text.seed, show_progress=show)
+            return survey(model, corpus, folder, seed=self.text.seed, show_progress=show)
 
     def say(self, line: str) -> None:
         if self.stopped():

@@ -98,9 +98,9 @@ class Rules:
         # A place is the number of its word, plus 0 for the break, 0.1 … 0.9 for letters, and then colon and label.
         word = np.broadcast_to(np.arange(words), (count, words))
         scattered = np.concatenate([word.repeat(attributes, 1), home], axis=1)
-        places = [word, word + 0.92, word + 0.96, scattered + random.uniform(0.1, 0.9, scattered.shape)]
+        sort_keys = [word, word + 0.92, word + 0.96, scattered + random.uniform(0.1, 0.9, scattered.shape)]
         marks = [np.zeros_like(labels), np.ones_like(labels), 2 + labels]
-        order = np.argsort(np.concatenate(places, axis=1), axis=1)
+        order = np.argsort(np.concatenate(sort_keys, axis=1), axis=1)
         tokens = np.concatenate([*marks, letters.reshape(count, -1), fillers], axis=1)
         ids = np.take_along_axis(tokens, order, axis=1)
         return Prompts(ids, np.nonzero(ids == 1)[1].reshape(count, words), labels)
@@ -124,9 +124,8 @@ class Rules:
         can be reached with k examples are followed together with how many sequences of examples reach each.
         """
         rules, prior = self.table()
-        says = (rules[..., None] == np.arange(self.values)).reshape(
-            len(rules), -1
-        )  # an item and a label each
+        # Columns: an item and a label each.
+        says = (rules[..., None] == np.arange(self.values)).reshape(len(rules), -1)
         left = np.ones((1, len(rules)), dtype=bool)
         weight: np.ndarray = np.ones(1)
         accuracy = []
@@ -162,12 +161,13 @@ def prompt_ids(
         raise UsageError(
             f"{NAME} needs a tokenizer with a token for each of {rules.characters!r}, as `theodolite train` makes"
         )
-    own = np.array(spelled)[:, 0]
+    id_of = np.array(spelled)[:, 0]
     framed = list(tokenizer(rules.characters[-1], add_special_tokens=True)["input_ids"])
-    before = framed[: framed.index(own[-1])]
-    ids = np.concatenate([np.tile(before, (len(prompts.ids), 1)).astype(np.int64), own[prompts.ids]], axis=1)
+    before = framed[: framed.index(id_of[-1])]
+    prefix = np.tile(before, (len(prompts.ids), 1)).astype(np.int64)
+    ids = np.concatenate([prefix, id_of[prompts.ids]], axis=1)
     asked = torch.from_numpy(prompts.asked + len(before))
-    return torch.from_numpy(ids), asked, own[rules.label_ids].tolist()
+    return torch.from_numpy(ids), asked, id_of[rules.label_ids].tolist()
 
 
 def _distinct(rows: Bool[np.ndarray, "rows columns"]) -> tuple[np.ndarray, np.ndarray]:

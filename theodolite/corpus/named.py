@@ -63,7 +63,7 @@ def make_corpus(
 def addition_corpus(
     tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
 ) -> Corpus:
-    """Additions of so many digits (`arithmetic.additions`), each from its beginning and cut to `length` characters.
+    """Additions of so many digits (`addition_task.additions`), each from its beginning and cut to `length` characters.
 
     Shorter ones are drawn again. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
     and `=` stand at the same positions in every context; at 24, say, their places vary.
@@ -95,7 +95,7 @@ def addition_corpus(
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Few-shot prompts (`rules.RULES`), a context each, cut to `length` tokens: none that a model is tested on.
+    """Few-shot prompts (`few_shot_task.RULES`), a context each, cut to `length` tokens: none that a model is tested on.
 
     Raises:
         UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.

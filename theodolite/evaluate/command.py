@@ -66,15 +66,15 @@ def parse_shots(given: str) -> tuple[int, ...]:
     Raises:
         UsageError: it is none of them.
     """
-    found: set[int] = set()
+    shots: set[int] = set()
     for part in given.split(","):
         ends = part.split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
             raise UsageError(f"'{given}' are no numbers of examples: give one, several as 0,2,5, or 0-5")
-        found |= set(range(int(ends[0]), int(ends[-1]) + 1))
-    if not found:
+        shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
+    if not shots:
         raise UsageError(f"'{given}' are no numbers of examples: give the smaller one first")
-    return tuple(sorted(found))
+    return tuple(sorted(shots))
 
 
 def evaluate(
@@ -101,10 +101,10 @@ def evaluate(
         if max(questions.shots) > RULES.shots:
             raise UsageError(f"{NAME} has up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
         asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
-        found = answers.get(
+        few_shot = answers.get(
             {**model_key, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
         )
-        scores += [score for score in found if score.shots in questions.shots]
+        scores += [score for score in few_shot if score.shots in questions.shots]
     if questions.of_lm_eval or questions.folder:
         scores += _harness(model, questions, answers, model_key, bar, stopped)
     return [replace(score, model=model.id) for score in scores]
@@ -112,8 +112,8 @@ def evaluate(
 
 def _perplexity(model: OpenModel, corpus: Corpus, batch: int | None, bar: Bar) -> list[Score]:
     with bar("predicting", "contexts") as show:
-        found = perplexity(model, corpus, batch=batch, show_progress=show)
-    return perplexity_scores(model.id, corpus, found)
+        measured = perplexity(model, corpus, batch=batch, show_progress=show)
+    return perplexity_scores(model.id, corpus, measured)
 
 
 def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:

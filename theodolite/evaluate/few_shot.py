@@ -143,10 +143,10 @@ def right_answers(
     right = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
-        part = slice(first, first + batch)
-        logits = model(input_ids=ids[part].to(model.device), use_cache=False).logits[..., label_ids].cpu()
-        told = logits.gather(1, asked[part, :, None].expand(-1, -1, len(label_ids)))
-        right.append(told.argmax(dim=2) == labels[part])
+        rows = slice(first, first + batch)
+        logits = model(input_ids=ids[rows].to(model.device), use_cache=False).logits[..., label_ids].cpu()
+        label_logits = logits.gather(1, asked[rows, :, None].expand(-1, -1, len(label_ids)))
+        right.append(label_logits.argmax(dim=2) == labels[rows])
     show_progress(len(ids), len(ids))
     return torch.cat(right)
 

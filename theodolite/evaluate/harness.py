@@ -116,19 +116,19 @@ def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any,
     """A manager that knows the tasks, and their names."""
     from lm_eval.tasks import TaskManager
 
-    place = None if folder is None else str(Path(folder).resolve())
-    if place is None and not tasks:
+    include_path = None if folder is None else str(Path(folder).resolve())
+    if include_path is None and not tasks:
         raise UsageError("no task was named: name some, or give a folder of tasks")
-    if place is not None:
-        if not Path(place).is_dir():
+    if include_path is not None:
+        if not Path(include_path).is_dir():
             raise UsageError(f"there is no folder {folder}: give one that holds tasks as YAML")
-        manager = TaskManager(include_path=place, include_defaults=False)
+        manager = TaskManager(include_path=include_path, include_defaults=False)
         names = list(tasks) or manager.all_subtasks
         if not names:
             raise UsageError(f"{folder} holds no task of lm-eval: give a folder with one as YAML")
         if set(names) <= set(manager.all_tasks):
             return manager, names
-    manager = _all_tasks(place)
+    manager = _all_tasks(include_path)
     for name in tasks:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
@@ -157,8 +157,8 @@ def _loaded(
         hint = "" if download else "; data that are not on this machine are only fetched with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
     for name, task in loaded["tasks"].items():
-        own = task.get_config("num_fewshot")
-        if own == 0 and shots:
+        fixed = task.get_config("num_fewshot")
+        if fixed == 0 and shots:
             raise UsageError(f"{name} is a task without examples in its prompt: evaluate it with --shots 0")
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=OTHER_SEED)
@@ -188,20 +188,20 @@ def _scores(
         samples = [sample for task in members.get(name, [name]) for sample in results["samples"][task]]
         asked = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
         for key, value in row.items():
-            metric, comma, kept = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = row.get(f"{metric}_stderr,{kept}")
-            own = [sample for sample in samples if sample["filter"] == kept]
+            error = row.get(f"{metric}_stderr,{filter_name}")
+            filtered = [sample for sample in samples if sample["filter"] == filter_name]
             scores.append(
                 Score(
                     task=name,
-                    metric=metric if kept == "none" else f"{metric} ({kept})",
+                    metric=metric if filter_name == "none" else f"{metric} ({filter_name})",
                     value=float(value),
                     error=float(error) if isinstance(error, int | float) else math.nan,
-                    count=len(own),
+                    count=len(filtered),
                     questions=hashlib.sha256(asked.encode()).hexdigest(),
-                    each=_each(own, metric, float(value)),
+                    each=_each(filtered, metric, float(value)),
                     version=str(results["versions"].get(name) or ""),
                     **shared,
                 )
@@ -255,16 +255,16 @@ def _without_bars() -> Iterator[None]:
     import tqdm.std  # lm-eval's own dependency
 
     bars: Any = tqdm.std.tqdm
-    own = bars.__init__
+    original = bars.__init__
 
     def silent(self: Any, *args: Any, **options: Any) -> None:
-        own(self, *args, **options | {"disable": True})
+        original(self, *args, **options | {"disable": True})
 
     bars.__init__ = silent
     try:
         yield
     finally:
-        bars.__init__ = own
+        bars.__init__ = original
 
 
 @contextlib.contextmanager
@@ -316,12 +316,12 @@ def _network(allowed: bool) -> Iterator[None]:
     if allowed:
         yield
         return
-    places: list[Any] = [datasets.config, huggingface_hub.constants]
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
+    configs: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [config.HF_HUB_OFFLINE for config in configs]
+    for config in configs:
+        config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value
+        for config, value in zip(configs, before, strict=True):
+            config.HF_HUB_OFFLINE = value

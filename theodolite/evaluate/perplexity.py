@@ -83,22 +83,22 @@ def perplexity(
     losses = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
-        part = ids[first : first + batch]
-        losses.append(next_token_losses(model.logits(part), part).mean(dim=1))
+        batch_ids = ids[first : first + batch]
+        losses.append(next_token_losses(model.logits(batch_ids), batch_ids).mean(dim=1))
     show_progress(len(ids), len(ids))
-    found = torch.cat(losses).numpy()
-    if not np.isfinite(found).all():
+    all_losses = torch.cat(losses).numpy()
+    if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
-    return Perplexity(found, ids[:, 1:].numel(), batch)
+    return Perplexity(all_losses, ids[:, 1:].numel(), batch)
 
 
-def perplexity_scores(name: str, corpus: Corpus, found: Perplexity) -> list[Score]:
+def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[Score]:
     """Loss and perplexity of the model `name` as scores."""
-    task, count = corpus.name, len(found.losses)
-    shared = (count, found.batch, corpus.sha256)
+    task, count = corpus.name, len(measured.losses)
+    shared = (count, measured.batch, corpus.sha256)
     return [
-        Score(name, task, 0, "loss", found.loss, found.loss_se, *shared, found.losses),
-        Score(name, task, 0, "perplexity", found.perplexity, found.perplexity_se, *shared),
+        Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.losses),
+        Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
     ]
 
 

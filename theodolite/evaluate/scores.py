@@ -101,10 +101,10 @@ def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
         alone it is 1.96 standard errors of its own.
     """
     rows = []
-    for (model, shots), found in each.groupby(["model", "shots"], sort=False):
-        count = len(found)
-        mean, error = mean_and_error(found["accuracy"].to_numpy(dtype=np.float64))
-        reach = Z95 * found["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
+    for (model, shots), group in each.groupby(["model", "shots"], sort=False):
+        count = len(group)
+        mean, error = mean_and_error(group["accuracy"].to_numpy(dtype=np.float64))
+        reach = Z95 * group["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
         ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
         rows.append({"model": model, "shots": shots, **ends, "seeds": count})
     return pd.DataFrame(rows)

@@ -74,10 +74,10 @@ class Pruned:
         Raises:
             UsageError: they have none: another method than OATS, a rank of 0, or no such block.
         """
-        found = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
-        if not found:
+        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        if not factors:
             raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
-        return found
+        return factors
 
     @classmethod
     def load(cls, folder: str | Path) -> Pruned:
@@ -92,11 +92,11 @@ class Pruned:
         try:
             provenance = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             table = pd.read_parquet(folder / TABLE)
-            kept = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
+            tensors = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
             layers = int(provenance["model"]["layers"])
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
-        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in kept.items()}
+        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
         low_rank = {
             (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
             for (name, side), left in sides.items()
@@ -122,12 +122,12 @@ def refuse_inside(out: Path) -> None:
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
 
 
-def low_rank_of(layer: int, pieces: Sequence[PrunedMatrix]) -> LowRank:
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
     """The low-rank parts of a block's matrices."""
     return {
-        (layer, piece.key): (piece.left.cpu(), piece.right.cpu())
-        for piece in pieces
-        if piece.left is not None and piece.right is not None
+        (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
+        for matrix in matrices
+        if matrix.left is not None and matrix.right is not None
     }
 
 
@@ -186,13 +186,13 @@ class UnfinishedPruning:
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
     def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:
-        pieces, notes = read_matrices(path)
+        matrices, notes = read_matrices(path)
         if notes["fingerprint"] != self._fingerprint:
             raise UsageError(
                 f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "
                 "--out or remove it"
             )
-        return pieces, notes["rows"]
+        return matrices, notes["rows"]
 
     def _written(self) -> bool:
         """Whether just this pruning was killed after it had written `OUT`, and before it forgot its progress."""
@@ -210,12 +210,12 @@ class UnfinishedPruning:
         except (OSError, ValueError, TypeError):
             return 0.0
 
-    def save(self, layer: int, pieces: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
+    def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
         """Keep a block that is done, whole or not at all."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
         with disk_errors(self._workspace.folder):
             self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._block(layer), lambda path: write_matrices(path, pieces, notes))
+            write_atomically(self._block(layer), lambda path: write_matrices(path, matrices, notes))
             write_text(self._seconds, json.dumps(seconds))
 
     def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:

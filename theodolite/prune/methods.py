@@ -59,14 +59,14 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
         UsageError: numbers that are not finite, no matrix, or a sparsity or pattern that there is not.
     """
     weight = checked_weight(weight)
-    found = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, found)
+    n_of_m = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, n_of_m)
     scores = weight.abs().to(_precision(weight))
-    if found:
-        kept = found.largest(scores)
+    if n_of_m:
+        mask = n_of_m.largest(scores)
     else:
-        kept = largest(scores.reshape(1, -1), _count_left(weight.numel(), share)).view(weight.shape)
-    return torch.where(kept, weight, 0)
+        mask = largest(scores.reshape(1, -1), _count_left(weight.numel(), share)).view(weight.shape)
+    return torch.where(mask, weight, 0)
 
 
 @torch.no_grad()
@@ -90,12 +90,12 @@ def wanda(
     """
     weight = checked_weight(weight)
     norms = checked_inputs("input_norm", input_norm, weight)
-    found = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, found)
+    n_of_m = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, n_of_m)
     precision = _precision(weight)
     scores = weight.abs().to(precision) * _near_one(norms).to(precision)
-    kept = found.largest(scores) if found else largest(scores, _count_left(weight.shape[1], share))
-    return torch.where(kept, weight, 0)
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores, _count_left(weight.shape[1], share))
+    return torch.where(mask, weight, 0)
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ def sparsegpt_factored(
         raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {inputs}")
     if block < 1:
         raise UsageError(f"block is {block}: give a positive number of inputs")
-    found = pattern_of(pattern, inputs)
-    share = sparsity_of(sparsity, found)
-    if found:
-        block = max(block // found.of, 1) * found.of
+    n_of_m = pattern_of(pattern, inputs)
+    share = sparsity_of(sparsity, n_of_m)
+    if n_of_m:
+        block = max(block // n_of_m.of, 1) * n_of_m.of
     precision = _precision(weight)
     # Transposed: what is read and written at once, one input of all outputs, lies together in memory.
     alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
@@ -232,7 +232,7 @@ def sparsegpt_factored(
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
         rows = pruned[now].addmm_(inverse.mT, asked, alpha=-1)
-        _prune_block(rows, inverse, found or _count_left(rows.numel(), share))
+        _prune_block(rows, inverse, n_of_m or _count_left(rows.numel(), share))
         torch.sub(rows, alive[now], out=change[now])
     return pruned.T.to(weight.dtype).contiguous()
 
@@ -247,21 +247,21 @@ def _prune_block(
     """
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
-    kept = torch.empty_like(rows, dtype=torch.bool)
+    mask = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
-        kept = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
+        mask = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
     edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _SUBBLOCK)
     for first, last in itertools.pairwise((*edges, len(rows))):
         group = slice(first, last)
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
         if isinstance(keep, Pattern):
-            kept[group] = keep.largest_down((rows[group] / scale[group]).abs())
-        share = ~kept[group] / scale[group]
+            mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
+        share = ~mask[group] / scale[group]
         for i in range(first, last):
             if i > first:
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
             torch.mul(rows[i], share[i - first], out=errors[i])
-    rows.masked_fill_(~kept, 0)
+    rows.masked_fill_(~mask, 0)
 
 
 def _count_left(entries: int, sparsity: float) -> int:

@@ -137,13 +137,13 @@ class _PruningRun:
             self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
             for layer, matrices in enumerate(self.matrices):
                 done = unfinished.block(layer) if unfinished else None
-                pieces, found = done or self._pruned_block(stream, layer, total)
-                for matrix, piece in zip(matrices, pieces, strict=True):
-                    matrix.write(piece.merged(matrix.holder.device))
+                pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
+                for matrix, pruned in zip(matrices, pruned_matrices, strict=True):
+                    matrix.write(pruned.merged(matrix.holder.device))
                 if unfinished and not done:
-                    unfinished.save(layer, pieces, found, time.monotonic() - started)
-                rows += found
-                low_rank |= low_rank_of(layer, pieces)
+                    unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
+                rows += block_rows
+                low_rank |= low_rank_of(layer, pruned_matrices)
                 if layer + 1 < self.model.layers:
                     stream.advance(layer)
             stream.verify_end()
@@ -151,26 +151,26 @@ class _PruningRun:
         seconds = time.monotonic() - started
         provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
         dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
-        told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
-        return Pruned(pd.DataFrame(rows), provenance | {"wall_seconds": seconds, "pruning": told}, low_rank)
+        pruning = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
+        provenance |= {"wall_seconds": seconds, "pruning": pruning}
+        return Pruned(pd.DataFrame(rows), provenance, low_rank)
 
     def _pruned_block(
         self, stream: BlockByBlock, layer: int, total: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
         """The matrices of a block pruned on what enters them now, and their rows of the table."""
-        matrices, pieces, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
+        matrices, pruned_matrices, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
         moments = InputMoments(matrices, full=self.settings.needs_full_moments)
         with moments.collecting():
             stream.read(layer)
         before = sum(map(len, self.matrices[:layer]))
         for matrix in matrices:
-            self.show_progress(
-                before + len(rows), total
-            )  # not after the last one: a block that is done is kept
-            piece, row = self.settings.prune(matrix, moments.of(matrix))
-            pieces.append(piece)
+            # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
+            self.show_progress(before + len(rows), total)
+            pruned, row = self.settings.prune(matrix, moments.of(matrix))
+            pruned_matrices.append(pruned)
             rows.append(row)
-        return pieces, rows
+        return pruned_matrices, rows
 
 
 def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:

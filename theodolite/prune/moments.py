@@ -77,8 +77,8 @@ class InputMoments:
         at, width, device = matrix.holder.data_ptr(), matrix.shape[1], matrix.holder.device
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:
-            one = torch.ones(width, dtype=torch.float64, device=device)
-            return Moments(0, one, one.diag() if self._full else None)
+            ones = torch.ones(width, dtype=torch.float64, device=device)
+            return Moments(0, ones, ones.diag() if self._full else None)
         if first not in self._moments:
             self._moments[first] = self._sums.pop(first).moments()
         moments = self._moments[first]
@@ -118,8 +118,8 @@ class _Diagonal:
         """Take in rows."""
         self._sum = self._sum.to(rows.device)
         self._count += len(rows)
-        for part in rows.split(ROWS):
-            self._sum += part.double().square().sum(dim=0)
+        for chunk in rows.split(ROWS):
+            self._sum += chunk.double().square().sum(dim=0)
 
     def moments(self) -> Moments:
         """Of all rows."""

@@ -71,8 +71,8 @@ class SparseLowRank:
         """The sum as one matrix in the dtype of its parts, rounded once."""
         dtype = self.sparse.dtype
         sparse, left, right = (
-            part.to(torch.promote_types(dtype, torch.float32))
-            for part in (self.sparse, self.left, self.right)
+            factor.to(torch.promote_types(dtype, torch.float32))
+            for factor in (self.sparse, self.left, self.right)
         )
         return torch.addmm(sparse, left, right).to(dtype)
 
@@ -131,12 +131,12 @@ def oats(
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
-    sparse, found, error, done, stalls = _alternate(scaled, budget, iterations, generator)
-    seen = scale > 0
+    sparse, low_rank, error, done, stalls = _alternate(scaled, budget, iterations, generator)
+    active = scale > 0
     return SparseLowRank(
-        sparse=torch.where((sparse != 0) & seen, sparse / scale, 0).to(weight.dtype),
-        left=found.left.to(weight.dtype).contiguous(),
-        right=torch.where(seen, found.right / scale, found.left.mT @ original).to(weight.dtype),
+        sparse=torch.where((sparse != 0) & active, sparse / scale, 0).to(weight.dtype),
+        left=low_rank.left.to(weight.dtype).contiguous(),
+        right=torch.where(active, low_rank.right / scale, low_rank.left.mT @ original).to(weight.dtype),
         error=error,
         iterations=done,
         stalls=stalls,
@@ -148,13 +148,13 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
     if not 0 <= rank_ratio <= 1:
         raise UsageError(f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to 1")
     if pattern is None:
-        kept = 1 - check_sparsity(sparsity)
+        density = 1 - check_sparsity(sparsity)
     else:
         most = pattern.density / (1 - rank_ratio) if rank_ratio < 1 else math.inf
         if sparsity is None and most < 1:
-            kept = most
+            density = most
         elif sparsity is not None and 1 - check_sparsity(sparsity) <= most + AGREEMENT:
-            kept = 1 - sparsity
+            density = 1 - sparsity
         elif most < 1:
             raise UsageError(
                 f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
@@ -163,8 +163,8 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
         else:
             raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
     # In the order of the published code, so that floats are rounded down as they are there.
-    rank = int(rank_ratio * kept * (outputs * inputs) / (outputs + inputs))
-    zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * kept))
+    rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
+    zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
     return _Budget(rank, inputs - zeros, pattern)
 
 
@@ -176,29 +176,29 @@ def _alternate(
         iterations = 1
     small = min(scaled.shape) < _SMALL
     target, residual = scaled.clone(), torch.empty_like(scaled)
-    scores, kept = torch.empty_like(scaled), torch.zeros_like(scaled)
+    scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
     search, stalls = ThresholdTracker(budget.entries), 0
     for iteration in range(iterations):
         if iteration:
-            torch.addcmul(scaled, residual, kept, value=-1, out=target)
+            torch.addcmul(scaled, residual, mask, value=-1, out=target)
         if small or not iteration:
-            found = _truncated_svd(target, budget.rank)
+            low_rank = _truncated_svd(target, budget.rank)
         else:
-            followed = _follow(target, found.space)
+            followed = _follow(target, low_rank.space)
             due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
             if not followed or (due and _misses(target, followed, generator)):
                 stalls, followed = stalls + 1, _truncated_svd(target, budget.rank)
-            found = followed
-        torch.addmm(scaled, found.left, found.right, alpha=-1, out=residual)
-        _mark_kept(residual, budget, search, scores, kept)
-    sparse = residual * kept
+            low_rank = followed
+        torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
+        _mark_kept(residual, budget, search, scores, mask)
+    sparse = residual * mask
     norm = torch.linalg.vector_norm(scaled)
     error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
-    return sparse, found, error, iterations, stalls
+    return sparse, low_rank, error, iterations, stalls
 
 
 def _mark_kept(
-    residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, kept: Tensor
+    residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
     """Make `kept` 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
@@ -209,9 +209,9 @@ def _mark_kept(
     if budget.pattern:
         scores.mul_(budget.pattern.largest(scores))
     if budget.pattern and budget.entries >= budget.pattern.density * residual.shape[1]:
-        torch.gt(scores, 0, out=kept)
+        torch.gt(scores, 0, out=mask)
     else:
-        search.mark(scores, kept)
+        search.mark(scores, mask)
 
 
 class _LowRank(NamedTuple):
@@ -242,31 +242,31 @@ def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
 def _follow(target: Tensor, space: Tensor) -> _LowRank | None:
     """Steps until the space rests; None if it does not."""
     for _ in range(_MOST_STEPS):
-        found = _step(target, space)
-        sines = 1 - (space.mT @ found.space).square().sum(dim=0)
-        size = found.factor.diagonal().abs()
+        step = _step(target, space)
+        sines = 1 - (space.mT @ step.space).square().sum(dim=0)
+        size = step.factor.diagonal().abs()
         if (
             sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
             <= len(size) * _TOLERANCE**2
         ):
-            return found
-        space = found.space
+            return step
+        space = step.space
     return None
 
 
-def _misses(target: Tensor, found: _LowRank, generator: torch.Generator) -> bool:
+def _misses(target: Tensor, low_rank: _LowRank, generator: torch.Generator) -> bool:
     """Whether a direction outside of the subspace is larger than the least one inside.
 
     Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
     singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
     """
-    left, right = found.left, found.right
+    left, right = low_rank.left, low_rank.right
     probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)
     for _ in range(_PROBE_STEPS):
-        seen = target @ probes - left @ (right @ probes)
-        probes = torch.linalg.qr((seen.mT @ target - seen.mT @ left @ right).mT).Q
+        sketch = target @ probes - left @ (right @ probes)
+        probes = torch.linalg.qr((sketch.mT @ target - sketch.mT @ left @ right).mT).Q
     outside = torch.linalg.svdvals(target @ probes - left @ (right @ probes))[0]
-    inside = torch.linalg.svdvals(found.factor)
+    inside = torch.linalg.svdvals(low_rank.factor)
     rounding = _ROUNDING * torch.finfo(inside.dtype).eps * inside[0]
     return bool(outside > torch.maximum(_SLACK * inside[-1], rounding))
 

@@ -67,16 +67,16 @@ def pattern_of(given: object, inputs: int) -> Pattern | None:
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", given) if isinstance(given, str) else None
-    kept, of = 0, 0
+    nonzeros, of = 0, 0
     if text:
-        kept, of = int(text[1]), int(text[2])
+        nonzeros, of = int(text[1]), int(text[2])
     elif isinstance(given, tuple) and len(given) == 2 and all(type(number) is int for number in given):
-        kept, of = given
-    if not 0 < kept < of:
+        nonzeros, of = given
+    if not 0 < nonzeros < of:
         raise UsageError(f'pattern is {given!r}: give N:M with 0 < N < M, such as "2:4"')
     if inputs % of:
-        raise UsageError(f"pattern {kept}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
-    return Pattern(kept, of)
+        raise UsageError(f"pattern {nonzeros}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
+    return Pattern(nonzeros, of)
 
 
 def check_sparsity(sparsity: object) -> float:

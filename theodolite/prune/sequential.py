@@ -119,10 +119,10 @@ class BlockByBlock:
         first, last = ends
         return calls, first, last
 
-    def _compare(self, ours: Hidden, own: Hidden) -> None:
-        largest = own.abs().max().double().clamp_min(1e-300)
-        error = float((ours.double() - own.double()).abs().max() / largest)
-        if not error <= MAX_ROUNDINGS * torch.finfo(own.dtype).eps:
+    def _compare(self, ours: Hidden, reference: Hidden) -> None:
+        largest = reference.abs().max().double().clamp_min(1e-300)
+        error = float((ours.double() - reference.double()).abs().max() / largest)
+        if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
             family = type(self._model.hf).__name__
             raise WorkError(
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "

@@ -118,25 +118,25 @@ class PruningSettings:
         """One matrix pruned, in its own dtype, and its row of the table."""
         weight = matrix.read()
         share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
-        found = self._pruned(weight, moments, share, ratio)
-        piece = PrunedMatrix(
+        approximation = self._pruned(weight, moments, share, ratio)
+        pruned = PrunedMatrix(
             key=matrix.key,
             parameter=matrix.parameter,
             expert=matrix.expert,
             dimension=matrix.dimension,
             rows=matrix.rows,
             # A negative zero would not outlive packing.
-            sparse=torch.where(found.sparse == 0, 0, found.sparse),
-            left=found.left,
-            right=found.right,
+            sparse=torch.where(approximation.sparse == 0, 0, approximation.sparse),
+            left=approximation.left,
+            right=approximation.right,
         )
-        lost = moments.squared_norms(weight.double() - piece.merged().double())
+        lost = moments.squared_norms(weight.double() - pruned.merged().double())
         whole = moments.squared_norms(weight)
         exact, scaled = (
-            math.sqrt(max(part, 0) / all_) if all_ > 0 else math.nan
-            for part, all_ in zip(lost, whole, strict=True)
+            math.sqrt(max(missing, 0) / all_) if all_ > 0 else math.nan
+            for missing, all_ in zip(lost, whole, strict=True)
         )
-        return piece, {
+        return pruned, {
             "layer": matrix.layer,
             "matrix": matrix.name,
             "expert": -1 if matrix.expert is None else matrix.expert,
@@ -145,12 +145,12 @@ class PruningSettings:
             "inputs": matrix.shape[1],
             "method": self.method,
             "asked": math.nan if share is None else share,
-            **_counts(piece),
+            **_counts(pruned),
             "error": exact,
             "error_scaled": scaled,
-            "damping": found.damping,
+            "damping": approximation.damping,
             "tokens": moments.count,
-            "fallback": found.fallback if moments.count else NO_TOKENS,
+            "fallback": approximation.fallback if moments.count else NO_TOKENS,
         }
 
     def _pruned(
@@ -167,11 +167,11 @@ class PruningSettings:
             return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
-        parts = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
-        stalled = f"full SVD in {parts.stalls} of {parts.iterations} iterations" if parts.stalls else ""
-        if not parts.left.numel():
-            return _Approximation(parts.sparse, fallback=stalled)
-        return _Approximation(parts.sparse, parts.left, parts.right, fallback=stalled)
+        split = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
+        stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
+        if not split.left.numel():
+            return _Approximation(split.sparse, fallback=stalled)
+        return _Approximation(split.sparse, split.left, split.right, fallback=stalled)
 
     def _removes(self, matrix: Matrix) -> bool:
         """Whether so small a share of the matrix, rounded down where the method counts, is an entry or more."""
@@ -205,16 +205,16 @@ class _Approximation:
     fallback: str = ""
 
 
-def _counts(piece: PrunedMatrix) -> dict[str, Any]:
+def _counts(pruned: PrunedMatrix) -> dict[str, Any]:
     """Sparsity reached, rank, entries that are not zero, and bytes, dense and as the piece is written."""
-    low_rank = [factor for factor in (piece.left, piece.right) if factor is not None]
-    entries, size = piece.sparse.numel(), piece.sparse.element_size()
-    nonzeros = int((piece.sparse != 0).sum())
-    kept = nonzeros + sum(factor.numel() for factor in low_rank)
+    low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
+    entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
+    nonzeros = int((pruned.sparse != 0).sum())
+    parameters = nonzeros + sum(factor.numel() for factor in low_rank)
     return {
-        "sparsity": 1 - kept / entries,
+        "sparsity": 1 - parameters / entries,
         "rank": low_rank[1].shape[0] if low_rank else 0,
         "nonzeros": nonzeros,
         "dense_bytes": entries * size,
-        "compact_bytes": kept * size + -(-entries // 8),
+        "compact_bytes": parameters * size + -(-entries // 8),
     }

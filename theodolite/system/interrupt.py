@@ -25,8 +25,8 @@ def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[
         noted = True
         say()
 
-    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not own or threading.current_thread() is not threading.main_thread():
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     signal.signal(signal.SIGINT, note)
