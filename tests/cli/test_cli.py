@@ -148,7 +148,7 @@ def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
 def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
     status, _, stderr = call("survey", "me/model@v2", "--revision", "v3")
     assert status == 2
-    assert "me/model@v2 has a revision, and so has --revision" in stderr
+    assert "me/model@v2 already names a revision: leave out --revision" in stderr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a@b").mkdir()
     assert "a@b is no checkpoint" in call("survey", "a@b")[2]
@@ -416,7 +416,7 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     assert status == (130 if number == signal.SIGINT else -9)
     assert not parts.exists()
     if number == signal.SIGINT:
-        assert "error: interrupted; run the same command again to go on" in stderr
+        assert "error: interrupted; rerun the command to resume" in stderr
     assert call("survey", model, *reading, "--out", parts)[0] == 0
     for name in (
         "layers.parquet",

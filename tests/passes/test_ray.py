@@ -406,7 +406,7 @@ def test_the_command_stops_at_ctrl_c_and_goes_on(cluster, checkpoint, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert stderr.rstrip().endswith("error: interrupted; run the same command again to go on")
+    assert stderr.rstrip().endswith("error: interrupted; rerun the command to resume")
     assert "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=30)[1]
     result = CliRunner().invoke(app, [*map(str, read), "--out", str(out)])

@@ -105,8 +105,8 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
     return {
         "a sparsity of 0": (bad("--sparsity", "0"), "sparsity is 0.0"),
         "a sparsity of 1": (bad("--sparsity", "1"), "sparsity is 1.0"),
-        "no number": (bad("--sparsity", "half"), "'half' is no number"),
-        "an empty sparsity": (bad("--sparsity", ""), "'' is no number"),
+        "no number": (bad("--sparsity", "half"), "'half' is neither a number"),
+        "an empty sparsity": (bad("--sparsity", ""), "'' is neither a number"),
         "a sparsity of nothing": (
             bad("--sparsity", "1e-9"),
             "a sparsity of 1e-09 removes no entry of any matrix",
@@ -117,9 +117,9 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "another method's rank ratio": (
             bad("--method", "wanda", "--rank-ratio", "0.5"),
-            "wanda does not read it: leave out --rank-ratio",
+            "wanda has no such option: leave out --rank-ratio",
         ),
-        "another method's damping": (bad("--damping", "0.1"), "oats does not read it: leave out --damping"),
+        "another method's damping": (bad("--damping", "0.1"), "oats has no such option: leave out --damping"),
         "inside a pruned checkpoint": (
             _arguments(model, text, tmp_path / "pruned" / "deep" / "out"),
             f"lies inside the pruned checkpoint {tmp_path / 'pruned'}: choose another --out",
@@ -182,7 +182,7 @@ def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     assert status == (130 if number == signal.SIGINT else -9), stderr
     assert not parts.exists()
     if number == signal.SIGINT:
-        assert "error: interrupted; run the same command again to go on" in stderr
+        assert "error: interrupted; rerun the command to resume" in stderr
     assert call(*_arguments(model, text, parts))[0] == 0
     for name in ("model.safetensors", "low_rank.safetensors", "pruning.parquet", "config.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name

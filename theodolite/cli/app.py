@@ -16,9 +16,7 @@ from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
-from theodolite.cli.options import (
-    RayCommand,
-)
+from theodolite.cli.options import RayCommand
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command
@@ -53,7 +51,7 @@ def _options(
     ] = False,
 ) -> None:
     show_tracebacks(debug)
-    # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
+    # No progress chatter, warnings or telemetry from the libraries underneath.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

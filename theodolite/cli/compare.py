@@ -45,34 +45,34 @@ def compare_command(
         list[str],
         typer.Argument(
             help=f"Two or more run folders, or folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the "
-            "package); all are compared with the first.",
+            "package), compared with the first.",
             show_default=False,
         ),
     ],
     corpus: CorpusSpec = None,
     length: Length = None,
     contexts: Annotated[
-        int | None, typer.Option(help=f"Contexts to read at most [default: {DEFAULT_CONTEXTS}].")
+        int | None, typer.Option(help=f"Maximum number of contexts [default: {DEFAULT_CONTEXTS}].")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text of the attention maps [default: a question of inference].")
+        str | None, typer.Option(help="Prompt of the attention maps [default: a reasoning question].")
     ] = None,
     layer: Annotated[
         int | None,
-        typer.Option(help="Block of the head in the maps, from 0 [default: the head that lost most sinks]."),
+        typer.Option(help="Block, from 0, of the head in the maps [default: the head that lost most sinks]."),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
     without_low_rank: Annotated[
         int | None,
         typer.Option(
             metavar="LAYER",
-            help="Also the second model without the low-rank term of W_Q, W_K, W_V of this block, and without a "
-            "random part as large.",
+            help="Also ablate the low-rank term of W_Q, W_K, W_V of this block in the second model, with a "
+            "norm-matched random term as control.",
         ),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(help="Of that term in a model that was not pruned to one: the leading part of an SVD."),
+        typer.Option(help="Rank of that term, by truncated SVD, in a model that was not pruned with one."),
     ] = None,
     seed: Seed = 0,
     out: Annotated[
@@ -85,11 +85,11 @@ def compare_command(
     device: Device = None,
     device_map: DeviceMap = None,
 ) -> None:
-    """What of the mechanism survives: sinks, tags, outliers, positions, what heads write, entropies, head types, W_QK.
+    """How much of the mechanism survives: sinks, tags, outliers, positions, head outputs, entropies, head types, W_QK.
 
-    Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
-    (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text
-    first, into the folder that is written; a finished part is used again.
+    Run folders of the same text are compared as they are, with their traces (FOLDER-sinks) and head outputs
+    (FOLDER-outputs) if all have them. Models are first surveyed and traced and their head outputs collected, in the
+    --out folder; finished parts are reused.
 
     Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
     """
@@ -98,12 +98,14 @@ def compare_command(
         from theodolite.passes.prompts import Focus
 
         if len(models) < 2:
-            raise UsageError("one model has nothing to be compared with: give two or more")
+            raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
         runs = [command.is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]
-            raise UsageError(f"{other} is no run folder, others are: give run folders or models, not both")
+            raise UsageError(
+                f"{other} is not a run folder but others are: give run folders or models, not both"
+            )
         if all(runs):
             of_models: dict[str, object] = {"--corpus": corpus, "--length": length, "--contexts": contexts}
             of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
@@ -132,7 +134,7 @@ def compare_command(
 
 @dataclass(frozen=True)
 class _Passes:
-    """How a candidate is opened, reads, is surveyed and traced: with bars, into folders that can be gone on with."""
+    """How a candidate is opened, surveyed and traced: with progress bars, in folders that can be resumed."""
 
     folder: Path
     text: Text

@@ -1,7 +1,6 @@
 """What an error means and what to do about it: the page of errors, which the package carries.
 
-It is asked by the name of a section or by a message, and knows nothing of who raises what: a section explains a
-message if one of its rows quotes a part of it.
+Looked up by section name or by message: a section explains a message if one of its rows quotes a part of it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Section:
     """A part of the page.
 
     Attributes:
-        name: what it is asked for by, and its anchor: the title in lower case with hyphens.
+        name: its key and anchor: the title in lower case with hyphens.
         text: in Markdown, without links.
-        quoted: the parts of messages that its rows begin with.
+        quoted: the message fragments that its rows begin with.
     """
 
     name: str

@@ -41,37 +41,39 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders or hub names of checkpoints (`{EMBEDDED}`: the model inside the package, which is meant too "
-            "if none is named).",
+            help=f"Folders or hub names of checkpoints (`{EMBEDDED}`, the default: the model inside the "
+            "package).",
             show_default=False,
         ),
     ] = None,
     corpus: CorpusSpec = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="few-shot (offline), or a task or group of lm-eval; may be given several times."),
+        typer.Option(help="few-shot (offline), or a task or group of lm-eval; repeatable."),
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option(help="Folder of tasks of one's own for lm-eval (may run its Python).")
+        Path | None, typer.Option(help="Folder of custom lm-eval tasks (may run Python code in it).")
     ] = None,
-    shots: Annotated[str, typer.Option(help="Examples in the prompts, as 3, 0,2,5 or 0-5.")] = "0-5",
-    prompts: Annotated[int, typer.Option(help="Prompts of few-shot.")] = 4000,
-    limit: Annotated[int | None, typer.Option(help="Documents of a task of lm-eval [default: all].")] = None,
+    shots: Annotated[
+        str, typer.Option(help="Numbers of examples in the prompt, as 3, 0,2,5 or 0-5.")
+    ] = "0-5",
+    prompts: Annotated[int, typer.Option(help="Number of prompts of few-shot.")] = 4000,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
+    ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Prompts a forward pass [default: 4096 tokens, 8 prompts of lm-eval]."),
+        typer.Option(help="Prompts per forward pass [default: 4096 tokens; 8 prompts for lm-eval]."),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Let lm-eval fetch data that are not here.")
+        bool, typer.Option("--download", help="Let lm-eval download data that are not on this machine.")
     ] = False,
     length: Length = None,
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="JSON file that keeps every answer; what is there is not asked again."
-        ),
+        typer.Option("--out", "-o", help="JSON file of results; those already in it are not measured again."),
     ] = None,
     as_json: AsJson = False,
     text_column: TextColumnName = "text",
@@ -80,9 +82,9 @@ def evaluate_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Perplexity on a text, accuracy by number of examples, and tasks of lm-eval: of one model, or of several compared.
+    """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
-    Without --task and --tasks: perplexity, on the text inside every Python where no --corpus is given.
+    Without --task and --tasks: perplexity, by default on the documentation that ships with Python.
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 SURVEY_CONTEXTS = 32
-"""Contexts that are read before the page opens: seconds, and enough for a mean at each position."""
+"""Contexts surveyed before the page opens: takes seconds, and is enough for a mean at each position."""
 
 
 def explore_command(
@@ -45,20 +45,20 @@ def explore_command(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="A second model, shown beside the first: pruned, say. One tokenizer and one shape.",
+            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape.",
             show_default=False,
         ),
     ] = None,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            "--run", help="Folder of a survey of the model, instead of one made now; once for each model."
+            "--run", help="Folder of a finished survey of the model, instead of a new one; once per model."
         ),
     ] = None,
     corpus: CorpusSpec = None,
     length: Length = None,
-    contexts: Annotated[int, typer.Option(help="Contexts to survey at most.")] = SURVEY_CONTEXTS,
-    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860 on].")] = None,
+    contexts: Annotated[int, typer.Option(help="Maximum number of contexts to survey.")] = SURVEY_CONTEXTS,
+    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860].")] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     seed: Seed = 0,
     text_column: TextColumnName = "text",
@@ -67,9 +67,9 @@ def explore_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Look at one head after the other on a prompt, on a page that only this machine sees.
+    """Explore a model head by head on prompts of your own, on a page served to this machine only.
 
-    The model is surveyed on a little text first (or --run names a finished survey), for what a prompt cannot tell.
+    The model is first surveyed on a short text, for statistics over contexts; --run uses a finished survey instead.
 
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
@@ -86,7 +86,7 @@ def explore_command(
             refuse_unread("--run brings its own text", unread)
             if len(runs) != len(names):
                 raise UsageError(
-                    f"{len(runs)} --run for {len(names)} models: give one for each, in their order"
+                    f"{len(runs)} --run for {len(names)} models: give one per model, in the same order"
                 )
         with listen(port) as listening:
             opened = [opened_model(name, dtype, device, device_map, revision) for name in names]
@@ -106,7 +106,7 @@ def explore_command(
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:
-    """Short names of the models, whole ones where they would be the same."""
+    """Short names of the models, full ones where short ones coincide."""
     short = [short_name(model.id) for model in opened]
     return short if len(set(short)) == len(short) else [model.id for model in opened]
 
@@ -129,4 +129,4 @@ def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> lis
 def _say(address: str, browser: bool) -> None:
     Console(soft_wrap=True).print(f"Page: {address} (Ctrl-C ends it)", highlight=False)
     if browser and not webbrowser.open(address):
-        screen.print("no browser was found: open the address in one", style="dim")
+        screen.print("no browser was found: open the address yourself", style="dim")

@@ -1,4 +1,4 @@
-"""`theodolite reproduce`: parsing, and on what the experiments stand. Nothing is measured here.
+"""`theodolite reproduce`: parsing, and what the experiments read. Nothing is measured here.
 
 Heavy imports happen inside the functions.
 """
@@ -49,7 +49,7 @@ def reproduce_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="geometry, localization, geometry/table1, …; several with commas. Without a name: the list."
+            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them."
         ),
     ] = None,
     model: Model = None,
@@ -60,15 +60,15 @@ def reproduce_command(
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Text for geometry/figure6 and figure30 [default: random tokens, twice], and for sinks/figure2 and "
-            "figure7 to figure11 [default: one that comes with each]."
+            help="Prompt of geometry/figure6 and figure30 [default: repeated random tokens], and of sinks/figure2 and "
+            "figure7 to figure11 [default: one is built in]."
         ),
     ] = None,
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Block of the head shown there, or ablated by sinks/ablation, from 0 [default: the heads found; of "
-            "sinks/…, the one that tags most]."
+            help="Block, from 0, of the head shown there or ablated by sinks/ablation [default: the heads detected; "
+            "for sinks/…, the head with the largest tag]."
         ),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
@@ -76,21 +76,19 @@ def reproduce_command(
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
     out: RunFolder = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
     text_column: TextColumnName = "text",
     dtype: Dtype = "auto",
     device: Device = None,
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Make published tables and figures again for a model, with a verdict on each claim.
+    """Reproduce published tables and figures for a model, with a verdict on each claim.
 
-    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
+    A finished survey is reused, otherwise one is made; pages go to its folder, under reproduce/. Figures of
     theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
-    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey, and make none. Those of
-    trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
+    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of
+    LocAteR training runs (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
@@ -117,7 +115,7 @@ def reproduce_command(
 
 @dataclass(frozen=True)
 class _Request:
-    """The call: on what the experiments of a name are to stand."""
+    """The arguments of the command."""
 
     name: str
     model: str | None
@@ -128,7 +126,7 @@ class _Request:
     stopped: Callable[[], bool]
 
     def unread(self) -> dict[str, object]:
-        """The options about a text and a model, where neither is read."""
+        """The text and model options, to be refused where neither is read."""
         _, device, device_map, revision = self.opening
         of_text: dict[str, object] = {"--corpus": self.text.corpus, "--length": self.text.length}
         return of_text | {"--device": device, "--device-map": device_map, "--revision": revision}
@@ -149,7 +147,7 @@ class _Request:
 
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
-    """What the experiments read, and the folder of their pages."""
+    """What the experiments read, and the folder for their pages."""
     from theodolite.papers import Study
     from theodolite.papers.catalogue import on_prompts, stand_alone
     from theodolite.papers.experiment import model_run, theory_run
@@ -158,11 +156,11 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
     name, seed = request.name, request.text.seed
     trainings, command = request.model and trainings_at(request.model), made_by(experiments)
     if request.model is not None and trainings:
-        refuse_unread(f"{name} of a folder of trainings reads no other text or model", request.unread())
+        refuse_unread(f"{name} on a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
         return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
-        raise UsageError(f"{name} is read from trainings: give the folder that `{command}` wrote")
+        raise UsageError(f"{name} needs training runs: give the folder that `{command}` wrote")
     if stand_alone(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
@@ -177,13 +175,13 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
 
 
 def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
-    """Those that read a survey: it is made here, or reused where it is finished."""
+    """Experiments on a survey, which is made here or reused if it is finished."""
     from theodolite.papers import Study
     from theodolite.report.page import write_report
 
     model = request.opened()
     if focus.layer is not None or focus.head is not None:
-        model.check_place(focus.layer or 0, focus.head or 0)  # before a survey is made for nothing
+        model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     read = request.text.read(model)
     length = read.contexts.shape[1]
     second = replace(request.text, corpus=request.other, length=length).read(model) if request.other else None

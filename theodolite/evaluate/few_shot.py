@@ -1,6 +1,6 @@
-"""Accuracy after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`, of any causal model.
+"""Accuracy of a causal model after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`.
 
-The prompts follow from the seed alone, so that models are compared on the same ones.
+Prompts depend on the seed alone, so that models are compared on the same ones.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def few_shot_answers(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Bool[np.ndarray, "prompts words"]:
-    """Whether the model's likeliest label is the right one, of every prompt after 0, 1, … examples.
+    """Whether the model's most likely label is correct, for every prompt after 0, 1, … examples.
 
     Args:
         model: causal, with a token for every character of the task.
         rules: the family that hidden rules come from.
-        prompts: how many; seed: of them. Models are asked the same.
-        batch: prompts a forward pass; None: 4096 tokens' worth.
+        prompts: how many; seed: which ones, the same for every model.
+        batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch and at the end; it may raise to stop.
 
     Raises:
@@ -97,8 +97,8 @@ def few_shot_accuracy(
 ) -> pd.DataFrame:
     """Accuracy by number of examples, a row each: `shots accuracy accuracy_se chance best prompts`.
 
-    `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)); `chance` that of guessing a label; `best` that of
-    a reader that knows the family of rules (`Rules.best_accuracy`).
+    `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)), `chance` the accuracy of guessing, `best` that of
+    the Bayes-optimal reader (`Rules.best_accuracy`).
 
     Arguments and errors are those of `few_shot_answers`.
     """
@@ -130,13 +130,13 @@ def right_answers(
     batch: int | None = None,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Bool[Tensor, "prompts words"]:
-    """Whether the likeliest of the labels is the right one, behind every colon.
+    """Whether the most likely label is the correct one, after every colon.
 
     Args:
-        model: causal, so that a word is not told what follows it.
-        ids: prompts in the model's own ids; asked: where the colons are; labels: the right ones, from 0.
-        label_ids: the model's ids of the labels.
-        batch: prompts a forward pass; None: 4096 tokens' worth.
+        model: causal: a word must not see its label.
+        ids: token ids of the prompts; asked: positions of the colons; labels: the correct ones, from 0.
+        label_ids: token ids of the labels.
+        batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
     batch = batch_of_prompts(ids.shape[1], batch)
@@ -152,10 +152,10 @@ def right_answers(
 
 
 def batch_of_prompts(length: int, batch: int | None) -> int:
-    """The prompts of a forward pass: as asked for, or 4096 tokens' worth.
+    """Prompts per forward pass: as given, or 4096 tokens' worth.
 
     Raises:
-        UsageError: none would be read.
+        UsageError: fewer than one.
     """
     if batch is not None and batch < 1:
         raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")

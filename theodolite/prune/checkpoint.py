@@ -1,8 +1,8 @@
-"""A pruned model on disk, and what an interrupted pruning goes on from.
+"""A pruned model on disk, and the state from which an interrupted pruning resumes.
 
-Unfinished, `OUT.partial` holds a file a block, written when the block is done. Finished, `OUT` is a checkpoint: merged,
-every matrix multiplied out, as `transformers` opens it; or factored, as `models/factored.py` keeps it. Beside the
-weights are `pruning.json` and `pruning.parquet`. Nothing is pruned here.
+While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint: merged, with dense
+matrices that `transformers` opens, or factored, in the format of `models/factored.py`; `pruning.json` and
+`pruning.parquet` are next to the weights. Nothing is pruned here.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ TableRows = list[dict[str, Any]]
 
 @dataclass(frozen=True, repr=False)
 class Pruned:
-    """What was done to a model.
+    """The record of a pruned model.
 
     Attributes:
-        table: one row a matrix; `docs/pruning.md` lists the columns.
+        table: one row per matrix; `docs/pruning.md` lists the columns.
         provenance: versions, model, text, settings.
         low_rank: the low-rank part of each matrix that has one.
         folder: where it was written, if it was.
@@ -72,7 +72,7 @@ class Pruned:
         """The low-rank parts of W_Q, W_K, W_V of a block, as `interventions.without_low_rank(factors=…)` takes them.
 
         Raises:
-            UsageError: they have none: another method than OATS, a rank of 0, or no such block.
+            UsageError: there are none: a method other than OATS, rank 0, or no such block.
         """
         factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
         if not factors:
@@ -108,14 +108,14 @@ class Pruned:
 
 
 WriteExtras = Callable[[Pruned, Path], object]
-"""Writes what else goes into the folder of a pruned checkpoint, before that has its name."""
+"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
 def refuse_inside(out: Path) -> None:
-    """Refuse a folder for a new checkpoint that lies in another one.
+    """Refuse to write a checkpoint inside another one.
 
     Raises:
-        UsageError: in which.
+        UsageError: it would be; the message names the other one.
     """
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():
@@ -132,25 +132,25 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
 
 
 def load_factored(folder: str | Path, **options: Any) -> OpenModel:
-    """Open a factored checkpoint: `open_model`, but only for these. `options` are those of `open_model`.
+    """Open a factored checkpoint, with the `options` of `open_model`.
 
     Raises:
-        UsageError: the checkpoint is none, or as `open_model`.
+        UsageError: the checkpoint is not factored, or as `open_model`.
         WorkError: as `open_model`.
     """
     if not is_factored(Path(folder)):
         raise UsageError(
-            f"{folder} is no factored checkpoint: write one with `theodolite prune --format factored`"
+            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
         )
     return open_model(folder, **options)
 
 
 class UnfinishedPruning:
-    """What is kept of an unfinished pruning in `OUT.partial`, and how it becomes `OUT`.
+    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`.
 
     Args:
-        out: the folder to be.
-        fingerprint: what decides every byte of the result.
+        out: folder of the checkpoint.
+        fingerprint: everything that determines the result.
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
@@ -161,11 +161,11 @@ class UnfinishedPruning:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out.
+        """Lock the folder against other processes.
 
         Raises:
-            UsageError: another one is at work there, the folder exists or lies in a pruned checkpoint, or what is
-                unfinished there is another pruning.
+            UsageError: another process holds it, the folder exists or lies in a pruned checkpoint, or it has an
+                unfinished pruning with other settings.
         """
         refuse_inside(self.out)
         with self._workspace.locked():
@@ -178,10 +178,10 @@ class UnfinishedPruning:
             yield
 
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
-        """The matrices of a block that was done before, and their rows of the table.
+        """The matrices of a finished block and their rows of the table; None if it is not finished.
 
         Raises:
-            UsageError: it is of another pruning.
+            UsageError: it belongs to another pruning.
         """
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
@@ -195,7 +195,7 @@ class UnfinishedPruning:
         return matrices, notes["rows"]
 
     def _written(self) -> bool:
-        """Whether just this pruning was killed after it had written `OUT`, and before it forgot its progress."""
+        """Whether this same pruning was killed between writing `OUT` and removing its progress."""
         try:
             provenance = json.loads((self.out / SETTINGS).read_text(encoding="utf-8"))
             return self._workspace.folder.is_dir() and provenance["fingerprint"] == self._fingerprint
@@ -204,14 +204,14 @@ class UnfinishedPruning:
 
     @property
     def seconds(self) -> float:
-        """How long the blocks that were done before have taken."""
+        """Seconds spent on the finished blocks."""
         try:
             return float(json.loads(self._seconds.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return 0.0
 
     def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
-        """Keep a block that is done, whole or not at all."""
+        """Save a finished block atomically."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
         with disk_errors(self._workspace.folder):
             self._workspace.folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ class UnfinishedPruning:
             write_text(self._seconds, json.dumps(seconds))
 
     def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
-        """Write `OUT`, at once or not at all, and forget the progress; what was written, with its size."""
+        """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         if self.out.exists():
             written = Pruned.load(self.out)
             if written.provenance["pruning"]["format"] != form:
@@ -236,7 +236,7 @@ class UnfinishedPruning:
                 pruned.table.to_parquet(temporary / TABLE, index=False)
                 text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
                 (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
-                for path in temporary.glob("*.safetensors"):  # which only their owner could read
+                for path in temporary.glob("*.safetensors"):  # written readable by their owner only
                     shutil.copymode(temporary / SETTINGS, path)
                 write_extras(pruned, temporary)
                 os.replace(temporary, self.out)
@@ -276,7 +276,7 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
 
 
 def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
-    """With the bytes of the weights in the folder, and of the dense model's."""
+    """With the sizes in bytes of the written and of the dense weights."""
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != LOW_RANK)
     dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
     pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}

@@ -1,4 +1,4 @@
-"""`prune_model`: every matrix of every block pruned in place, layer by layer, each block calibrated on the pruned ones.
+"""`prune_model`: prune all matrices in place, block by block, each calibrated on the outputs of the pruned ones.
 
 The formulas are in `methods.py` and `oats.py`, the streaming in `sequential.py`, the files in `checkpoint.py`.
 """
@@ -39,7 +39,7 @@ from theodolite.system.progress import ShowProgress
 SCHEMA_VERSION = 1
 
 PRUNED_SHARE = 0.3
-"""Share of exact zeros in its matrices above which a model counts as pruned already."""
+"""Share of exact zeros in its matrices above which a model counts as already pruned."""
 
 
 def prune_model(
@@ -61,31 +61,31 @@ def prune_model(
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
-    Every linear layer inside the blocks is pruned, with W_Q, W_K and W_V apart where they are fused, and every
-    expert's matrices on the tokens that are sent to it; not embeddings, head, norms, biases, nor what chooses experts.
+    Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
+    of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
-        model: from `open_model`; interrupted, it is left half pruned.
-        corpus: what the matrices are calibrated on; all its tokens count.
+        model: from `open_model`; left half pruned by an interrupt.
+        corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
-        sparsity: share of entries removed, strictly between 0 and 1; one number a block, or one for all. For OATS, the
-            low-rank part counts among the entries that are kept. None: what the pattern removes.
-        pattern: "2:4" keeps at most 2 of 4 neighbouring inputs of an output, in the sparse part.
-        rank_ratio: of OATS: the share of what is kept that goes into the low-rank part, from 0 to 1; or a function of
-            (block, name of the matrix) that gives it, such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
-        iterations: of OATS.
-        seed: of OATS's random probes, by which it sees whether its subspace still is the leading one.
-        damping: of SparseGPT, as `sparsegpt` has it.
-        out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
+        sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
+            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern.
+        pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
+        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
+            (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
+        iterations: for OATS.
+        seed: for OATS: of the random probes that check whether its subspace is still the leading one.
+        damping: for SparseGPT, as in `sparsegpt`.
+        out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
-        batch: contexts a forward pass; None: 4096 tokens' worth.
-        write_extras: writes what else is to be in `out`, given the result and the folder that will have its name.
+        batch: contexts per forward pass; None: 4096 tokens' worth.
+        write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
-        UsageError: settings out of range, a text that does not fit or is too short, a model that is pruned, quantised
-            or under an intervention, or `out` exists.
-        WorkError: the family cannot be run block by block, numbers became NaN, or the disk refused.
+        UsageError: settings out of range, a text that does not fit or is too short, a model that is already pruned,
+            quantised or under an intervention, or `out` exists.
+        WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
     if form not in FORMS:
@@ -110,7 +110,7 @@ def prune_model(
 
 @dataclass(frozen=True)
 class _PruningRun:
-    """One pruning: its inputs, and the steps that it is made of."""
+    """One pruning: its inputs and its steps."""
 
     model: OpenModel
     corpus: Corpus
@@ -120,7 +120,7 @@ class _PruningRun:
     show_progress: ShowProgress
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
-        """Prune every block that is not done, and put every block's result into the model."""
+        """Prune every unfinished block, and write the result of every block into the model."""
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
         low_rank: LowRank = {}
@@ -158,7 +158,7 @@ class _PruningRun:
     def _pruned_block(
         self, stream: BlockByBlock, layer: int, total: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
-        """The matrices of a block pruned on what enters them now, and their rows of the table."""
+        """Prune the matrices of a block on their current inputs; also their rows of the table."""
         matrices, pruned_matrices, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
         moments = InputMoments(matrices, full=self.settings.needs_full_moments)
         with moments.collecting():
@@ -176,10 +176,12 @@ class _PruningRun:
 def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
     if model.interventions:
         raise UsageError(
-            f"the model is not what its checkpoint is ({model.interventions[-1]}): open it anew to prune it"
+            f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
         )
     if (Path(model.id).expanduser() / SETTINGS).is_file():
-        raise UsageError(f"{model.id} is pruned already ({SETTINGS} lies beside it): give the dense model")
+        raise UsageError(
+            f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
+        )
     held = {matrix.holder.data_ptr(): matrix.holder for block in matrices for matrix in block}
     zeros = sum(int((matrix == 0).sum()) for matrix in held.values())
     entries = sum(matrix.numel() for matrix in held.values())
@@ -188,7 +190,7 @@ def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
     share = zeros / entries
     if share > PRUNED_SHARE:
         raise UsageError(
-            f"{share:.0%} of the weights of {model.id} are 0, as if it was pruned: give the dense model"
+            f"{share:.0%} of the weights of {model.id} are 0, as if it had been pruned: give the dense model"
         )
 
 

@@ -21,15 +21,15 @@ from theodolite.prune.patterns import pattern_of
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 
 Sparsity = float | Sequence[float] | None
-"""Of every block, or one number a block; None: what the pattern removes."""
+"""One number for all blocks, or one per block; None: the sparsity of the pattern."""
 
 RankRatio = float | Callable[[int, str], float]
-"""Of every matrix, or a function of block and name of the matrix."""
+"""One number for all matrices, or a function of block and name of the matrix."""
 
-NO_TOKENS = "no token of the text reached it: every input counts alike"
+NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
 DAMPING = 0.1
-"""SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
+"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class PruningSettings:
         """The settings, checked.
 
         Raises:
-            UsageError: a method that there is not, a number that is out of range, or so little that nothing is removed.
+            UsageError: an unknown method, a number out of range, or a sparsity too small to remove anything.
         """
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
         blocks = len(matrices)
         each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
         if len(each) != blocks:
-            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one a block")
+            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one per block")
         ratios = {}
         for matrix in (matrix for block in matrices for matrix in block):
             ratio = rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
             if not 0 <= ratio <= 1:
                 raise UsageError(
-                    f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not from 0 to 1"
+                    f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
             pattern_of(pattern, matrix.shape[1])
@@ -89,7 +89,7 @@ class PruningSettings:
             settings._try(share, ratio)
         if not any(settings._removes(matrix) for block in matrices for matrix in block):
             raise UsageError(
-                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give more"
+                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give a larger one"
             )
         return settings
 
@@ -99,7 +99,7 @@ class PruningSettings:
         return self.method == "sparsegpt"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that matter for the method, as plain values; equal ones of all blocks or matrices once."""
+        """The settings that the method reads, as plain values; one value where all blocks or matrices agree."""
         plain: dict[str, Any] = {
             "method": self.method,
             "sparsity": self.sparsity[0] if len(set(self.sparsity)) == 1 else list(self.sparsity),
@@ -174,7 +174,7 @@ class PruningSettings:
         return _Approximation(split.sparse, split.left, split.right, fallback=stalled)
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether so small a share of the matrix, rounded down where the method counts, is an entry or more."""
+        """Whether the share to remove, rounded down as the method does, is at least one entry."""
         share, (outputs, inputs) = self.sparsity[matrix.layer], matrix.shape
         if self.pattern or share is None:
             return True
@@ -187,7 +187,7 @@ class PruningSettings:
         return int(share * among[self.method]) > 0
 
     def _try(self, sparsity: float | None, ratio: float) -> None:
-        """Prune a small matrix, so that settings which do not go together are refused before the work."""
+        """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
         pattern = pattern_of(self.pattern, 0)
         inputs = pattern.of if pattern else 1
         ones = torch.ones(inputs, dtype=torch.float64)
@@ -196,7 +196,7 @@ class PruningSettings:
 
 @dataclass(frozen=True)
 class _Approximation:
-    """What a method made of a matrix."""
+    """A pruned matrix as a method returns it."""
 
     sparse: Tensor
     left: Tensor | None = None
@@ -206,7 +206,7 @@ class _Approximation:
 
 
 def _counts(pruned: PrunedMatrix) -> dict[str, Any]:
-    """Sparsity reached, rank, entries that are not zero, and bytes, dense and as the piece is written."""
+    """Sparsity reached, rank, nonzero entries, and bytes: dense and in the factored format."""
     low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
     entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
     nonzeros = int((pruned.sparse != 0).sum())
