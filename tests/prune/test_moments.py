@@ -117,5 +117,5 @@ def test_numbers_that_are_none_are_refused():
     moments = InputMoments([matrix], full=False)
     with moments.collecting():
         module(torch.tensor([[1.0, math.inf]]))
-    with pytest.raises(WorkError, match=r"what enters fc\.weight is NaN, infinite or too large"):
+    with pytest.raises(WorkError, match=r"the input of fc\.weight is NaN, infinite or too large"):
         moments.of(matrix)

@@ -1,8 +1,8 @@
-"""Few-shot prompts: words whose label follows a rule that is hidden, and drawn anew for every prompt.
+"""Few-shot prompts: labelled words under a hidden rule that is drawn anew for every prompt.
 
-A word is a few letters in any order: one for each of its attributes, and fillers that mean nothing. One attribute
-decides, and a mapping of its values gives the label. What a reader that knows all this can answer at best after k
-examples is computed here exactly. This module knows no model and no training.
+A word is a few letters in any order: one per attribute, and meaningless fillers. One attribute determines the label,
+through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly. Independent of models
+and training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILLERS = "xyz"
 LETTERS = string.ascii_lowercase.removesuffix(FILLERS)
 
 TEST_STREAM, CORPUS_STREAM = 1 << 40, 2 << 40
-"""Seeds of prompts to test on and to read as a corpus, beside the caller's: those of training are below 2³²."""
+"""Second seeds of test prompts and of prompts as a corpus; those of training are below 2³²."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Prompts:
     Attributes:
         ids: characters, (N, length).
         asked: where the colons are, (N, k + 1): what follows them is the label.
-        labels: the right one, (N, k + 1), from 0.
+        labels: the correct one, (N, k + 1), from 0.
     """
 
     ids: Int[np.ndarray, "prompts length"]
@@ -84,7 +84,7 @@ class Rules:
         return list(range(2, 2 + self.values))
 
     def draw(self, count: int, random: np.random.Generator) -> Prompts:
-        """New prompts, each with a rule of its own."""
+        """New prompts, each with its own rule."""
         words, attributes = self.shots + 1, len(self.attributes)
         rules, prior = self.table()
         items = random.integers(self.values, size=(count, words, attributes))
@@ -118,7 +118,7 @@ class Rules:
         return rules, np.outer(self.attributes, mapping).ravel()
 
     def best_accuracy(self) -> Float[np.ndarray, " words"]:
-        """Share of right answers after 0, 1, …, `shots` examples of a reader that knows the family: exact.
+        """Bayes-optimal accuracy after 0, 1, …, `shots` examples, given the family of rules: exact.
 
         E max_y P(label y | examples). What examples leave is the set of rules that agree with them all; the sets that
         can be reached with k examples are followed together with how many sequences of examples reach each.

@@ -1,9 +1,8 @@
-"""Magnitude, Wanda and SparseGPT: a weight matrix in, the pruned one out. No model and no text is known here.
+"""Magnitude, Wanda and SparseGPT: from a weight matrix to the pruned one, independent of models and texts.
 
-A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of its entries that is
-removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is None then, or that number. Counts are exact, rounded down;
-the released codes of magnitude and SparseGPT remove what is ≤ a threshold instead: one entry more, and all that are
-equal to it.
+A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
+removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
+released codes of magnitude and SparseGPT remove entries ≤ a threshold instead: one more, and all ties.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from theodolite.prune.patterns import (
 )
 
 GivenPattern = str | tuple[int, int] | None
-"""None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output stay."""
+"""None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output are kept."""
 
 INPUTS_AT_ONCE = 128
-"""Inputs of a block of SparseGPT, whose entries are chosen together, as in the released code."""
+"""Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
 
 _SUBBLOCK = 16
-"""Inputs between two matrix products inside a block, where no pattern says."""
+"""Inputs per matrix product within a block, where no pattern sets it."""
 
 _ASYMMETRY = 1e-3
-"""What rounding may do to the symmetry of a Hessian that was summed in half precision, as a share of its diagonal."""
+"""Asymmetry tolerated in a Hessian summed in half precision, as a share of its diagonal."""
 
 _MAX_DAMPING = 1e12
-"""Times the mean diagonal: what needs more is no Hessian."""
+"""In mean diagonals: a matrix that needs more is far from positive semidefinite."""
 
 
 @torch.no_grad()
 def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPattern = None) -> Tensor:
-    """Keep the entries of largest |W|, chosen in the whole matrix at once, as the released code of Wanda does.
+    """Keep the entries of largest |W| over the whole matrix, as in the released code of Wanda.
 
     Args:
         weight: (outputs, inputs).
@@ -53,10 +52,10 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
         pattern: N:M; then the largest of each group.
 
     Returns:
-        The pruned weight, in its own dtype; of equal entries the last stay.
+        The pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
-        UsageError: numbers that are not finite, no matrix, or a sparsity or pattern that there is not.
+        UsageError: values that are not finite, not a matrix, or an invalid sparsity or pattern.
     """
     weight = checked_weight(weight)
     n_of_m = pattern_of(pattern, weight.shape[1])
@@ -73,17 +72,17 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
 def wanda(
     weight: Tensor, input_norm: Tensor, sparsity: float | None = None, pattern: GivenPattern = None
 ) -> Tensor:
-    """Of each output keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
+    """For each output, keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
 
     Args:
         weight: (outputs, inputs).
-        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square; a power of two as a common factor
-            changes nothing, another one nothing but rounding.
+        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square: a common factor changes at most
+            rounding.
         sparsity: share removed of each output, in (0, 1).
         pattern: N:M.
 
     Returns:
-        The pruned weight, in its own dtype; of equal scores the last stay.
+        The pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
         UsageError: as `magnitude`, or norms that are negative or of another shape.
@@ -100,12 +99,12 @@ def wanda(
 
 @dataclass(frozen=True)
 class HessianFactor:
-    """What SparseGPT needs of a Hessian, for all matrices that take on the same inputs (W_Q, W_K and W_V).
+    """A Hessian factored for SparseGPT, shared by matrices with the same inputs (W_Q, W_K and W_V).
 
     Attributes:
         upper: R, upper triangular, R Rᵀ = H + damping · mean(diag H) · I.
-        dead: inputs that were always 0.
-        damping: as asked for, or as much as was needed.
+        dead: inputs that are always 0.
+        damping: as given, or raised as far as needed.
     """
 
     upper: Float64[Tensor, "inputs inputs"]
@@ -125,7 +124,7 @@ def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
         damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
 
     Raises:
-        UsageError: no symmetric matrix of finite numbers, a negative diagonal, or a negative damping.
+        UsageError: not a finite symmetric matrix, a negative diagonal, or a negative damping.
     """
     if not isinstance(hessian, Tensor) or hessian.is_complex() or hessian.ndim != 2:
         raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
@@ -170,22 +169,22 @@ def sparsegpt(
     block: int = INPUTS_AT_ONCE,
     damping: float = 0.1,
 ) -> Tensor:
-    """Remove entries input by input, and adjust the later inputs for each, by the optimal brain surgeon.
+    """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
 
-    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps, of which the
-    first serves several matrices, and says what damping was needed.
+    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps: the
+    first is shared by several matrices, and reports the damping.
 
     Args:
         weight: (outputs, inputs).
         hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens.
         sparsity: share removed of each block of inputs, in (0, 1).
-        pattern: N:M; then chosen group by group, each as adjusted for the groups before it.
-        block: inputs whose removed entries are chosen at once.
+        pattern: N:M; then selected group by group, after the updates from earlier groups.
+        block: inputs per jointly selected block.
         damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
             is raised tenfold until the Hessian can be factored.
 
     Returns:
-        The pruned weight, in its own dtype. Inputs that were always 0 have weight 0.
+        The pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
 
     Raises:
         UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
@@ -202,7 +201,7 @@ def sparsegpt_factored(
     *,
     block: int = INPUTS_AT_ONCE,
 ) -> Tensor:
-    """`sparsegpt` with a Hessian that is factored already.
+    """`sparsegpt` with a factored Hessian.
 
     The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
     U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
@@ -222,7 +221,7 @@ def sparsegpt_factored(
     if n_of_m:
         block = max(block // n_of_m.of, 1) * n_of_m.of
     precision = _precision(weight)
-    # Transposed: what is read and written at once, one input of all outputs, lies together in memory.
+    # Transposed: an input's weights to all outputs, read and written together, are contiguous.
     alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
     pruned, change = alive.clone(), torch.empty_like(alive)
     for start in range(0, inputs, block):
@@ -240,7 +239,7 @@ def sparsegpt_factored(
 def _prune_block(
     rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
 ) -> None:
-    """Prune some inputs in place; `keep`: how many entries of all of them, or the pattern.
+    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
 
     The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier
     errors just before it is needed, which reads as much and writes less.
@@ -269,7 +268,7 @@ def _count_left(entries: int, sparsity: float) -> int:
 
 
 def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
-    """Norms over the power of two below the largest: no bit changes, and float32 has room for them."""
+    """Norms divided by a power of two near the largest: exact, and in the range of float32."""
     exponent = int(torch.frexp(norms.max()).exponent)
     return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest
 

@@ -1,7 +1,7 @@
-"""Second moments of what enters each matrix of a block, streamed in float64: the inputs themselves are never kept.
+"""Second moments of the inputs of each matrix of a block, streamed in float64 without storing the inputs.
 
-Diagonal ones are all that Wanda and OATS ask for; SparseGPT asks for whole ones. Matrices that take on the same
-vectors (W_q, W_k and W_v; gate and up) share one sum. Nothing here knows how a matrix is pruned.
+Wanda and OATS need the diagonal, SparseGPT the full matrix. Matrices with the same inputs (W_q, W_k and W_v; gate and
+up) share one sum. Nothing here depends on how a matrix is pruned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from theodolite.models.block_matrices import Matrix, tapped_products
 from theodolite.prune.methods import HessianFactor, factor_hessian
 
 ROWS = 1024
-"""Vectors that are squared in float64 at once: bounds memory to ROWS × inputs."""
+"""Vectors squared in float64 at a time: bounds memory to ROWS × inputs."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the vectors x that entered a matrix.
+    """Second moments of the input vectors x of a matrix.
 
     Attributes:
-        count: how many there were.
+        count: number of vectors.
         diagonal: mean of x_i².
-        full: mean of x xᵀ, or None where it was not asked for.
+        full: mean of x xᵀ, or None where not requested.
     """
 
     count: int
@@ -39,14 +39,14 @@ class Moments:
     _factors: dict[float, HessianFactor] = field(default_factory=dict, repr=False, compare=False)
 
     def factor(self, damping: float) -> HessianFactor:
-        """The whole moments factored for SparseGPT, once for all matrices that share them."""
+        """The full moments factored for SparseGPT, once for all matrices that share them."""
         assert self.full is not None
         if damping not in self._factors:
             self._factors[damping] = factor_hessian(self.full, damping)
         return self._factors[damping]
 
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
-        """Mean of ‖M x‖² from the whole moments (NaN without them), and as if inputs were uncorrelated, ‖M D‖²."""
+        """Mean of ‖M x‖² from the full moments (NaN without them), and ‖M D‖², its value for uncorrelated inputs."""
         matrix = matrix.double()
         scaled = float((matrix.square() @ self.diagonal).sum())
         exact = float("nan") if self.full is None else float(((matrix @ self.full) * matrix).sum())
@@ -54,7 +54,7 @@ class Moments:
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices, by where the matrix that multiplies them lies in memory."""
+    """Sums over the inputs of some matrices, keyed by the memory address of the matrix."""
 
     def __init__(self, matrices: Sequence[Matrix], *, full: bool) -> None:
         self._full = full
@@ -65,11 +65,11 @@ class InputMoments:
         self._last: tuple[int, Tensor | None] = (0, None)
 
     def collecting(self) -> AbstractContextManager[None]:
-        """While open, products with the matrices are told."""
+        """While open, collect the inputs of products with the matrices."""
         return tapped_products(self._add)
 
     def of(self, matrix: Matrix) -> Moments:
-        """What entered a matrix; with a count of 0, unit moments: nothing is known, so all inputs count alike.
+        """Moments of the inputs of a matrix; unit moments with a count of 0 if there were none.
 
         Raises:
             WorkError: the moments are not finite.
@@ -84,7 +84,7 @@ class InputMoments:
         moments = self._moments[first]
         if not torch.isfinite(moments.diagonal).all():
             raise WorkError(
-                f"what enters {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
+                f"the input of {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
             )
         return moments
 
@@ -115,7 +115,7 @@ class _Diagonal:
         self._sum = torch.zeros(width, dtype=torch.float64)
 
     def update(self, rows: Float[Tensor, "rows width"]) -> None:
-        """Take in rows."""
+        """Add rows."""
         self._sum = self._sum.to(rows.device)
         self._count += len(rows)
         for chunk in rows.split(ROWS):
@@ -127,14 +127,14 @@ class _Diagonal:
 
 
 class _Full:
-    """Products of rows, centred while they are summed, so that a large common offset costs no digits."""
+    """Products of rows, centred while summing, so that a large common offset loses no precision."""
 
     def __init__(self, width: int) -> None:
         self._sums = SecondMoments(1, width)
         self._device = torch.device("cpu")
 
     def update(self, rows: Float[Tensor, "rows width"]) -> None:
-        """Take in rows."""
+        """Add rows."""
         self._device = rows.device
         self._sums.update(0, rows)
 

@@ -6,7 +6,7 @@ of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ
 The published code computes a full SVD each time. Here only the first one is: W D − S is L of the step before where S
 is not zero, so its r leading singular values stand far above the others from the second step on, and one or two steps
 of subspace iteration, started from the last step's right singular vectors, give what the SVD would. Small matrices
-keep the full SVD, which is as quick there. No model and no text is known here.
+keep the full SVD, which is as quick there. Independent of models and texts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from theodolite.prune.patterns import (
 )
 
 _SMALL = 256
-"""Matrices with fewer rows or columns get a full SVD each step."""
+"""Matrices with fewer rows or columns get a full SVD in each step."""
 
 _TOLERANCE = 0.03
-"""A subspace is followed until a step turns it by less: root mean square of the sines of the angles."""
+"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
 
 _MOST_STEPS = 16
 """Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
@@ -79,7 +79,7 @@ class SparseLowRank:
 
 @dataclass(frozen=True)
 class _Budget:
-    """How much is kept: the rank, the entries of each row, and the pattern of these."""
+    """What is kept: the rank, the entries per row, and their pattern."""
 
     rank: int
     entries: int
@@ -103,11 +103,11 @@ def oats(
     ρ the sparsity and κ the rank ratio. Both are rounded down, so that a row may hold one entry more than the budget.
 
     With a pattern, the sparse part has at most N entries of every M inputs of a row. As published, it has exactly so
-    many, and they are the share 1 − κ of what is kept: ρ = 1 − (N/M)/(1 − κ), which is what no sparsity (None) means.
+    many, and they are the share 1 − κ of the kept parameters: ρ = 1 − (N/M)/(1 − κ), the default for sparsity None.
     With a larger ρ, rows have the zeros of the formula above and the pattern holds too; a smaller one is refused.
 
-    An input that was always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
-    the low-rank part the projection of W's column. If all are 0, all count alike.
+    An input that is always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
+    the low-rank part the projection of W's column. If all are 0, all are weighted equally.
 
     Args:
         weight: (outputs, inputs); computed in float32, or in float64 if it is that.
@@ -117,7 +117,7 @@ def oats(
             truncated SVD.
         iterations: alternations, 80 as published.
         pattern: N:M of the sparse part.
-        seed: of the random probes that look for directions which the followed subspace misses.
+        seed: of the random probes for directions that the tracked subspace misses.
 
     Raises:
         UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
@@ -200,7 +200,7 @@ def _alternate(
 def _mark_kept(
     residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
-    """Make `kept` 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
+    """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
     With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
     `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
@@ -240,7 +240,7 @@ def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
 
 
 def _follow(target: Tensor, space: Tensor) -> _LowRank | None:
-    """Steps until the space rests; None if it does not."""
+    """Iterate until the subspace converges; None if it does not."""
     for _ in range(_MOST_STEPS):
         step = _step(target, space)
         sines = 1 - (space.mT @ step.space).square().sum(dim=0)
