@@ -74,4 +74,4 @@ def _run_as_html(run: Any) -> str:
     return as_html(run)
 
 
-display.show_with("run", _run_as_html)
+display.register_view("run", _run_as_html)

@@ -110,7 +110,7 @@ def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():
         name: figures_prompt.attention(own, tokens, sinks)
         for name, own, sinks in zip(("a model", "b"), weights, ([2], []), strict=True)
     }
-    figure = drawing.side_by_side(maps, square=True)
+    figure = drawing.parallel_map(maps, square=True)
     assert [note.text for note in figure.layout.annotations] == ["a model", "b"]
     assert [trace.zmax for trace in figure.data] == [1, 1]
     assert [bool(trace.showscale) for trace in figure.data] == [True, False]

@@ -112,8 +112,8 @@ def test_slow_tokenizers_are_framed_too_and_short_texts_joined_by_the_separator(
 def test_pieces_give_the_tokens_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, plain: PreTrainedTokenizerFast, kind: str
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", 40)
-    monkeypatch.setattr(module, "BREAK", 20)
+    monkeypatch.setattr(module, "CHUNK", 40)
+    monkeypatch.setattr(module, "BREAK_WINDOW", 20)
     random = np.random.default_rng(0)
     text = "".join(random.choice(["a", "b", " ", "\n", "  "], size=400, p=[0.4, 0.3, 0.1, 0.1, 0.1]))
     tokenizer = plain if kind == "bytes" else words_with_merges()
@@ -151,7 +151,7 @@ def test_a_line_without_end_is_read_in_bounded_pieces(plain: PreTrainedTokenizer
     corpus = Corpus.from_texts([text], Counting(), 100)
     assert corpus.contexts.shape == (2000, 100)
     assert (corpus.contexts == ord("x")).all()
-    assert longest == module.PIECE
+    assert longest == module.CHUNK
 
 
 def test_no_warning_about_long_sequences(

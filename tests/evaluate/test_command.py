@@ -148,7 +148,7 @@ def test_the_table_shows_values_differences_and_bounds():
         "to the first model",
     ):
         assert words in text
-    assert "lost their beginning: 2" in text
+    assert "truncated at the start: 2" in text
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_numbers_of_examples_are_read(given, found):
 
 @pytest.mark.parametrize("given", ["", "x", "-1", "1-2-3", "5-0", "0,", "²"])
 def test_what_are_no_numbers_of_examples_is_said(given):
-    with pytest.raises(UsageError, match="are no numbers of examples"):
+    with pytest.raises(UsageError, match="is not a number of examples"):
         parse_shots(given)
 
 
@@ -175,9 +175,9 @@ def test_the_embedded_model_has_a_name(text):
 
 def test_what_cannot_be_asked_is_one_line(checkpoint, tmp_path):
     for options, says in (
-        (("--task", "few-shot", "--shots", "6"), "few-shot has up to 5 examples: use --shots 0-5"),
+        (("--task", "few-shot", "--shots", "6"), "few-shot takes up to 5 examples: use --shots 0-5"),
         (("--task", "few-shot", "--batch", "0"), "a batch of 0 prompts reads nothing"),
-        (("--task", "few-shot", "--shots", "six"), "are no numbers of examples"),
+        (("--task", "few-shot", "--shots", "six"), "is not a number of examples"),
         (("--tasks", tmp_path / "none", "--shots", "0"), "there is no folder"),
     ):
         status, _, stderr = call(checkpoint("gpt2"), *options)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.corpus.few_shot_task import RULES, TESTED
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers, few_shot_scores
@@ -20,7 +20,7 @@ def test_answers_are_those_of_each_prompt_alone(opened):
     """Oracle: the text up to the colon through tokenizer and model, one by one, in float64."""
     model = opened("llama3")
     right = few_shot_answers(model, prompts=6, seed=4)
-    prompts = RULES.draw(6, np.random.default_rng([4, TESTED]))
+    prompts = RULES.draw(6, np.random.default_rng([4, TEST_STREAM]))
     for row, labels, answers in zip(prompts.ids, prompts.labels, right, strict=True):
         text = "".join(RULES.characters[i] for i in row)
         cuts = [place + 1 for place, character in enumerate(text) if character == ":"]
@@ -75,7 +75,7 @@ def test_calibration_prompts_are_none_of_those_tested(opened):
     corpus = make_corpus("few-shot", tokenizer, RULES.length, 50, seed=0)
     assert corpus.contexts.shape == (50, RULES.length)
     read = {tokenizer.decode(row) for row in corpus.contexts}
-    tested = RULES.draw(50, np.random.default_rng([0, TESTED]))
+    tested = RULES.draw(50, np.random.default_rng([0, TEST_STREAM]))
     assert not read & {"".join(RULES.characters[i] for i in row) for row in tested.ids}
     shorter = make_corpus("few-shot", tokenizer, 20, 50, seed=0)
     assert torch.equal(shorter.contexts, corpus.contexts[:, :20])

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("lm_eval")
 
 from tests.processes import Started, command_without
-from theodolite.corpus.few_shot_task import RULES, TESTED
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.few_shot import few_shot_answers
@@ -137,7 +137,7 @@ def test_the_offline_task_is_the_same_through_lm_eval(opened, tmp_path, monkeypa
     """Oracle: `few_shot_answers` on the same prompts, each cut before its answer."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     model = opened("llama3")
-    prompts = RULES.draw(12, np.random.default_rng([3, TESTED]))
+    prompts = RULES.draw(12, np.random.default_rng([3, TEST_STREAM]))
     rows = []
     for row, asked, labels in zip(prompts.ids, prompts.asked, prompts.labels, strict=True):
         text = "".join(RULES.characters[i] for i in row)
@@ -228,7 +228,9 @@ def test_the_network_is_left_alone(opened, folder, monkeypatch):
     assert harness(opened("gpt2"), ["sums"], [0], folder=folder)
     far = YAML.format(name="far", test="x").replace("dataset_path: json", "dataset_path: nobody/has-this")
     (folder / "far.yaml").write_text(far)
-    with pytest.raises(UsageError, match=r"cannot load far: .*are only fetched with --download"):
+    with pytest.raises(
+        UsageError, match=r"cannot load far: .*missing data are only downloaded with --download"
+    ):
         harness(opened("gpt2"), ["far"], [0], folder=folder)
     assert datasets.config.HF_HUB_OFFLINE is False
 
@@ -245,7 +247,7 @@ def test_what_cannot_be_asked_is_said_in_a_line(opened, folder, tmp_path, monkey
         ({"tasks": ["sum"], "folder": folder}, r"lm-eval knows no task sum: did you mean sums\?"),
         ({"tasks": ["qqq"], "folder": folder}, "lm-eval knows no task qqq: `lm-eval ls tasks` lists"),
         ({"tasks": ["sums"], "folder": tmp_path / "none"}, "there is no folder .*none"),
-        ({"tasks": [], "folder": None}, "no task was named"),
+        ({"tasks": [], "folder": None}, "no task given"),
         ({"tasks": [], "folder": tmp_path / "cache"}, "holds no task of lm-eval"),
         ({"tasks": ["sums"], "folder": folder, "batch": 0}, "batch is 0: use 1 or more"),
         ({"tasks": ["sums"], "folder": folder, "limit": 0}, "limit is 0: use 1 or more"),

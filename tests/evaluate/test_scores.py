@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from theodolite.errors import UsageError
-from theodolite.evaluate.answers_file import Kept
+from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.scores import Score, mean_and_error, over_seeds, table
 
 
@@ -92,18 +92,18 @@ def test_what_is_kept_is_not_measured_again(tmp_path):
         asked.append(1)
         return [first, second]
 
-    Kept(path).get({"model": "a", "shots": 1}, measure)
+    AnswersFile(path).get({"model": "a", "shots": 1}, measure)
     before = path.read_bytes()
-    again = Kept(path).get({"shots": 1, "model": "a"}, measure)
+    again = AnswersFile(path).get({"shots": 1, "model": "a"}, measure)
     assert len(asked) == 1
     assert np.array_equal(again[0].each, first.each)
     pairs = zip(again, (first, second), strict=True)
     assert all(repr(replace(x, each=None)) == repr(replace(y, each=None)) for x, y in pairs)
-    Kept(path).get({"model": "b", "shots": 1}, measure)
+    AnswersFile(path).get({"model": "b", "shots": 1}, measure)
     assert len(asked) == 2
     assert len(json.loads(path.read_text())["measured"]) == 2
     path.write_bytes(before)
-    Kept(path).get({"model": "b", "shots": 1}, measure)
+    AnswersFile(path).get({"model": "b", "shots": 1}, measure)
     assert len(asked) == 3
 
 
@@ -111,6 +111,6 @@ def test_what_is_kept_is_not_measured_again(tmp_path):
 def test_another_file_is_left_alone(tmp_path, text):
     path = tmp_path / "notes.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match="holds no evaluation: choose another --out or remove it"):
-        Kept(path)
+    with pytest.raises(UsageError, match="is not an evaluation file: choose another --out or remove it"):
+        AnswersFile(path)
     assert path.read_text() == text

@@ -108,7 +108,7 @@ def test_runs_and_models_that_do_not_fit(checkpoint, opened, tmp_path):
     spectra(gpt2, tmp_path / "spectra")
     folder, llama = checkpoint("gpt2"), checkpoint("llama3")
     for arguments, said in (
-        ((folder, llama, "--run", tmp_path / "run"), "1 --run for 2 models: give one for each"),
+        ((folder, llama, "--run", tmp_path / "run"), "1 --run for 2 models: give one per model"),
         ((llama, "--run", tmp_path / "run"), "the run is of another model"),
         ((folder, "--run", tmp_path / "spectra"), "spectra only and no positional basis"),
         ((folder, "--run", tmp_path / "none"), "no run at"),

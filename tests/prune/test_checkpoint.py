@@ -11,8 +11,8 @@ from tests.prune.families import opened_anew
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.prune import checkpoint, prune_model
-from theodolite.prune.checkpoint import Partial
-from theodolite.prune.settings import Settings
+from theodolite.prune.checkpoint import UnfinishedPruning
+from theodolite.prune.settings import PruningSettings
 
 
 def corpus_of(seed: int = 0) -> Corpus:
@@ -47,17 +47,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path):
     """Oracle: the files of a pruning that was not stopped."""
-    whole, parts, partial = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
+    whole, parts, unfinished = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
     matrices = len(pruned(family, tmp_path, whole, method, form=form).table) // 3
     for block in range(3):
         with pytest.raises(KeyboardInterrupt):  # in the middle of each block
             pruned(family, tmp_path, parts, method, form=form, show_progress=stop_after(matrices * block + 2))
         assert not parts.exists()
-        blocks = sorted(path.name for path in partial.glob("block-*"))
+        blocks = sorted(path.name for path in unfinished.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
     pruned(family, tmp_path, parts, method, form=form)
     assert contents(parts) == contents(whole)
-    assert not partial.exists()
+    assert not unfinished.exists()
     assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob("*.writing"))
 
 
@@ -66,9 +66,9 @@ def test_blocks_that_are_done_are_not_pruned_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         pruned("gpt2", tmp_path, out, show_progress=stop_after(13))
-    own, layers = Settings.prune, []
+    own, layers = PruningSettings.prune, []
     monkeypatch.setattr(
-        Settings, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
+        PruningSettings, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
     )
     table = pruned("gpt2", tmp_path, out).table
     assert layers == [2] * 6
@@ -79,7 +79,7 @@ def test_killed_while_it_writes_the_end_it_goes_on(tmp_path, monkeypatch):
     """Oracle: the files of a pruning that was not killed."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     pruned("gpt2", tmp_path, whole)
-    monkeypatch.setattr(Partial, "_write_weights", lambda *_: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(UnfinishedPruning, "_write_weights", lambda *_: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         pruned("gpt2", tmp_path, out)
     monkeypatch.undo()
@@ -150,7 +150,7 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(what, tmp_path, m
     if what == "blocks":
         monkeypatch.setattr(checkpoint, "write_matrices", full)
     else:
-        monkeypatch.setattr(checkpoint, "_measured", full)
+        monkeypatch.setattr(checkpoint, "_with_bytes", full)
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
         pruned("gpt2", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

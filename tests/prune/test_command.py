@@ -16,7 +16,7 @@ import pytest
 from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
-from theodolite.prune.checkpoint import Partial
+from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.report.drawing.pruning import error_map
 
 RESULT = Path("report") / "sinks-prune" / "result.json"
@@ -105,8 +105,8 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
     return {
         "a sparsity of 0": (bad("--sparsity", "0"), "sparsity is 0.0"),
         "a sparsity of 1": (bad("--sparsity", "1"), "sparsity is 1.0"),
-        "no number": (bad("--sparsity", "half"), "'half' is no number"),
-        "an empty sparsity": (bad("--sparsity", ""), "'' is no number"),
+        "no number": (bad("--sparsity", "half"), "'half' is neither a number"),
+        "an empty sparsity": (bad("--sparsity", ""), "'' is neither a number"),
         "a sparsity of nothing": (
             bad("--sparsity", "1e-9"),
             "a sparsity of 1e-09 removes no entry of any matrix",
@@ -117,9 +117,9 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "another method's rank ratio": (
             bad("--method", "wanda", "--rank-ratio", "0.5"),
-            "wanda does not read it: leave out --rank-ratio",
+            "wanda has no such option: leave out --rank-ratio",
         ),
-        "another method's damping": (bad("--damping", "0.1"), "oats does not read it: leave out --damping"),
+        "another method's damping": (bad("--damping", "0.1"), "oats has no such option: leave out --damping"),
         "inside a pruned checkpoint": (
             _arguments(model, text, tmp_path / "pruned" / "deep" / "out"),
             f"lies inside the pruned checkpoint {tmp_path / 'pruned'}: choose another --out",
@@ -165,8 +165,8 @@ def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
 
 def _prune_slowly(*words: Any) -> None:
     """Each block waits when it is kept, so that a signal finds the command at work."""
-    own = Partial.save
-    Partial.save = lambda *a: (own(*a), time.sleep(0.5))
+    own = UnfinishedPruning.save
+    UnfinishedPruning.save = lambda *a: (own(*a), time.sleep(0.5))
     command(*words)
 
 

@@ -30,7 +30,7 @@ def test_moments_of_every_matrix(family, full, tmp_path):
     for module, inputs in kept.items():
         module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2)))
     moments = InputMoments(matrices, full=full)
-    with torch.inference_mode(), moments.watching():
+    with torch.inference_mode(), moments.collecting():
         for ids in _ids().split(4):  # the last batch is smaller
             backbone(model.hf)(input_ids=ids, use_cache=False)
     for matrix in matrices:
@@ -50,7 +50,7 @@ def test_matrices_that_take_on_the_same_vectors_share_their_sum(tmp_path):
     model = opened_anew("llama2", tmp_path)
     matrices = block_matrices(model)[0]
     moments = InputMoments(matrices, full=False)
-    with torch.inference_mode(), moments.watching():
+    with torch.inference_mode(), moments.collecting():
         backbone(model.hf)(input_ids=_ids(), use_cache=False)
     assert len(moments._sums) == 4  # of q, k, v; of o; of gate and up; of down
     by_name = {matrix.name: moments.of(matrix).diagonal for matrix in matrices}
@@ -65,7 +65,7 @@ def test_a_large_common_offset_costs_no_digits():
     module = nn.Linear(2, 3, bias=False).requires_grad_(False)
     matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
     moments = InputMoments([matrix], full=True)
-    with moments.watching():
+    with moments.collecting():
         for _ in range(50):
             module(1000 + signs)
     found = moments.of(matrix)
@@ -86,7 +86,7 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(tmp_path):
     )
     block.mlp.router.bias.data[:] = torch.tensor([3.0, 0.0])  # both are chosen, one rarely
     moments = InputMoments(matrices, full=False)
-    with torch.inference_mode(), one_expert_at_a_time(model.hf), moments.watching():
+    with torch.inference_mode(), one_expert_at_a_time(model.hf), moments.collecting():
         for ids in _ids().split(2):
             backbone(model.hf)(input_ids=ids, use_cache=False)
     hidden, expert = (torch.cat(parts) for parts in zip(*chosen, strict=True))
@@ -115,7 +115,7 @@ def test_numbers_that_are_none_are_refused():
     module = nn.Linear(2, 3, bias=False).requires_grad_(False)
     matrix = Matrix(0, "fc", None, "fc.weight", module, "weight", 0)
     moments = InputMoments([matrix], full=False)
-    with moments.watching():
+    with moments.collecting():
         module(torch.tensor([[1.0, math.inf]]))
-    with pytest.raises(WorkError, match=r"what enters fc\.weight is NaN, infinite or too large"):
+    with pytest.raises(WorkError, match=r"the input of fc\.weight is NaN, infinite or too large"):
         moments.of(matrix)

@@ -85,7 +85,7 @@ def test_small_matrices_get_the_published_iteration(shape, sparsity, ratio, iter
 def test_the_subspace_goes_where_the_svd_goes(shape, monkeypatch):
     """Followed until it rests to rounding, it gives each iteration what a full SVD gives."""
     monkeypatch.setattr(module, "_SMALL", 0)
-    monkeypatch.setattr(module, "_TURN", 1e-7)
+    monkeypatch.setattr(module, "_TOLERANCE", 1e-7)
     monkeypatch.setattr(module, "_MOST_STEPS", 60)
     weight, second_moment = weights(*shape), moments(shape[1])
     dense, _, error = slow_oats(weight, second_moment, *budget(*shape, 0.5, 0.25), 20)
@@ -191,7 +191,7 @@ def test_counts(outputs, inputs, sparsity, ratio, small):
 def test_no_iteration_loses(small, monkeypatch):
     """Each half-step takes the best that it can, also where the subspace is followed by one step only."""
     monkeypatch.setattr(module, "_SMALL", small)
-    monkeypatch.setattr(module, "_TURN", 2)
+    monkeypatch.setattr(module, "_TOLERANCE", 2)
     weight, second_moment = tensors(weights(50, 60), moments(60))
     errors = [oats(weight, second_moment, 0.5, iterations=n).error for n in range(1, 25)]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(errors))
@@ -248,7 +248,7 @@ def test_the_best_entries_under_both_are_found(entries, seed):
     row = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 8)))
     scores, kept = torch.empty_like(row), torch.empty_like(row)
     budget = module._Budget(1, entries, module.Pattern(2, 4))
-    module._mark_kept(row, budget, module.LargestAgain(entries), scores, kept)
+    module._mark_kept(row, budget, module.ThresholdTracker(entries), scores, kept)
     best = max(
         sum(float(row[0, i]) ** 2 for i in chosen)
         for chosen in itertools.combinations(range(8), entries)

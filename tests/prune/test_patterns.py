@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from theodolite.errors import UsageError
 from theodolite.prune.patterns import (
-    LargestAgain,
     Pattern,
+    ThresholdTracker,
     check_sparsity,
     checked_inputs,
     checked_weight,
@@ -65,7 +65,7 @@ def test_the_largest_again_as_the_scores_change(columns, share, change, dead, se
     generator = np.random.default_rng(seed)
     scores, count = np.abs(generator.normal(size=(5, columns))), round(share * columns)
     scores[:, generator.random(columns) < dead] = 0
-    search, kept = LargestAgain(count), torch.empty(5, columns, dtype=torch.float64)
+    search, kept = ThresholdTracker(count), torch.empty(5, columns, dtype=torch.float64)
     for _ in range(5):
         search.mark(torch.from_numpy(scores), kept)
         assert np.array_equal(kept.numpy(), largest_by_sorting(scores, count).astype(float))

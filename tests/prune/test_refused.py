@@ -27,18 +27,18 @@ def test_the_model_says_that_it_was_pruned_and_how(tmp_path):
         edits += model.interventions
     assert all(re.fullmatch(r"pruned\(magnitude, sha256:[0-9a-f]{16}\)", edit) for edit in edits)
     assert edits[0] == edits[1] != edits[2]
-    with pytest.raises(UsageError, match=r"is not what its checkpoint is \(pruned\(magnitude"):
+    with pytest.raises(UsageError, match=r"the opened model was modified \(pruned\(magnitude"):
         prune_model(model, corpus_of(), "magnitude", 0.5)
 
 
 def test_a_pruned_model_is_refused(tmp_path):
     prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out")
-    with pytest.raises(UsageError, match=r"out is pruned already \(pruning\.json lies beside it\)"):
+    with pytest.raises(UsageError, match=r"out is pruned already \(pruning\.json is next to its weights\)"):
         prune_model(open_model(tmp_path / "out"), corpus_of(), "wanda", 0.5)
     sparse = opened_anew("gpt2", tmp_path)
     for block in sparse.structure.blocks:
         block.mlp.c_fc.weight.data[:, ::2] = block.mlp.c_proj.weight.data[::2] = 0
-    with pytest.raises(UsageError, match=r"33% of the weights .* are 0, as if it was pruned"):
+    with pytest.raises(UsageError, match=r"33% of the weights .* are 0, as if it had been pruned"):
         prune_model(sparse, corpus_of(), "wanda", 0.5)
 
 
@@ -46,13 +46,13 @@ def test_an_open_intervention_is_refused(tmp_path):
     model = opened_anew("gpt2", tmp_path)
     with (
         interventions.without_low_rank(model, 0, 2),
-        pytest.raises(UsageError, match="is not what its checkpoint is"),
+        pytest.raises(UsageError, match="the opened model was modified"),
     ):
         prune_model(model, corpus_of(), "wanda", 0.5)
 
 
 def test_only_factored_folders_are_opened_as_such(checkpoint):
-    with pytest.raises(UsageError, match="gpt2 is no factored checkpoint"):
+    with pytest.raises(UsageError, match="gpt2 is not a factored checkpoint"):
         load_factored(checkpoint("gpt2"))
     with pytest.raises(UsageError, match="no pruned checkpoint at"):
         Pruned.load(checkpoint("gpt2"))
@@ -65,7 +65,7 @@ BAD = {
     "sparsity is nan": {"sparsity": math.nan},
     "2 sparsities for 3 blocks": {"sparsity": [0.5, 0.5]},
     "unknown method lottery: use oats, sparsegpt, wanda, magnitude": {"method": "lottery"},
-    "rank ratio 1.5 of q in block 0 is not from 0 to 1": {"rank_ratio": 1.5},
+    "rank ratio 1.5 of q in block 0 is not between 0 and 1": {"rank_ratio": 1.5},
     "rank ratio -1 of v in block 2": {
         "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
     },

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.system.threads import side_by_side
+from theodolite.system.threads import parallel_map
 
 Result = TypeVar("Result")
 
@@ -146,4 +146,4 @@ def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:
 
 def each_part(work: Callable[[slice], Result], batch: int, device: torch.device) -> list[Result]:
     """What `work` gives for each of the `cache_sized` parts of a batch; on a CPU, side by side."""
-    return side_by_side(work, list(cache_sized(batch, device)))
+    return parallel_map(work, list(cache_sized(batch, device)))

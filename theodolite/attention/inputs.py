@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.system.threads import side_by_side
+from theodolite.system.threads import parallel_map
 
 MASKED = -1e30
 """Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""
@@ -237,7 +237,7 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
             summed = weigh(softmax(block.logits, own.sink), own.value[:, :, block.first : block.last])
             output[:, block.start : block.stop, part] = summed.transpose(1, 2)
 
-    side_by_side(work, list(inputs.head_parts()))
+    parallel_map(work, list(inputs.head_parts()))
     return output
 
 

@@ -18,7 +18,7 @@ from theodolite.attention import triton as attention_triton
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError
-from theodolite.system.threads import side_by_side
+from theodolite.system.threads import parallel_map
 
 SINK_THRESHOLD = 0.3
 """ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
@@ -223,7 +223,7 @@ def summarise_in_blocks(
             if visit:
                 visit(block.start, block.first, part.start, weights)
 
-    side_by_side(work, list(inputs.head_parts()))
+    parallel_map(work, list(inputs.head_parts()))
     learned = None if inputs.sink is None else rows[3]
     entropy, log_sum_exp, largest = rows[:3]
     return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)

@@ -16,9 +16,7 @@ from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
-from theodolite.cli.options import (
-    BareRay,
-)
+from theodolite.cli.options import RayCommand
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command
@@ -53,14 +51,14 @@ def _options(
     ] = False,
 ) -> None:
     show_tracebacks(debug)
-    # A survey must not draw on the network without being asked for a hub name, nor chat on the way.
+    # No progress chatter, warnings or telemetry from the libraries underneath.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-app.command("survey", cls=BareRay)(survey_command)
+app.command("survey", cls=RayCommand)(survey_command)
 app.command("spectra")(spectra_command)
 app.command("trace")(trace_command)
 app.command("exclude")(exclude_command)

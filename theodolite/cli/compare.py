@@ -52,27 +52,27 @@ def compare_command(
     corpus: CorpusSpec = None,
     length: Length = None,
     contexts: Annotated[
-        int | None, typer.Option(help=f"Contexts to read at most [default: {DEFAULT_CONTEXTS}].")
+        int | None, typer.Option(help=f"Maximum number of contexts [default: {DEFAULT_CONTEXTS}].")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text of the attention maps [default: a question of inference].")
+        str | None, typer.Option(help="Prompt of the attention maps [default: a reasoning question].")
     ] = None,
     layer: Annotated[
         int | None,
-        typer.Option(help="Block of the head in the maps, from 0 [default: the head that lost most sinks]."),
+        typer.Option(help="Block, from 0, of the head in the maps [default: the head that lost most sinks]."),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
     without_low_rank: Annotated[
         int | None,
         typer.Option(
             metavar="LAYER",
-            help="Also the second model without the low-rank term of W_Q, W_K, W_V of this block, and without a "
-            "random part as large.",
+            help="Also ablate the low-rank term of W_Q, W_K, W_V of this block in the second model, with a "
+            "norm-matched random term as control.",
         ),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(help="Of that term in a model that was not pruned to one: the leading part of an SVD."),
+        typer.Option(help="Rank of that term, by truncated SVD, in a model that was not pruned with one."),
     ] = None,
     seed: Seed = 0,
     out: Annotated[
@@ -87,9 +87,9 @@ def compare_command(
 ) -> None:
     """What survives of the mechanism: sinks, tags, outliers, positions, head outputs, entropies, head roles, W_QK.
 
-    Run folders of the same text are compared as they are, with the trace (FOLDER-sinks) and the outputs of heads
-    (FOLDER-outputs) beside each if all have them. Models are surveyed, traced and asked for their outputs on the text
-    first, into the folder that is written; a finished part is used again.
+    Run folders of the same text are compared as they are, with their traces (FOLDER-sinks) and head outputs
+    (FOLDER-outputs) if all have them. Models are first surveyed and traced and their head outputs collected, in the
+    --out folder; finished parts are reused.
 
     Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
     """
@@ -98,12 +98,14 @@ def compare_command(
         from theodolite.passes.prompts import Focus
 
         if len(models) < 2:
-            raise UsageError("one model has nothing to be compared with: give two or more")
+            raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
         runs = [command.is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]
-            raise UsageError(f"{other} is no run folder, others are: give run folders or models, not both")
+            raise UsageError(
+                f"{other} is not a run folder but others are: give run folders or models, not both"
+            )
         if all(runs):
             of_models: dict[str, object] = {"--corpus": corpus, "--length": length, "--contexts": contexts}
             of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
@@ -113,7 +115,7 @@ def compare_command(
         else:
             many = DEFAULT_CONTEXTS if contexts is None else contexts
             text = Text(corpus, length, many, seed, text_column)
-            work = _Work(
+            work = _Passes(
                 folder,
                 text,
                 batch,
@@ -131,8 +133,8 @@ def compare_command(
 
 
 @dataclass(frozen=True)
-class _Work:
-    """How a candidate is opened, reads, is surveyed and traced: with bars, into folders that can be gone on with."""
+class _Passes:
+    """How a candidate is opened, surveyed and traced: with progress bars, in folders that can be resumed."""
 
     folder: Path
     text: Text
@@ -151,20 +153,20 @@ class _Work:
     def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.passes.survey import survey
 
-        place = self.folder / candidate.folder
+        folder = self.folder / candidate.folder
         with bars(self.stopped, of=candidate.name) as show:
-            return survey(model, corpus, place, batch=self.batch, seed=self.text.seed, show_progress=show)
+            return survey(model, corpus, folder, batch=self.batch, seed=self.text.seed, show_progress=show)
 
     def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.sinks.trace import trace_sinks
 
-        place = self.folder / f"{candidate.folder}-sinks"
+        folder = self.folder / f"{candidate.folder}-sinks"
         with progress(f"tracing sinks of {candidate.name}", "contexts", self.stopped) as bar:
-            return trace_sinks(model, corpus, place, batch=self.batch, show_progress=bar)
+            return trace_sinks(model, corpus, folder, batch=self.batch, show_progress=bar)
 
     def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.comparison.outputs import read_outputs
 
-        place = self.folder / f"{candidate.folder}-outputs"
+        folder = self.folder / f"{candidate.folder}-outputs"
         with progress(f"reading outputs of {candidate.name}", "contexts", self.stopped) as bar:
-            return read_outputs(model, corpus, place, batch=self.batch, show_progress=bar)
+            return read_outputs(model, corpus, folder, batch=self.batch, show_progress=bar)

@@ -1,7 +1,6 @@
 """What an error means and what to do about it: the page of errors, which the package carries.
 
-It is asked by the name of a section or by a message, and knows nothing of who raises what: a section explains a
-message if one of its rows quotes a part of it.
+Looked up by section name or by message: a section explains a message if one of its rows quotes a part of it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Section:
     """A part of the page.
 
     Attributes:
-        name: what it is asked for by, and its anchor: the title in lower case with hyphens.
+        name: its key and anchor: the title in lower case with hyphens.
         text: in Markdown, without links.
-        quoted: the parts of messages that its rows begin with.
+        quoted: the message fragments that its rows begin with.
     """
 
     name: str
@@ -33,19 +32,19 @@ class Section:
 @functools.cache
 def sections() -> dict[str, Section]:
     """All sections by name, in the order of the page."""
-    _, *parts = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    found = {}
-    for part in parts:
-        title, _, text = part.partition("\n")
+    _, *chunks = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {}
+    for section in chunks:
+        title, _, text = section.partition("\n")
         rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
         if not rows:
             continue
-        quoted = tuple(said for row in rows for said in re.findall(r"`([^`]+)`", row))
+        quoted = tuple(quote for row in rows for quote in re.findall(r"`([^`]+)`", row))
         name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-        found[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
-    return found
+        by_name[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
+    return by_name
 
 
 def section_of(message: str) -> Section | None:
     """The section that explains this message, if there is one."""
-    return next((s for s in sections().values() if any(said in message for said in s.quoted)), None)
+    return next((s for s in sections().values() if any(quote in message for quote in s.quoted)), None)

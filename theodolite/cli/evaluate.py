@@ -49,29 +49,31 @@ def evaluate_command(
     corpus: CorpusSpec = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="few-shot (offline), or a task or group of lm-eval; may be given several times."),
+        typer.Option(help="few-shot (offline), or a task or group of lm-eval; repeatable."),
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option(help="Folder of tasks of one's own for lm-eval (may run its Python).")
+        Path | None, typer.Option(help="Folder of custom lm-eval tasks (may run Python code in it).")
     ] = None,
-    shots: Annotated[str, typer.Option(help="Examples in the prompts, as 3, 0,2,5 or 0-5.")] = "0-5",
-    prompts: Annotated[int, typer.Option(help="Prompts of few-shot.")] = 4000,
-    limit: Annotated[int | None, typer.Option(help="Documents of a task of lm-eval [default: all].")] = None,
+    shots: Annotated[
+        str, typer.Option(help="Numbers of examples in the prompt, as 3, 0,2,5 or 0-5.")
+    ] = "0-5",
+    prompts: Annotated[int, typer.Option(help="Number of prompts of few-shot.")] = 4000,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
+    ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Prompts a forward pass [default: 4096 tokens, 8 prompts of lm-eval]."),
+        typer.Option(help="Prompts per forward pass [default: 4096 tokens; 8 prompts for lm-eval]."),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Let lm-eval fetch data that are not here.")
+        bool, typer.Option("--download", help="Let lm-eval download data that are not on this machine.")
     ] = False,
     length: Length = None,
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="JSON file that keeps every answer; what is there is not asked again."
-        ),
+        typer.Option("--out", "-o", help="JSON file of results; those already in it are not measured again."),
     ] = None,
     as_json: AsJson = False,
     text_column: TextColumnName = "text",
@@ -80,19 +82,19 @@ def evaluate_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Perplexity on a text, accuracy by number of examples, and tasks of lm-eval: of one model, or of several compared.
+    """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
-    Without --task and --tasks: perplexity, on the text inside every Python where no --corpus is given.
+    Without --task and --tasks: perplexity, by default on the documentation that ships with Python.
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.evaluate.answers_file import Kept
+        from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
 
         asked = Questions(tuple(task or ()), tasks, parse_shots(shots), prompts, seed, limit, batch, download)
-        kept = Kept(out)
+        answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
@@ -102,7 +104,7 @@ def evaluate_command(
             read = None
             if corpus is not None or not (task or tasks):
                 read = read_corpus(model, corpus, length, contexts, seed, text_column)
-            scores += evaluate(model, read, asked, kept, partial(progress, stopped=stopped), stopped)
+            scores += evaluate(model, read, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 
@@ -112,10 +114,10 @@ def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> N
     from theodolite.evaluate.command import lm_eval_version, tables
     from theodolite.evaluate.scores import table
 
-    found = table(scores)
+    frame = table(scores)
     if not as_json:
         console = Console(soft_wrap=True)
-        for shown in tables(found):
+        for shown in tables(frame):
             console.print(shown)
         return
     rows = [
@@ -123,7 +125,7 @@ def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> N
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        for row in found.to_dict(orient="records")
+        for row in frame.to_dict(orient="records")
     ]
     provenance["versions"]["lm_eval"] = lm_eval_version()
     print(json.dumps(provenance | {"scores": rows}, ensure_ascii=False, allow_nan=False))

@@ -17,14 +17,12 @@ def exclude_command(
     least_share: Annotated[
         float,
         typer.Option(
-            help="Share of contexts (sinks, massive activations) or tokens (outliers) below which there is no rule."
+            help="Least share of contexts (sinks, massive activations) or tokens (outliers) for a rule."
         ),
     ] = 0.01,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the rules, as they are in the file, and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the rules, as JSON.")] = False,
 ) -> None:
-    """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation, pruning.
+    """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation or pruning.
 
     Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
     """

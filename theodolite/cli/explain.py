@@ -15,12 +15,12 @@ def explain_command(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="A name from the list or a word of one, or a message. Without it: the list.",
+            help="A section, part of its name, or an error message. Without it: list the sections.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """What an error means, and what to do.
+    """Explain what an error means and what to do about it.
 
     Example: theodolite explain run-folders
     """

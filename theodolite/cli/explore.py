@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
-SURVEYED = 32
-"""Contexts that are read before the page opens: seconds, and enough for a mean at each position."""
+SURVEY_CONTEXTS = 32
+"""Contexts surveyed before the page opens: takes seconds, and is enough for a mean at each position."""
 
 
 def explore_command(
@@ -45,20 +45,20 @@ def explore_command(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="A second model, shown beside the first: pruned, say. One tokenizer and one shape.",
+            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape.",
             show_default=False,
         ),
     ] = None,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            "--run", help="Folder of a survey of the model, instead of one made now; once for each model."
+            "--run", help="Folder of a finished survey of the model, instead of a new one; once per model."
         ),
     ] = None,
     corpus: CorpusSpec = None,
     length: Length = None,
-    contexts: Annotated[int, typer.Option(help="Contexts to survey at most.")] = SURVEYED,
-    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860 on].")] = None,
+    contexts: Annotated[int, typer.Option(help="Maximum number of contexts to survey.")] = SURVEY_CONTEXTS,
+    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860].")] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     seed: Seed = 0,
     text_column: TextColumnName = "text",
@@ -67,9 +67,9 @@ def explore_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Look at one head after the other on a prompt, on a page that only this machine sees.
+    """Explore a model head by head on prompts of your own, on a page served to this machine only.
 
-    The model is surveyed on a little text first (or --run names a finished survey), for what a prompt cannot tell.
+    The model is first surveyed on a short text, for statistics over contexts; --run uses a finished survey instead.
 
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
@@ -86,30 +86,29 @@ def explore_command(
             refuse_unread("--run brings its own text", unread)
             if len(runs) != len(names):
                 raise UsageError(
-                    f"{len(runs)} --run for {len(names)} models: give one for each, in their order"
+                    f"{len(runs)} --run for {len(names)} models: give one per model, in the same order"
                 )
         with listen(port) as listening:
             opened = [opened_model(name, dtype, device, device_map, revision) for name in names]
-            called = _called(opened)
+            called = _display_names(opened)
             check_pair(list(zip(called, opened, strict=True)))
 
-            def surveyed(one: OpenModel) -> Run:
+            def surveyed(each: OpenModel) -> Run:
                 from theodolite.passes.survey import survey_heads
 
-                read = read_corpus(one, corpus, length, contexts, seed, text_column)
-                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(one.id)) as show:
-                    return survey_heads(one, read, seed=seed, show_progress=show)
+                read = read_corpus(each, corpus, length, contexts, seed, text_column)
+                with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(each.id)) as show:
+                    return survey_heads(each, read, seed=seed, show_progress=show)
 
-            found = [_loaded(one, folder) for one, folder in zip(opened, runs, strict=True)] if runs else []
-            found = found or [surveyed(one) for one in opened]
-            app = application(_subjects(called, opened, found))
+            surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
+            app = application(_subjects(called, opened, surveys))
             serve(app, listening, lambda address: _say(address, browser))
 
 
-def _called(opened: list[OpenModel]) -> list[str]:
-    """Short names of the models, whole ones where they would be the same."""
-    short = [short_name(one.id) for one in opened]
-    return short if len(set(short)) == len(short) else [one.id for one in opened]
+def _display_names(opened: list[OpenModel]) -> list[str]:
+    """Short names of the models, full ones where short ones coincide."""
+    short = [short_name(model.id) for model in opened]
+    return short if len(set(short)) == len(short) else [model.id for model in opened]
 
 
 def _loaded(model: OpenModel, folder: Path) -> Run:
@@ -124,10 +123,10 @@ def _loaded(model: OpenModel, folder: Path) -> Run:
 def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> list[Subject]:
     from theodolite.explore.subject import Subject
 
-    return [Subject(*one) for one in zip(names, models, runs, strict=True)]
+    return list(map(Subject, names, models, runs))
 
 
 def _say(address: str, browser: bool) -> None:
     Console(soft_wrap=True).print(f"Page: {address} (Ctrl-C ends it)", highlight=False)
     if browser and not webbrowser.open(address):
-        screen.print("no browser was found: open the address in one", style="dim")
+        screen.print("no browser was found: open the address yourself", style="dim")

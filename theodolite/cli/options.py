@@ -1,4 +1,4 @@
-"""What the commands share: their options, a model opened, a text read, a result shown. Nothing is measured here.
+"""What the commands share: options, opening models, reading texts, showing results. Nothing is measured here.
 
 Heavy imports happen inside the functions, so that `theodolite --help` answers at once.
 """
@@ -42,18 +42,18 @@ CorpusSpec = Annotated[
         "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python]."
     ),
 ]
-Contexts = Annotated[int, typer.Option(help="Contexts to read at most.")]
-Batch = Annotated[int | None, typer.Option(help="Contexts a forward pass [default: 4096 tokens].")]
+Contexts = Annotated[int, typer.Option(help="Maximum number of contexts.")]
+Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [default: 4096 tokens].")]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
-TextColumnName = Annotated[str, typer.Option(help="Column of .jsonl and .parquet that holds the text.")]
-Length = Annotated[int | None, typer.Option(help="Tokens a context [default: the model's, at most 512].")]
-Seed = Annotated[int, typer.Option(help="Of every random choice.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the tables as JSON and nothing else.")]
-Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16, float16 or float64.")
+TextColumnName = Annotated[str, typer.Option(help="Text column of .jsonl and .parquet files.")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens per context [default: the model's maximum, up to 512].")
 ]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only the tables, as JSON.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")]
 DeviceMap = Annotated[
     str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
@@ -63,18 +63,18 @@ Ray = Annotated[
     str | None,
     typer.Option(
         metavar="[ADDRESS]",
-        help="Read on the workers of a Ray cluster: at ADDRESS (auto for the one on this machine, or HOST:PORT), or of "
-        "one that is started here if no address follows (needs theodolite[ray]).",
+        help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an address, "
+        "start a local one (needs theodolite[ray]).",
     ),
 ]
-Actors = Annotated[int | None, typer.Option(help="Workers of --ray at most [default: all that fit].")]
+Actors = Annotated[int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")]
 
 
-class BareRay(TyperCommand):
-    """A command whose `--ray` may stand alone: at the end, or before another option. Typer has no such options."""
+class RayCommand(TyperCommand):
+    """A command whose `--ray` takes an optional address, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give a `--ray` without an address that of a local cluster."""
+        """Turn a `--ray` without an address into `--ray=local`."""
         following = [*args, "--"][1:]
         bare = [
             word == "--ray" and after.startswith("-") for word, after in zip(args, following, strict=True)
@@ -91,7 +91,7 @@ def opened_model(
 
     `embedded` names it too, where no file is called so.
 
-    A hub name may bring its revision along, NAME@REVISION, so that several models can each have one.
+    A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
     """
     import transformers
 
@@ -106,10 +106,10 @@ def opened_model(
 def _without_revision(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
     if model is None or Path(model).exists():
         return model, revision
-    name, at, own = model.partition("@")
+    name, at, name_revision = model.partition("@")
     if at and revision is not None:
         raise UsageError(f"{model} has a revision, and so has --revision: give one")
-    return None if name == embedded.ARGUMENT else name, own or revision
+    return None if name == embedded.ARGUMENT else name, name_revision or revision
 
 
 def opened_weights(
@@ -155,7 +155,7 @@ def read_corpus(
 
 @dataclass(frozen=True)
 class Text:
-    """The options that say what is read, of a command that reads it for several models."""
+    """The text options of a command that reads the text for several models."""
 
     corpus: str | None
     length: int | None
@@ -202,15 +202,15 @@ def _print_tables(run: Run) -> None:
 
 
 def say_where(page: Path, as_json: bool) -> None:
-    """Say where a page is, beside JSON on the other stream."""
+    """Print where a page is: on standard error if JSON goes to standard output."""
     (screen if as_json else Console(soft_wrap=True)).print(f"Report: {page}", highlight=False)
 
 
 def refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Refuse what is not read, rather than ignore it.
+    """Refuse options that would be ignored.
 
     Raises:
-        UsageError: something of it was given.
+        UsageError: one of them was given.
     """
     for what, value in given.items():
         if value is not None:
@@ -218,7 +218,7 @@ def refuse_unread(who: str, given: Mapping[str, object]) -> None:
 
 
 def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:
-    """Where a result goes that is not told where."""
+    """Where a result goes without --out."""
     return Path("runs") / f"{short_name(model.id)}-{short_name(corpus.name)}{kind}"
 
 

@@ -40,33 +40,34 @@ PUBLISHED_CONTEXTS = 128
 RANK_RATIO, DAMPING = 0.25, 0.1
 """The defaults of `prune_model`."""
 
-READ_BY = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
-"""Options of one method only. `--seed` is of all: texts are drawn by it too."""
+METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
+"""The one method that reads an option. `--seed` also draws texts, so every method reads it."""
 
 
 def prune_command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pruned checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
     model: Model = None,
     method: Annotated[str, typer.Option(help="oats, sparsegpt, wanda or magnitude.")] = "oats",
     sparsity: Annotated[
         str | None,
         typer.Option(
-            help="Share of entries removed: one number, or one a block with commas [default: 0.5, or the pattern's]."
+            help="Share of entries removed: one number, or one per block with commas [default: 0.5, or the pattern's]."
         ),
     ] = None,
     pattern: Annotated[
-        str | None, typer.Option(help="Such as 2:4: at most 2 of 4 neighbouring inputs are kept.")
+        str | None,
+        typer.Option(help="N:M sparsity such as 2:4: at most 2 of every 4 consecutive inputs are kept."),
     ] = None,
     rank_ratio: Annotated[
         float | None,
         typer.Option(
-            help=f"Of oats: share of what is kept that goes into the low-rank part [default: {RANK_RATIO}]."
+            help=f"oats only: share of the kept parameters in the low-rank part [default: {RANK_RATIO}]."
         ),
     ] = None,
     damping: Annotated[
         float | None,
         typer.Option(
-            help=f"Of sparsegpt: added to the Hessian's diagonal, in means of it [default: {DAMPING}]."
+            help=f"sparsegpt only: added to the Hessian's diagonal, as a share of its mean [default: {DAMPING}]."
         ),
     ] = None,
     form: Annotated[
@@ -87,8 +88,8 @@ def prune_command(
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
-    All linear layers inside the blocks, Q, K and V apart; not embeddings, head, norms and routers. Can be stopped and
-    started again.
+    All linear layers inside the blocks are pruned, Q, K and V separately; embeddings, head, norms and routers are not.
+    If interrupted, rerun the command to resume.
 
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
@@ -96,10 +97,10 @@ def prune_command(
         from theodolite.prune import METHODS, prune_model
         from theodolite.report.pruned_model import page_at, write_page
 
-        if method in METHODS:  # another one is refused with what there is
+        if method in METHODS:  # `prune_model` refuses unknown methods
             given = {"--rank-ratio": rank_ratio, "--damping": damping}
-            unread = {name: value for name, value in given.items() if READ_BY[name] != method}
-            refuse_unread(f"{method} does not read it", unread)
+            unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
+            refuse_unread(f"{method} has no such option", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
         _refuse_existing(out)
         opened = opened_model(model, dtype, device, device_map, revision)
@@ -117,7 +118,7 @@ def prune_command(
                 out=out,
                 form=form,
                 batch=batch,
-                beside=lambda done, folder: write_page(done, folder / "report"),
+                write_extras=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show,
             )
         _finish(pruned, out, page_at(out / "report"), as_json)
@@ -128,22 +129,22 @@ def _numbers(text: str) -> float | list[float]:
         numbers = [float(part) for part in text.split(",")]
         return numbers if "," in text else numbers[0]
     except ValueError:
-        raise UsageError(f"sparsity {text!r} is no number, nor numbers with commas between") from None
+        raise UsageError(f"sparsity {text!r} is neither a number nor numbers separated by commas") from None
 
 
 def _refuse_existing(out: Path) -> None:
-    """Before a model is opened for nothing; `prune_model` looks again, with the folder locked."""
+    """Fail before the model is opened; `prune_model` checks again with the folder locked."""
     from theodolite.prune.checkpoint import refuse_inside
 
     refuse_inside(out)
     if out.with_name(out.name + ".partial").is_dir():
-        return  # a pruning that was killed, perhaps at its very end
+        return  # a pruning that was killed, perhaps after it wrote OUT
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"{out} exists already: choose another --out or remove it")
 
 
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
-    """Say what was done, or print it as JSON, and where it is."""
+    """Show the result or print it as JSON, and say where the checkpoint and the report are."""
     from theodolite.papers.command import show_outcome
     from theodolite.report.pruned_model import PRUNING, pruned_outcome
 

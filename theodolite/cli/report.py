@@ -1,4 +1,4 @@
-"""`theodolite report`: the page of a run folder, again."""
+"""`theodolite report`: the page of a run folder, rewritten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Write the report of a run folder again.
+    """Rewrite the report of a run folder.
 
     Example: theodolite report runs/gpt2
     """
@@ -31,7 +31,7 @@ def report_command(
         loaded = Run.load(run)
         if loaded.is_outputs:
             raise UsageError(
-                f"{run} holds outputs of heads: `theodolite compare` reads them, with the survey beside it"
+                f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
             )
         if loaded.is_trace:
             finish_trace(loaded, run, as_json)

@@ -1,4 +1,4 @@
-"""`theodolite reproduce`: parsing, and on what the experiments stand. Nothing is measured here.
+"""`theodolite reproduce`: parsing, and what the experiments read. Nothing is measured here.
 
 Heavy imports happen inside the functions.
 """
@@ -49,7 +49,7 @@ def reproduce_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="geometry, localization, geometry/table1, …; several with commas. Without a name: the list."
+            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them."
         ),
     ] = None,
     model: Model = None,
@@ -60,15 +60,15 @@ def reproduce_command(
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Text for geometry/figure6 and figure30 [default: random tokens, twice], and for sinks/figure2 and "
-            "figure7 to figure11 [default: one that comes with each]."
+            help="Prompt of geometry/figure6 and figure30 [default: repeated random tokens], and of sinks/figure2 and "
+            "figure7 to figure11 [default: one is built in]."
         ),
     ] = None,
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Block of the head shown there, or ablated by sinks/ablation, from 0 [default: the heads found; of "
-            "sinks/…, the one that tags most]."
+            help="Block, from 0, of the head shown there or ablated by sinks/ablation [default: the heads detected; "
+            "for sinks/…, the head with the largest tag]."
         ),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
@@ -76,21 +76,19 @@ def reproduce_command(
     contexts: Contexts = DEFAULT_CONTEXTS,
     seed: Seed = 0,
     out: RunFolder = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
     text_column: TextColumnName = "text",
     dtype: Dtype = "auto",
     device: Device = None,
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Make published tables and figures again for a model, with a verdict on each claim.
+    """Reproduce published tables and figures for a model, with a verdict on each claim.
 
-    The survey is made, or reused where it is finished; the pages go to its folder, under reproduce/. Figures of
+    A finished survey is reused, otherwise one is made; pages go to its folder, under reproduce/. Figures of
     theory (localization/figure1 to figure5, and monitor) need no model; their pages go to runs/localization. Figures
-    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey, and make none. Those of
-    trainings with LocAteR (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
+    of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of
+    LocAteR training runs (figure6 to figure12) take the folder of `theodolite train locater` as MODEL.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
@@ -107,8 +105,8 @@ def reproduce_command(
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
         text = Text(corpus, length, contexts, seed, text_column)
-        asked = _Asked(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
-        study, pages = _stand(asked, experiments, focus)
+        request = _Request(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
+        study, pages = _study(request, experiments, focus)
         page = run_experiments(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
         )
@@ -116,8 +114,8 @@ def reproduce_command(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The call: on what the experiments of a name are to stand."""
+class _Request:
+    """The arguments of the command."""
 
     name: str
     model: str | None
@@ -128,7 +126,7 @@ class _Asked:
     stopped: Callable[[], bool]
 
     def unread(self) -> dict[str, object]:
-        """The options about a text and a model, where neither is read."""
+        """The text and model options, to be refused where neither is read."""
         _, device, device_map, revision = self.opening
         of_text: dict[str, object] = {"--corpus": self.text.corpus, "--length": self.text.length}
         return of_text | {"--device": device, "--device-map": device_map, "--revision": revision}
@@ -136,11 +134,11 @@ class _Asked:
     def opened(self) -> OpenModel:
         return opened_model(self.model, *self.opening)
 
-    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
+    def survey(self, model: OpenModel, corpus: Corpus, folder: Path | None) -> Run:
         from theodolite.passes.survey import survey
 
         with bars(self.stopped, of=short_name(corpus.name)) as show:
-            return survey(model, corpus, place, seed=self.text.seed, show_progress=show)
+            return survey(model, corpus, folder, seed=self.text.seed, show_progress=show)
 
     def say(self, line: str) -> None:
         if self.stopped():
@@ -148,49 +146,49 @@ class _Asked:
         screen.print(line, style="dim", markup=False, highlight=False)
 
 
-def _stand(asked: _Asked, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
-    """What the experiments read, and the folder of their pages."""
+def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
+    """What the experiments read, and the folder for their pages."""
     from theodolite.papers import Study
     from theodolite.papers.catalogue import on_prompts, stand_alone
     from theodolite.papers.experiment import model_run, theory_run
     from theodolite.papers.training_folders import made_by, trainings_at
 
-    name, seed = asked.name, asked.text.seed
-    trainings, command = asked.model and trainings_at(asked.model), made_by(experiments)
-    if asked.model is not None and trainings:
-        refuse_unread(f"{name} of a folder of training runs reads no other text or model", asked.unread())
-        folder = Path(asked.model)
-        return Study(trainings.run(folder), say=asked.say), asked.out or folder / "reproduce"
+    name, seed = request.name, request.text.seed
+    trainings, command = request.model and trainings_at(request.model), made_by(experiments)
+    if request.model is not None and trainings:
+        refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
+        folder = Path(request.model)
+        return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: give the folder that `{command}` wrote")
     if stand_alone(experiments):
-        refuse_unread(f"{name} reads no model and no text", {"MODEL": asked.model} | asked.unread())
-        pages = asked.out or Path("runs") / experiments[0].name.partition("/")[0]
-        return Study(theory_run(seed), say=asked.say), pages
+        refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
+        pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
+        return Study(theory_run(seed), say=request.say), pages
     if on_prompts(experiments):
-        of_text = {"--corpus": asked.text.corpus, "--length": asked.text.length}
+        of_text = {"--corpus": request.text.corpus, "--length": request.text.length}
         refuse_unread(f"{name} reads its prompt and no text", of_text)
-        model = asked.opened()
-        pages = (asked.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
-        return Study(model_run(model, seed), model, focus=focus, say=asked.say), pages
-    return _surveyed(asked, focus)
+        model = request.opened()
+        pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
+        return Study(model_run(model, seed), model, focus=focus, say=request.say), pages
+    return _surveyed(request, focus)
 
 
-def _surveyed(asked: _Asked, focus: Focus) -> tuple[Study, Path]:
-    """Those that read a survey: it is made here, or reused where it is finished."""
+def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
+    """Experiments on a survey, which is made here or reused if it is finished."""
     from theodolite.papers import Study
     from theodolite.report.page import write_report
 
-    model = asked.opened()
+    model = request.opened()
     if focus.layer is not None or focus.head is not None:
-        model.check_place(focus.layer or 0, focus.head or 0)  # before a survey is made for nothing
-    read = asked.text.read(model)
+        model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
+    read = request.text.read(model)
     length = read.contexts.shape[1]
-    second = replace(asked.text, corpus=asked.other, length=length).read(model) if asked.other else None
-    folder = asked.out or default_folder(model, read)
-    run = asked.survey(model, read, folder)
+    second = replace(request.text, corpus=request.other, length=length).read(model) if request.other else None
+    folder = request.out or default_folder(model, read)
+    run = request.survey(model, read, folder)
     if not (folder / "report" / "index.html").is_file():
         write_report(run, folder / "report")
     pages = folder / "reproduce"
-    study = Study(run, model, read, second, folder=pages, survey=asked.survey, focus=focus, say=asked.say)
+    study = Study(run, model, read, second, folder=pages, survey=request.survey, focus=focus, say=request.say)
     return study, pages

@@ -1,4 +1,4 @@
-"""What a command shows while it works, on standard error: progress, one-line errors, what Ctrl-C is answered.
+"""What a command shows on standard error while it works: progress, one-line errors, the answer to Ctrl-C.
 
 No command is here, and nothing heavy is imported.
 """
@@ -30,14 +30,14 @@ _SMALLER = "use a smaller --batch or --length, or --dtype bfloat16"
 
 
 def show_tracebacks(wanted: bool) -> None:
-    """Whether an error is shown with its traceback, in place of one line."""
+    """Show errors with their traceback instead of in one line."""
     global _tracebacks
     _tracebacks = wanted
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what is raised inside into one line and an exit status: the error's own, 130 for Ctrl-C, else 1."""
+    """Turn any exception into one line and an exit status: the error's own, 130 for Ctrl-C, else 1."""
     try:
         yield
     except TheodoliteError as error:
@@ -60,7 +60,7 @@ def _line_of(error: Exception) -> str:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {_SMALLER}, or spread the model over devices with --device-map auto"
     first = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's own word of a CPU's
+    if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's message on a CPU
         return f"out of memory: {_SMALLER}"
     return f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)"
 
@@ -74,13 +74,13 @@ def _say_error(message: str) -> None:
 
 
 def say_stopping() -> None:
-    """What the first Ctrl-C is answered."""
+    """Answer the first Ctrl-C."""
     screen.print("stopping after this batch; press Ctrl-C again to stop at once")
 
 
 @contextmanager
 def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told (done, total); it raises KeyboardInterrupt once `stopped` says so."""
+    """A progress bar, called with (done, total); it raises KeyboardInterrupt once `stopped()` is true."""
     with bars(stopped, unit=unit) as show:
         yield lambda done, total: show(title, done, total)
 
@@ -89,9 +89,9 @@ def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Cal
 def bars(
     stopped: Callable[[], bool], *, of: str = "", unit: str = ""
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Bars that are told (what is being done, done, total), one under the other as they come.
+    """Progress bars, called with (task, done, total), one under the other in order of appearance.
 
-    Each says what it is `of`, too. Telling raises KeyboardInterrupt once `stopped` says so.
+    Each title begins with `of`. A call raises KeyboardInterrupt once `stopped()` is true.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -101,15 +101,13 @@ def bars(
         TimeRemainingColumn(),
     )
     display = Progress(*columns, console=screen)
-    begun: dict[
-        str, tuple[TaskID, float, int]
-    ] = {}  # the bar, when the work began, and how much was done before
+    begun: dict[str, tuple[TaskID, float, int]] = {}  # bar, start time, steps done before
 
     def show(what: str, done: int, total: int) -> None:
         if stopped():
             raise KeyboardInterrupt
         if not begun:
-            display.start()  # not before: what is wrong with the call is said without a bar
+            display.start()  # not before, so that usage errors appear without a bar
         if what not in begun:
             title = f"{of}: {what}" if of else what
             begun[what] = display.add_task(title, rate="", total=total), time.monotonic(), done

@@ -33,9 +33,9 @@ def spectra_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Query-key spectra of every head, from the weights alone: no text, and no model that fits into memory.
+    """Query-key spectra of every head, from the weights alone: needs no text, and the model need not fit in memory.
 
-    The weights are read a layer at a time, on the CPU; with --device or --device-map the whole model is opened there.
+    Weights are read layer by layer on the CPU; with --device or --device-map the whole model is opened there.
 
     Example: theodolite spectra gpt2 --json
     """

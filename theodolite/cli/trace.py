@@ -52,7 +52,7 @@ def trace_command(
     device_map: DeviceMap = None,
     revision: Revision = None,
 ) -> None:
-    """Trace every attention sink of a text: what it catches, the tag that it writes, where the tag lives on.
+    """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
 
     Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
     """

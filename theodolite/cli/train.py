@@ -1,4 +1,4 @@
-"""`theodolite train KIND`: the commands of the trainers. Nothing is trained here, and nothing heavy is imported."""
+"""`theodolite train KIND`: parsing only. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ training = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[
-    Path, typer.Option("--out", "-o", help="Folder for the model, or the models, and the tokenizer.")
-]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
 Steps = Annotated[int | None, typer.Option(help="Training steps [default: as published].")]
-Batch = Annotated[int | None, typer.Option(help="Contexts a step [default: as published].")]
+Batch = Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")]
 Rate = Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")]
 Positions = Annotated[str, typer.Option(help="learned or rotary.")]
-Series = Annotated[bool, typer.Option("--series", help="Keep weights along the way, as OUT/series.")]
-Seed = Annotated[int, typer.Option(help="Of every random choice.")]
-Threads = Annotated[int, typer.Option(help="Processor cores to use.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was trained as JSON and nothing else.")]
+Series = Annotated[
+    bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
+]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Threads = Annotated[int, typer.Option(help="CPU threads.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the training, as JSON.")]
 
 RECORDS = ("training.json", "escape.json", "grid.json")
-"""What a trainer writes of itself into its folder; the embedded model's card is its README."""
+"""The record that a trainer leaves in its folder; the embedded model has a README instead."""
 
 
 @training.command("embedded")
@@ -46,7 +46,7 @@ def embedded_command(
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Train the model inside this package again, on the text inside every Python.
+    """Retrain the model inside this package, on the documentation that ships with Python.
 
     Example: theodolite train embedded --out topics --seed 0
     """
@@ -60,7 +60,7 @@ def embedded_command(
 @training.command("characters")
 def characters_command(
     out: Out,
-    text: Annotated[Path, typer.Option(help="Text to read, such as Shakespeare's plays.")],
+    text: Annotated[Path, typer.Option(help="Training text, such as Shakespeare's plays.")],
     positions: Positions = "learned",
     steps: Steps = None,
     batch: Batch = None,
@@ -70,9 +70,9 @@ def characters_command(
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model of the characters of a text.
+    """Train a character-level model on a text.
 
-    Song & Zhong 2024, appendix A.2, has sizes, rate and steps.
+    Size, learning rate and steps as in Song & Zhong 2024, appendix A.2.
 
     Example: theodolite train characters --text shakespeare.txt --series --out shakespeare
     """
@@ -96,7 +96,7 @@ def characters_command(
 @training.command("addition")
 def addition_command(
     out: Out,
-    digits: Annotated[str, typer.Option(help="Digits of what is added, as 10 or 5-10.")] = "5-10",
+    digits: Annotated[str, typer.Option(help="Digits of the operands, as 10 or 5-10.")] = "5-10",
     positions: Positions = "learned",
     steps: Steps = None,
     batch: Batch = None,
@@ -108,7 +108,7 @@ def addition_command(
 ) -> None:
     """Train a model that adds two numbers.
 
-    Song & Zhong 2024, appendices A.2 and D.3, has sizes, rate and steps.
+    Size, learning rate and steps as in Song & Zhong 2024, appendices A.2 and D.3.
 
     Example: theodolite train addition --digits 10 --positions rotary --series --out adder
     """
@@ -134,7 +134,7 @@ def few_shot_command(
     out: Out,
     positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary",
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None,
-    batch: Annotated[int | None, typer.Option(help="Prompts a step [default: 32].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001].")] = None,
     series: Series = False,
     seed: Seed = 0,
@@ -143,8 +143,8 @@ def few_shot_command(
 ) -> None:
     """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
 
-    A label follows from one of two attributes of a word, which and how differs from prompt to prompt. `theodolite
-    evaluate OUT --task few-shot` says how often it is right after 0, 1, … 5 examples. Can be stopped and started again.
+    The label of a word depends on one of its two attributes; which, and how, differs between prompts. `theodolite
+    evaluate OUT --task few-shot` measures accuracy after 0 to 5 examples. If interrupted, rerun the command to resume.
 
     Example: theodolite train few-shot --out few-shot --seed 0
     """
@@ -165,14 +165,14 @@ def few_shot_command(
 def escape_command(
     out: Out,
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 2000].")] = None,
-    seeds: Annotated[int, typer.Option(help="Models of each kind.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Models of each kind, one per seed.")] = 3,
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
     """Train models whose heads have a no-op option, and models whose heads have none.
 
-    The escape is in the softmax and carries no value: off by one, or a learned logit. Sinks would be one too; whether
-    they are still grown is for `theodolite reproduce sinks/escape OUT` to say. Can be stopped and started again.
+    Attention sinks may serve as such a no-op: `theodolite reproduce sinks/escape OUT` tests whether models with one
+    still develop them. If interrupted, rerun the command to resume.
 
     Example: theodolite train escape --out escape --seeds 3
     """
@@ -190,10 +190,10 @@ def escape_command(
 @training.command("locater")
 def locater_command(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the grid; one that is there is gone on with.")
+        Path, typer.Option("--out", "-o", help="Folder of the grid; an existing grid is resumed or extended.")
     ],
     text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")],
-    held_out: Annotated[Path, typer.Option(help="Text to judge on.")],
+    held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")],
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None,
     widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None,
     means: Annotated[
@@ -205,18 +205,21 @@ def locater_command(
         typer.Option(help="Weight decays of training runs without; '' for none [default: 0,0.01,0.1,1,10]."),
     ] = None,
     gradient: Annotated[
-        str, typer.Option(help="Of LocAteR's second term: exact, or published (as printed, and wrong).")
+        str,
+        typer.Option(
+            help="Gradient of LocAteR's second term: exact, or published (as printed, which is wrong)."
+        ),
     ] = "exact",
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
-    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
+    parallel_map: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Train with LocAteR and without: every depth, width, κ₂ or weight decay, and seed.
+    """Train with and without LocAteR: every combination of depth, width, κ₂ or weight decay, and seed.
 
     Bao et al. 2024, section 7. Numbers have commas between them. The training runs go on in rounds of 5,000 steps, and
     can be stopped and started again at any time.
@@ -237,14 +240,14 @@ def locater_command(
             vocabulary,
             seeds,
             steps,
-            side_by_side,
+            parallel_map,
             device,
         )
         _say(train_locater(out, options, _quiet_screen()), out, as_json)
 
 
 def _quiet_screen() -> Console:
-    """Where trainers say how they are, without the bars of `transformers` between their lines."""
+    """Where trainers report, without the progress bars of `transformers`."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -23,7 +23,7 @@ from theodolite.passes.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import percent
 
 SCHEMA_VERSION = 2
@@ -148,7 +148,7 @@ def write(compared: Compared, out: Path) -> Path:
     """
     page = write_outcome(compared.experiment, compared.outcome, compared.run, out)
     text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
-    with writing(out):
+    with disk_errors(out):
         write_text(out / FILE, text + "\n")
     write_index(out)
     return page

@@ -169,7 +169,7 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
         exhibit(
             "maps",
             f"Attention of {head}, model by model",
-            drawing.side_by_side(attention, square=True),
+            drawing.parallel_map(attention, square=True),
             f"One prompt, queries down, keys across; ▼ marks the sinks of the head in each model. {listed_by_model}.",
             "a strong column in one model that is weak or missing in another."
             if any(sinks.values())
@@ -180,7 +180,7 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
         exhibit(
             "outputs",
             f"Output of {head}, model by model",
-            drawing.side_by_side(output),
+            drawing.parallel_map(output),
             f"What the head adds to the residual stream (through W_O), tokens down, dimensions across: the "
             f"{figures_prompt.DIMENSIONS} largest at any token of any model, on one colour scale.",
             "columns of one colour below a sink: its tag. A model that lost the sink has none.",

@@ -1,7 +1,7 @@
-"""Additions as text: what the arithmetic models of Song & Zhong 2024 (section 4.3, appendix D.3) read.
+"""Addition problems as text, as in Song & Zhong 2024 (section 4.3, appendix D.3).
 
-An example is `a+b=c` and a line break, one character a token. The answer is written from its last digit to its
-first, as their published code writes it (their text does not say so): carries then run with the reading.
+An example is `a+b=c` and a line break, one token per character. The answer is written in reverse, last
+digit first, as in their published code (not stated in the paper), so that carries propagate forwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def corpus_name(digits: tuple[int, int]) -> str:
 
 
 def digits_of(name: str) -> tuple[int, int] | None:
-    """The digits of a corpus by its name; None: it is no corpus of additions.
+    """The digits of a corpus by its name; None: not a corpus of addition problems.
 
     Raises:
         UsageError: what follows `addition:` is not one or two numbers of digits in order.
@@ -57,7 +57,9 @@ def parse_digits(given: str) -> tuple[int, int]:
         fewest, most = int(parts[0]), int(parts[-1])
         if 1 <= fewest <= most <= MOST_DIGITS:
             return fewest, most
-    raise UsageError(f"'{given}' are no numbers of digits: give one, or two as 5-10, from 1 to {MOST_DIGITS}")
+    raise UsageError(
+        f"'{given}' is not a number of digits: give one, or a range as 5-10, from 1 to {MOST_DIGITS}"
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Addition:
 
 
 def additions(count: int, random: np.random.Generator, digits: tuple[int, int] = DIGITS) -> list[Addition]:
-    """Examples whose operands have a uniformly drawn number of digits, and whose sum has at most as many.
+    """Examples whose operands have uniformly drawn numbers of digits, and whose sum has at most the largest number.
 
     With one length alone (`digits = (n, n)`) the sum may have n + 1 digits.
     """

@@ -32,12 +32,10 @@ from theodolite.corpus.documents import (
 )
 from theodolite.errors import UsageError
 
-PIECE = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
-BREAK = 4_096  # characters before the end of a piece in which white space is looked for
+CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
+BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
 READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
-STREAMED_CONTEXTS = (
-    256  # of sources without an end (random tokens, streamed datasets) when no number is given
-)
+STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
 
 class Tokenizer(Protocol):
@@ -99,7 +97,7 @@ class Corpus:
         seed: int = 0,
         text_column: str = "text",
     ) -> Corpus:
-        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`texts.read_path`: labels, errors).
+        """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors).
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
@@ -145,7 +143,7 @@ class Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
 
         Labels are the column `label` or `topic`, if any; of WikiText, whose rows are lines, its articles' titles
-        (`texts.joined_articles`). Reading stops when `READ_AHEAD` × `contexts`
+        (`documents.joined_articles`). Reading stops when `READ_AHEAD` × `contexts`
         contexts were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
         """
         _check_sizes(length, contexts)
@@ -194,12 +192,12 @@ def repeated_random_tokens(
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
-def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Frame]:
+def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _SpecialTokens]:
     """The ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
         if vocabulary < 1:
             raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
-        return np.arange(vocabulary), _Frame([], [], [])
+        return np.arange(vocabulary), _SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)
     special = {*vocabulary.all_special_ids, *marked}
@@ -208,7 +206,7 @@ def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _Fr
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _SpecialTokens:
     """Token ids that a tokenizer puts before and after a sequence, and those between packed documents."""
 
     before: list[int]
@@ -234,18 +232,18 @@ class _Cutter:
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
         for document in documents:
-            own: list[int] = []
+            pending: list[int] = []
             full = False
             for ids in _encode(self.tokenizer, document.text):
-                own += ids
-                whole = len(own) // self.body * self.body
+                pending += ids
+                whole = len(pending) // self.body * self.body
                 for begin in range(0, whole, self.body):
-                    yield document.label, own[begin : begin + self.body]
-                own, full = own[whole:], full or whole > 0
-            if full or not own:
+                    yield document.label, pending[begin : begin + self.body]
+                pending, full = pending[whole:], full or whole > 0
+            if full or not pending:
                 continue
             packed = self.short.setdefault(document.label, [])
-            packed += self.between + own if packed else own
+            packed += self.between + pending if packed else pending
             self.longest = max(self.longest, len(packed))
             if len(packed) >= self.body:
                 yield document.label, packed[: self.body]
@@ -267,56 +265,56 @@ def _build(
     frame = _frame(tokenizer, length)
     around = len(frame.before) + len(frame.after)
     cutter = _Cutter(tokenizer, length - around, frame.between)
-    kept = _sample(islice(cutter.cut(documents), most), contexts, seed)
-    if not kept:
+    sample = _sample(islice(cutter.cut(documents), most), contexts, seed)
+    if not sample:
         if not cutter.longest:
             raise UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
         raise UsageError(
             f"{name} is shorter than one context of {length} tokens: its longest text has "
             f"{cutter.longest + around}; use a smaller --length or a longer text."
         )
-    rows = [[*frame.before, *body, *frame.after] for _, body in kept]
-    names = list(dict.fromkeys(label for label, _ in kept if label is not None))
+    rows = [[*frame.before, *body, *frame.after] for _, body in sample]
+    names = list(dict.fromkeys(label for label, _ in sample if label is not None))
     index = {label: position for position, label in enumerate(names)}
-    labels = [-1 if label is None else index[label] for label, _ in kept]
+    labels = [-1 if label is None else index[label] for label, _ in sample]
     return kind(name, torch.from_numpy(np.array(rows, dtype=np.int64)), torch.tensor(labels), names, seed)
 
 
 def _sample(
-    found: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
+    bodies: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
 ) -> list[tuple[str | None, np.ndarray]]:
     """A uniform sample of `count` without replacement, in order, in memory for `count` (algorithm R)."""
     random = np.random.default_rng(seed)
-    kept: list[tuple[int, str | None, np.ndarray]] = []
-    for position, (label, body) in enumerate(found):
+    sample: list[tuple[int, str | None, np.ndarray]] = []
+    for position, (label, body) in enumerate(bodies):
         entry = (position, label, np.array(body, dtype=np.int32))
         if count is None or position < count:
-            kept.append(entry)
-        elif (place := int(random.integers(0, position + 1))) < count:
-            kept[place] = entry
-    kept.sort(key=lambda entry: entry[0])
-    return [(label, body) for _, label, body in kept]
+            sample.append(entry)
+        elif (index := int(random.integers(0, position + 1))) < count:
+            sample[index] = entry
+    sample.sort(key=lambda entry: entry[0])
+    return [(label, body) for _, label, body in sample]
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Token ids of `text`, in pieces of at most `PIECE` characters.
+    """Token ids of `text`, in chunks of at most `CHUNK` characters.
 
-    Pieces end before white space where there is some: there the tokenizers that split words before merging
-    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by a token a piece.
+    Chunks end before white space where there is some: there the tokenizers that split words before merging
+    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by one token per chunk.
     """
     begin = 0
     while begin < len(text):
-        end = begin + PIECE
+        end = begin + CHUNK
         if end < len(text):
-            breaks = [found.start() for found in re.finditer(r"(?<=\S)\s", text[end - BREAK : end])]
-            end += breaks[-1] - BREAK if breaks else 0
-        piece = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+            breaks = [match.start() for match in re.finditer(r"(?<=\S)\s", text[end - BREAK_WINDOW : end])]
+            end += breaks[-1] - BREAK_WINDOW if breaks else 0
+        chunk = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
         # verbose=False: a document is longer than the model, which is why it is cut.
-        yield list(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end
 
 
-def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
+def _frame(tokenizer: Tokenizer, length: int) -> _SpecialTokens:
     """What `tokenizer` puts around a sequence, seen from what it does to a letter."""
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
@@ -336,7 +334,7 @@ def _frame(tokenizer: Tokenizer, length: int) -> _Frame:
             "special ones; use a larger --length."
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-    return _Frame(before, after, [token for token in ends if token is not None][:1])
+    return _SpecialTokens(before, after, [token for token in ends if token is not None][:1])
 
 
 def _streamed(name: str, config: str | None, split: str, text_column: str) -> Iterator[Document]:

@@ -81,17 +81,17 @@ def stdlib_files() -> list[Path]:
     (`config-*`, `_sysconfigdata*`) are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name for name in subfolders if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
         ]
-        found += [
+        files += [
             Path(folder, name)
             for name in names
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def stdlib_sources() -> Iterator[Document]:
@@ -171,15 +171,15 @@ def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]
             ) from error
 
 
-def document_of_row(row: Mapping[str, object], text_column: str, place: str) -> Document | None:
+def document_of_row(row: Mapping[str, object], text_column: str, source: str) -> Document | None:
     """The document of a row of a table: its text and its `label` or `topic`; None when the text is null.
 
-    `place` names the row in errors. Raises `UsageError` when there is no such column or it does not hold
+    `source` names the row in errors. Raises `UsageError` when there is no such column or it does not hold
     text.
     """
     if text_column not in row:
         raise UsageError(
-            f"{place} has no column '{text_column}' (it has: {', '.join(row)}); choose with --text-column."
+            f"{source} has no column '{text_column}' (it has: {', '.join(row)}); choose with --text-column."
         )
     text = row[text_column]
     if text is None:
@@ -187,10 +187,10 @@ def document_of_row(row: Mapping[str, object], text_column: str, place: str) -> 
     if not isinstance(text, str):
         kind = type(text).__name__
         raise UsageError(
-            f"{place}: column '{text_column}' holds {kind}, not text; choose with --text-column."
+            f"{source}: column '{text_column}' holds {kind}, not text; choose with --text-column."
         )
-    found = (row[name] for name in LABEL_COLUMNS if name != text_column and row.get(name) is not None)
-    label = next(found, None)
+    labels = (row[name] for name in LABEL_COLUMNS if name != text_column and row.get(name) is not None)
+    label = next(labels, None)
     return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
 
 
@@ -239,7 +239,7 @@ def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
 def _articles(lines: Iterable[str]) -> Iterator[Document]:
     title: str | None = None
     body: list[str] = []
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     before = ""
     for line, after in pairwise(chain(lines, [""])):
         opens = None if before.strip() or after.strip() else ARTICLE_TITLE.fullmatch(line)
@@ -248,8 +248,8 @@ def _articles(lines: Iterable[str]) -> Iterator[Document]:
                 yield Document("".join(body), title)
             body = []
             title = opens[1]
-            seen[title] += 1
-            title = title if seen[title] == 1 else f"{title} ({seen[title]})"
+            occurrences[title] += 1
+            title = title if occurrences[title] == 1 else f"{title} ({occurrences[title]})"
         body.append(line if line.endswith("\n") else line + "\n")
         before = line
     if any(map(str.strip, body)):
@@ -257,29 +257,29 @@ def _articles(lines: Iterable[str]) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, text_column: str) -> Iterator[Document]:
-    offset = found = 0
+    offset = rows = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             text = _decode(line, path, offset).strip()
             offset += len(line)
             if not text:
                 continue
-            place = f"{path} line {number}"
+            source = f"{path} line {number}"
             try:
                 row = json.loads(text)
             except RecursionError:
                 raise UsageError(
-                    f"{place} is not JSON (nested too deeply); give one object a line."
+                    f"{source} is not JSON (nested too deeply); give one object a line."
                 ) from None
             except ValueError as error:  # of numbers with thousands of digits, too
                 why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UsageError(f"{place} is not JSON ({why}); give one object a line.") from None
+                raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
             if not isinstance(row, dict):
-                raise UsageError(f"{place} is not a JSON object; give one object a line.")
-            found += 1
-            if document := document_of_row(row, text_column, place):
+                raise UsageError(f"{source} is not a JSON object; give one object a line.")
+            rows += 1
+            if document := document_of_row(row, text_column, source):
                 yield document
-    if not found:
+    if not rows:
         raise EmptyFileError(path)
 
 

@@ -1,8 +1,8 @@
-"""Few-shot prompts: words whose label follows a rule that is hidden, and drawn anew for every prompt.
+"""Few-shot prompts: labelled words under a hidden rule that is drawn anew for every prompt.
 
-A word is a few letters in any order: one for each of its attributes, and fillers that mean nothing. One attribute
-decides, and a mapping of its values gives the label. What a reader that knows all this can answer at best after k
-examples is computed here exactly. This module knows no model and no training.
+A word is a few letters in any order: one per attribute, and meaningless fillers. One attribute determines the label,
+through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly. Independent of models
+and training.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FILLERS = "xyz"
 
 LETTERS = string.ascii_lowercase.removesuffix(FILLERS)
 
-TESTED, READ = 1 << 40, 2 << 40
-"""Seeds of prompts to test on and to read as a corpus, beside the caller's: those of training are below 2³²."""
+TEST_STREAM, CORPUS_STREAM = 1 << 40, 2 << 40
+"""Second seeds of test prompts and of prompts as a corpus; those of training are below 2³²."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Prompts:
     Attributes:
         ids: characters, (N, length).
         asked: where the colons are, (N, k + 1): what follows them is the label.
-        labels: the right one, (N, k + 1), from 0.
+        labels: the correct one, (N, k + 1), from 0.
     """
 
     ids: Int[np.ndarray, "prompts length"]
@@ -84,7 +84,7 @@ class Rules:
         return list(range(2, 2 + self.values))
 
     def draw(self, count: int, random: np.random.Generator) -> Prompts:
-        """New prompts, each with a rule of its own."""
+        """New prompts, each with its own rule."""
         words, attributes = self.shots + 1, len(self.attributes)
         rules, prior = self.table()
         items = random.integers(self.values, size=(count, words, attributes))
@@ -98,9 +98,9 @@ class Rules:
         # A place is the number of its word, plus 0 for the break, 0.1 … 0.9 for letters, and then colon and label.
         word = np.broadcast_to(np.arange(words), (count, words))
         scattered = np.concatenate([word.repeat(attributes, 1), home], axis=1)
-        places = [word, word + 0.92, word + 0.96, scattered + random.uniform(0.1, 0.9, scattered.shape)]
+        sort_keys = [word, word + 0.92, word + 0.96, scattered + random.uniform(0.1, 0.9, scattered.shape)]
         marks = [np.zeros_like(labels), np.ones_like(labels), 2 + labels]
-        order = np.argsort(np.concatenate(places, axis=1), axis=1)
+        order = np.argsort(np.concatenate(sort_keys, axis=1), axis=1)
         tokens = np.concatenate([*marks, letters.reshape(count, -1), fillers], axis=1)
         ids = np.take_along_axis(tokens, order, axis=1)
         return Prompts(ids, np.nonzero(ids == 1)[1].reshape(count, words), labels)
@@ -118,15 +118,14 @@ class Rules:
         return rules, np.outer(self.attributes, mapping).ravel()
 
     def best_accuracy(self) -> Float[np.ndarray, " words"]:
-        """Share of right answers after 0, 1, …, `shots` examples of a reader that knows the family: exact.
+        """Bayes-optimal accuracy after 0, 1, …, `shots` examples, given the family of rules: exact.
 
         E max_y P(label y | examples). What examples leave is the set of rules that agree with them all; the sets that
         can be reached with k examples are followed together with how many sequences of examples reach each.
         """
         rules, prior = self.table()
-        says = (rules[..., None] == np.arange(self.values)).reshape(
-            len(rules), -1
-        )  # an item and a label each
+        # Columns: an item and a label each.
+        says = (rules[..., None] == np.arange(self.values)).reshape(len(rules), -1)
         left = np.ones((1, len(rules)), dtype=bool)
         weight: np.ndarray = np.ones(1)
         accuracy = []
@@ -162,12 +161,13 @@ def prompt_ids(
         raise UsageError(
             f"{NAME} needs a tokenizer with a token for each of {rules.characters!r}, as `theodolite train` makes"
         )
-    own = np.array(spelled)[:, 0]
+    id_of = np.array(spelled)[:, 0]
     framed = list(tokenizer(rules.characters[-1], add_special_tokens=True)["input_ids"])
-    before = framed[: framed.index(own[-1])]
-    ids = np.concatenate([np.tile(before, (len(prompts.ids), 1)).astype(np.int64), own[prompts.ids]], axis=1)
+    before = framed[: framed.index(id_of[-1])]
+    prefix = np.tile(before, (len(prompts.ids), 1)).astype(np.int64)
+    ids = np.concatenate([prefix, id_of[prompts.ids]], axis=1)
     asked = torch.from_numpy(prompts.asked + len(before))
-    return torch.from_numpy(ids), asked, own[rules.label_ids].tolist()
+    return torch.from_numpy(ids), asked, id_of[rules.label_ids].tolist()
 
 
 def _distinct(rows: Bool[np.ndarray, "rows columns"]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Corpora by name, as the command line has them, and those of additions and of few-shot prompts."""
+"""Corpora by name, as on the command line, including addition problems and few-shot prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
+from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.few_shot_task import NAME as FEW_SHOT
-from theodolite.corpus.few_shot_task import READ, RULES, prompt_ids
 from theodolite.errors import UsageError
 
 DRAWN_AT_ONCE = 1000
@@ -63,9 +63,9 @@ def make_corpus(
 def addition_corpus(
     tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
 ) -> Corpus:
-    """Additions of so many digits (`arithmetic.additions`), each from its beginning and cut to `length` characters.
+    """Addition problems with `digits` digits (`addition_task.additions`), one per context, cut to `length` characters.
 
-    Shorter ones are drawn again. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
+    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
     and `=` stand at the same positions in every context; at 24, say, their places vary.
 
     Raises:
@@ -74,7 +74,9 @@ def addition_corpus(
     """
     full = full_length(digits)
     if not 4 <= length <= full:
-        raise UsageError(f"these additions have up to {full} characters; use a --length from 4 to {full}")
+        raise UsageError(
+            f"these addition problems have up to {full} characters; use a --length from 4 to {full}"
+        )
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
     while len(rows) < contexts:
@@ -88,19 +90,19 @@ def addition_corpus(
         ]
         if {len(row) for row in rows} - {length}:
             raise UsageError(
-                "additions need a tokenizer with one token a character, as `theodolite train` makes"
+                "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
     ids = torch.from_numpy(np.array(rows[:contexts], dtype=np.int64))
     return Corpus(corpus_name(digits), ids, torch.full((contexts,), -1), [], seed)
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Few-shot prompts (`rules.RULES`), a context each, cut to `length` tokens: none that a model is tested on.
+    """Few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; no test prompts among them.
 
     Raises:
         UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
     """
-    prompts = RULES.draw(contexts, np.random.default_rng([seed, READ]))
+    prompts = RULES.draw(contexts, np.random.default_rng([seed, CORPUS_STREAM]))
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")

@@ -1,6 +1,6 @@
-"""Scores kept in a file as they come, so that an evaluation that was stopped goes on where it was.
+"""Scores saved to a file as they are measured, so that an interrupted evaluation can be resumed.
 
-What decides a score is its key: the model's and the question's fingerprints, and the versions of the packages.
+The key of a score is all that determines it: fingerprints of model and questions, and package versions.
 """
 
 from __future__ import annotations
@@ -16,44 +16,46 @@ import numpy as np
 
 from theodolite.errors import UsageError
 from theodolite.evaluate.scores import Score
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 
 SCHEMA_VERSION = 1
 
 
-class Kept:
+class AnswersFile:
     """The scores in a file; without a path, in memory only."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._found: dict[str, list[Score]] = {}
+        self._scores: dict[str, list[Score]] = {}
         if path is not None and path.exists():
             try:
-                self._found = _read(path)
+                self._scores = _read(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{path} holds no evaluation: choose another --out or remove it") from error
+                raise UsageError(
+                    f"{path} is not an evaluation file: choose another --out or remove it"
+                ) from error
 
     def get(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
-        """The scores with this key: those in the file, or measured now and kept.
+        """The scores with this key: from the file, or measured now and saved.
 
         Raises:
             WorkError: the file cannot be written.
         """
         name = json.dumps(key, sort_keys=True)
-        if name not in self._found:
-            self._found[name] = measure()
+        if name not in self._scores:
+            self._scores[name] = measure()
             self._write()
-        return self._found[name]
+        return self._scores[name]
 
     def _write(self) -> None:
         if self._path is None:
             return
         rows = [
             {"key": json.loads(name), "scores": [_as_json(score) for score in scores]}
-            for name, scores in sorted(self._found.items())
+            for name, scores in sorted(self._scores.items())
         ]
         text = json.dumps({"schema_version": SCHEMA_VERSION, "measured": rows}, ensure_ascii=False)
-        with writing(self._path):
+        with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, text + "\n")
 
@@ -69,7 +71,7 @@ def _read(path: Path) -> dict[str, list[Score]]:
 
 
 def _as_json(score: Score) -> dict[str, Any]:
-    """Plain values; a number that is none becomes null."""
+    """Plain values; NaN and infinities become null."""
     plain = {field.name: getattr(score, field.name) for field in fields(Score)}
     plain["each"] = None if score.each is None else score.each.tolist()
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}

@@ -1,4 +1,4 @@
-"""What `theodolite evaluate` asks of every model, and how it shows the answers. Nothing is parsed here."""
+"""What `theodolite evaluate` measures on each model, and its tables. No command-line parsing here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.errors import UsageError
-from theodolite.evaluate.answers_file import Kept
+from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
 from theodolite.evaluate.perplexity import perplexity, perplexity_scores
@@ -35,13 +35,13 @@ Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]
 
 @dataclass(frozen=True)
 class Questions:
-    """What every model is asked, beside the loss on a text.
+    """What every model is evaluated on, besides the loss on a text.
 
     Attributes:
-        tasks: names; `few-shot` is the task of this package, all others are of lm-eval.
-        folder: tasks of one's own for lm-eval; shots: examples in the prompt.
-        prompts, seed: of the few-shot task; limit: documents of a task of lm-eval.
-        batch: of a forward pass, None for the default of each.
+        tasks: names; `few-shot` is the task of this package, all others are lm-eval tasks.
+        folder: custom lm-eval tasks; shots: numbers of examples in the prompt.
+        prompts, seed: of the few-shot task; limit: documents per lm-eval task.
+        batch: of a forward pass; None: the default of each task.
         download: whether lm-eval may fetch data.
     """
 
@@ -64,56 +64,56 @@ def parse_shots(given: str) -> tuple[int, ...]:
     """`3`, `0-5` or `0,2,5` as numbers of examples, in order.
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: it has another form.
     """
-    found: set[int] = set()
+    shots: set[int] = set()
     for part in given.split(","):
         ends = part.split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
-            raise UsageError(f"'{given}' are no numbers of examples: give one, several as 0,2,5, or 0-5")
-        found |= set(range(int(ends[0]), int(ends[-1]) + 1))
-    if not found:
-        raise UsageError(f"'{given}' are no numbers of examples: give the smaller one first")
-    return tuple(sorted(found))
+            raise UsageError(f"'{given}' is not a number of examples: give one, several as 0,2,5, or 0-5")
+        shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
+    if not shots:
+        raise UsageError(f"'{given}' is not a number of examples: give the smaller one first")
+    return tuple(sorted(shots))
 
 
 def evaluate(
     model: OpenModel,
     corpus: Corpus | None,
     questions: Questions,
-    kept: Kept,
+    answers: AnswersFile,
     bar: Bar,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
-    """Everything that one model is asked; what is kept already is not asked again.
+    """All scores of one model; those already in the file are not measured again.
 
-    `stopped` says whether to stop before the next forward pass; a `bar` knows that by itself.
+    `stopped` is asked before each forward pass of lm-eval; a `bar` stops the other tasks.
 
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
     """
-    mine = fingerprint_of(model)
+    model_key = fingerprint_of(model)
     scores: list[Score] = []
     if corpus is not None:
-        key = {**mine, "corpus": corpus.sha256, "batch": questions.batch}
-        scores += kept.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
+        key = {**model_key, "corpus": corpus.sha256, "batch": questions.batch}
+        scores += answers.get(key, partial(_perplexity, model, corpus, questions.batch, bar))
     if NAME in questions.tasks:
         if max(questions.shots) > RULES.shots:
-            raise UsageError(f"{NAME} has up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
+            raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
         asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
-        found = kept.get(
-            {**mine, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
+        few_shot = answers.get(
+            {**model_key, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
         )
-        scores += [score for score in found if score.shots in questions.shots]
+        scores += [score for score in few_shot if score.shots in questions.shots]
     if questions.of_lm_eval or questions.folder:
-        scores += _harness(model, questions, kept, mine, bar, stopped)
+        scores += _harness(model, questions, answers, model_key, bar, stopped)
     return [replace(score, model=model.id) for score in scores]
 
 
 def _perplexity(model: OpenModel, corpus: Corpus, batch: int | None, bar: Bar) -> list[Score]:
     with bar("predicting", "contexts") as show:
-        found = perplexity(model, corpus, batch=batch, show_progress=show)
-    return perplexity_scores(model.id, corpus, found)
+        measured = perplexity(model, corpus, batch=batch, show_progress=show)
+    return perplexity_scores(model.id, corpus, measured)
 
 
 def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
@@ -126,12 +126,12 @@ def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
 def _harness(
     model: OpenModel,
     questions: Questions,
-    kept: Kept,
-    mine: dict[str, Any],
+    answers: AnswersFile,
+    model_key: dict[str, Any],
     bar: Bar,
     stopped: Callable[[], bool],
 ) -> list[Score]:
-    """One number of shots after the other, each kept as soon as it is there."""
+    """One number of shots at a time, each saved as soon as it is measured."""
 
     def before_pass() -> None:
         if stopped():
@@ -139,19 +139,19 @@ def _harness(
 
     asked = {
         "tasks": sorted(questions.of_lm_eval),
-        "folder": questions.folder and _content(questions.folder),
+        "folder": questions.folder and _folder_hash(questions.folder),
         "limit": questions.limit,
         "batch": questions.batch,
         "lm_eval": lm_eval_version(),
     }
     scores: list[Score] = []
     for shots in questions.shots:
-        measure = partial(_asked, model, questions, shots, before_pass, bar)
-        scores += kept.get({**mine, **asked, "shots": shots}, measure)
+        measure = partial(_harness_scores, model, questions, shots, before_pass, bar)
+        scores += answers.get({**model_key, **asked, "shots": shots}, measure)
     return scores
 
 
-def _asked(
+def _harness_scores(
     model: OpenModel, questions: Questions, shots: int, before_pass: Callable[[], None], bar: Bar
 ) -> list[Score]:
     with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
@@ -168,8 +168,8 @@ def _asked(
         )
 
 
-def _content(folder: Path) -> str:
-    """Hash of all files of a folder of tasks."""
+def _folder_hash(folder: Path) -> str:
+    """Hash of all files in a folder of tasks."""
     digest = hashlib.sha256()
     for path in sorted(
         path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
@@ -180,7 +180,7 @@ def _content(folder: Path) -> str:
 
 
 def lm_eval_version() -> str | None:
-    """Of the installed lm-eval, if there is one."""
+    """Version of the installed lm-eval; None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -201,7 +201,7 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
     bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
-        caption += f"; prompts that were too long and lost their beginning: {rows['cut'].max()}"
+        caption += f"; prompts truncated at the start: {rows['cut'].max()}"
     shown = Table(title=escape(visible(title)), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")
@@ -216,14 +216,14 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
                 known = math.isfinite(row["difference"])
                 values.append(with_error(row["difference"], row["difference_se"]) if known else "")
             shown.add_row(before, escape(visible(_short(row["model"], models))), *values, *edges)
-            before, edges = "", [""] * len(bounds)  # said once
+            before, edges = "", [""] * len(bounds)  # only in the first row
         if len(models) > 1:
             shown.add_section()
     return shown
 
 
 def _short(model: str, models: Sequence[str]) -> str:
-    """The last part of a path, if no other model has the same."""
+    """The last part of a path, unless two models share it."""
     names = [Path(name).name or name for name in models]
     name = Path(model).name or model
     return name if names.count(name) == 1 else model

@@ -1,6 +1,6 @@
-"""Accuracy after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`, of any causal model.
+"""Accuracy of a causal model after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`.
 
-The prompts follow from the seed alone, so that models are compared on the same ones.
+Prompts depend on the seed alone, so that models are compared on the same ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from theodolite.corpus.few_shot_task import NAME, RULES, TESTED, Rules, prompt_ids
+from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error
@@ -34,13 +34,13 @@ def few_shot_answers(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Bool[np.ndarray, "prompts words"]:
-    """Whether the model's likeliest label is the right one, of every prompt after 0, 1, … examples.
+    """Whether the model's most likely label is correct, for every prompt after 0, 1, … examples.
 
     Args:
         model: causal, with a token for every character of the task.
         rules: the family that hidden rules come from.
-        prompts: how many; seed: of them. Models are asked the same.
-        batch: prompts a forward pass; None: 4096 tokens' worth.
+        prompts: how many; seed: which ones, the same for every model.
+        batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch and at the end; it may raise to stop.
 
     Raises:
@@ -51,7 +51,7 @@ def few_shot_answers(
         raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
     if prompts < 2 or seed < 0:
         raise UsageError(f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more")
-    drawn = rules.draw(prompts, np.random.default_rng([seed, TESTED]))
+    drawn = rules.draw(prompts, np.random.default_rng([seed, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, rules, model.tokenizer)
     if model.longest is not None and ids.shape[1] > model.longest:
         raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")
@@ -97,8 +97,8 @@ def few_shot_accuracy(
 ) -> pd.DataFrame:
     """Accuracy by number of examples, a row each: `shots accuracy accuracy_se chance best prompts`.
 
-    `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)); `chance` that of guessing a label; `best` that of
-    a reader that knows the family of rules (`Rules.best_accuracy`).
+    `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)), `chance` the accuracy of guessing, `best` that of
+    the Bayes-optimal reader (`Rules.best_accuracy`).
 
     Arguments and errors are those of `few_shot_answers`.
     """
@@ -130,32 +130,32 @@ def right_answers(
     batch: int | None = None,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Bool[Tensor, "prompts words"]:
-    """Whether the likeliest of the labels is the right one, behind every colon.
+    """Whether the most likely label is the correct one, after every colon.
 
     Args:
-        model: causal, so that a word is not told what follows it.
-        ids: prompts in the model's own ids; asked: where the colons are; labels: the right ones, from 0.
-        label_ids: the model's ids of the labels.
-        batch: prompts a forward pass; None: 4096 tokens' worth.
+        model: causal: a word must not see its label.
+        ids: token ids of the prompts; asked: positions of the colons; labels: the correct ones, from 0.
+        label_ids: token ids of the labels.
+        batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
     batch = batch_of_prompts(ids.shape[1], batch)
     right = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
-        part = slice(first, first + batch)
-        logits = model(input_ids=ids[part].to(model.device), use_cache=False).logits[..., label_ids].cpu()
-        told = logits.gather(1, asked[part, :, None].expand(-1, -1, len(label_ids)))
-        right.append(told.argmax(dim=2) == labels[part])
+        rows = slice(first, first + batch)
+        logits = model(input_ids=ids[rows].to(model.device), use_cache=False).logits[..., label_ids].cpu()
+        label_logits = logits.gather(1, asked[rows, :, None].expand(-1, -1, len(label_ids)))
+        right.append(label_logits.argmax(dim=2) == labels[rows])
     show_progress(len(ids), len(ids))
     return torch.cat(right)
 
 
 def batch_of_prompts(length: int, batch: int | None) -> int:
-    """The prompts of a forward pass: as asked for, or 4096 tokens' worth.
+    """Prompts per forward pass: as given, or 4096 tokens' worth.
 
     Raises:
-        UsageError: none would be read.
+        UsageError: fewer than one.
     """
     if batch is not None and batch < 1:
         raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")

@@ -1,7 +1,7 @@
-"""The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, also without a network.
+"""The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, offline by default.
 
-Prompts, metrics and seeds are those of lm-eval, so that its numbers are too. lm-eval is an extra and is imported
-only here, when it is used.
+Prompts, metrics and seeds are those of lm-eval, and so are the scores. lm-eval is an optional dependency, imported
+only here and only when used.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from theodolite.models import OpenModel
 from theodolite.system.progress import ShowProgress
 
 BATCH = 8
-"""Requests a forward pass."""
+"""Requests per forward pass."""
 
 SEED, OTHER_SEED = 0, 1234
-"""Of Python's random numbers, and of all others: what lm-eval's own command uses."""
+"""Seed of Python's generator, and of all others, as in lm-eval's own command."""
 
-ASKED = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-"""Methods by which lm-eval asks a model, with a list of requests."""
+REQUEST_METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+"""Methods through which lm-eval sends a model its requests."""
 
 BOOTSTRAPS = 1000
-"""Of metrics whose standard error has no closed form."""
+"""Resamples for metrics whose standard error has no closed form."""
 
 
 def harness(
@@ -52,27 +52,27 @@ def harness(
     before_pass: Callable[[], None] = lambda: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> list[Score]:
-    """Evaluate a model on tasks of lm-eval with 0, 1, … examples in the prompt.
+    """Evaluate a model on lm-eval tasks with 0, 1, … examples in the prompt.
 
     Args:
         model: causal, with its tokenizer.
-        tasks: names of tasks, groups or tags; none: all tasks of `folder`.
-        shots: numbers of examples, of which the task's own few-shot sampler chooses.
-        folder: tasks of one's own, as YAML; their data files are named relative to it. Only give one that you trust:
-            a YAML of lm-eval may name Python functions beside it, which are then run.
-        batch: requests a forward pass.
-        limit: documents of each task at most, the first ones; None: all.
-        download: whether data that are not on this machine may be fetched. Without it no connection is tried.
+        tasks: names of tasks, groups or tags; if empty, all tasks of `folder`.
+        shots: numbers of examples, drawn by the task's own few-shot sampler.
+        folder: custom tasks as YAML; paths of their data files are relative to it. It must be trusted: lm-eval runs
+            Python functions that a YAML names.
+        batch: requests per forward pass.
+        limit: use only the first documents of each task; None: all.
+        download: whether missing data may be downloaded; otherwise no connection is attempted.
         before_pass: called before each forward pass; it may raise to stop.
         show_progress: told (done, total) requests of a number of shots, before each forward pass and at the end.
 
     Returns:
-        For each number of shots and task (a tag: its tasks; a group: its own mean) a score for each metric, with
-        lm-eval's value and standard error. `each` is there where the value is the mean over documents.
+        A score for each number of shots, task (a tag: its tasks; a group: its aggregate) and metric, with lm-eval's
+        value and standard error. `each` is set where the value is a mean over documents.
 
     Raises:
-        UsageError: lm-eval is not installed, a task is not known or its data are not here, the task fixes the number
-            of examples itself, or the model cannot be asked.
+        UsageError: lm-eval is not installed, a task is unknown, fixes its own number of examples or lacks its data, or
+            the model cannot be evaluated.
     """
     check_predicts(model)
     if model.tokenizer is None:
@@ -84,16 +84,16 @@ def harness(
     lm_eval = _lm_eval()
     scores: list[Score] = []
     with _quietly() as cut, _without_bars(), _network(download):
-        manager, names = _known(tasks, folder)
+        manager, names = _task_manager(tasks, folder)
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.hf,
-            tokenizer=copy.deepcopy(model.tokenizer),  # it may be given a padding token there
+            tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval may add a padding token
             batch_size=batch,
             max_length=model.longest,
         )
         for count in shots:
             cut.clear()
-            with _seeded(), _told(language_model, before_pass, show_progress):
+            with _seeded(), _reporting_passes(language_model, before_pass, show_progress):
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
                     language_model, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
@@ -112,23 +112,23 @@ def _lm_eval() -> Any:
     return lm_eval
 
 
-def _known(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
-    """A manager that knows the tasks, and their names."""
+def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
+    """A task manager that has the tasks, and their names."""
     from lm_eval.tasks import TaskManager
 
-    place = None if folder is None else str(Path(folder).resolve())
-    if place is None and not tasks:
-        raise UsageError("no task was named: name some, or give a folder of tasks")
-    if place is not None:
-        if not Path(place).is_dir():
-            raise UsageError(f"there is no folder {folder}: give one that holds tasks as YAML")
-        manager = TaskManager(include_path=place, include_defaults=False)
+    include_path = None if folder is None else str(Path(folder).resolve())
+    if include_path is None and not tasks:
+        raise UsageError("no task given: name one, or give a folder of tasks")
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise UsageError(f"there is no folder {folder}: give one with tasks as YAML")
+        manager = TaskManager(include_path=include_path, include_defaults=False)
         names = list(tasks) or manager.all_subtasks
         if not names:
             raise UsageError(f"{folder} holds no task of lm-eval: give a folder with one as YAML")
         if set(names) <= set(manager.all_tasks):
             return manager, names
-    manager = _all_tasks(place)
+    manager = _all_tasks(include_path)
     for name in tasks:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
@@ -139,7 +139,7 @@ def _known(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[s
 
 @functools.lru_cache(maxsize=1)
 def _all_tasks(folder: str | None) -> Any:
-    """A manager of lm-eval's own tasks too: more than ten thousand files, so it is kept."""
+    """A manager that also has lm-eval's own tasks: it parses over ten thousand files, so it is cached."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder)
@@ -148,17 +148,17 @@ def _all_tasks(folder: str | None) -> Any:
 def _loaded(
     manager: Any, names: list[str], shots: int, folder: str | Path | None, download: bool
 ) -> dict[str, Any]:
-    """The tasks with their data, new ones each time: lm-eval takes 0 shots for the task's own choice afterwards."""
+    """The tasks with their data, loaded anew each time: 0 shots, once set, look like the task's own choice."""
     try:
         with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
             loaded = manager.load(list(names))
     except _loading_errors() as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        hint = "" if download else "; data that are not on this machine are only fetched with --download"
+        hint = "" if download else "; missing data are only downloaded with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
     for name, task in loaded["tasks"].items():
-        own = task.get_config("num_fewshot")
-        if own == 0 and shots:
+        fixed = task.get_config("num_fewshot")
+        if fixed == 0 and shots:
             raise UsageError(f"{name} is a task without examples in its prompt: evaluate it with --shots 0")
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=OTHER_SEED)
@@ -166,7 +166,7 @@ def _loaded(
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
-    """What lm-eval, `datasets` and YAML raise at a task that is written wrong, or whose data are not here."""
+    """What lm-eval, `datasets` and YAML raise for a malformed task, or one whose data are missing."""
     import datasets
     import yaml
 
@@ -177,31 +177,31 @@ def _loading_errors() -> tuple[type[Exception], ...]:
 def _scores(
     names: list[str], loaded: dict[str, Any], results: dict[str, Any], shared: dict[str, Any]
 ) -> list[Score]:
-    """What lm-eval found, of every task and group that was asked for; `shared` is what all scores have in common."""
+    """lm-eval's results for every requested task and group; `shared`: the fields that all scores have in common."""
     groups = loaded.get("groups", {})
     members = {name: [task.task_name for task in group.get_all_tasks()] for name, group in groups.items()}
     inside = {task for tasks in members.values() for task in tasks}
     scores = []
     for name, row in results["results"].items():
         if name not in names and (name in groups or name in inside):
-            continue  # a part of a group that was asked for
+            continue  # part of a requested group
         samples = [sample for task in members.get(name, [name]) for sample in results["samples"][task]]
         asked = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
         for key, value in row.items():
-            metric, comma, kept = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = row.get(f"{metric}_stderr,{kept}")
-            own = [sample for sample in samples if sample["filter"] == kept]
+            error = row.get(f"{metric}_stderr,{filter_name}")
+            filtered = [sample for sample in samples if sample["filter"] == filter_name]
             scores.append(
                 Score(
                     task=name,
-                    metric=metric if kept == "none" else f"{metric} ({kept})",
+                    metric=metric if filter_name == "none" else f"{metric} ({filter_name})",
                     value=float(value),
                     error=float(error) if isinstance(error, int | float) else math.nan,
-                    count=len(own),
+                    count=len(filtered),
                     questions=hashlib.sha256(asked.encode()).hexdigest(),
-                    each=_each(own, metric, float(value)),
+                    each=_each(filtered, metric, float(value)),
                     version=str(results["versions"].get(name) or ""),
                     **shared,
                 )
@@ -219,10 +219,10 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 
 @contextlib.contextmanager
-def _told(
+def _reporting_passes(
     language_model: Any, before_pass: Callable[[], None], show_progress: ShowProgress
 ) -> Iterator[None]:
-    """While open, `before_pass` and `show_progress` are told of every forward pass that answers lm-eval's requests."""
+    """Call `before_pass` and `show_progress` before every forward pass that answers lm-eval's requests."""
     done, total = 0, 0
 
     def counted(ask: Callable[..., Any], requests: Sequence[Any], *rest: Any, **more: Any) -> Any:
@@ -235,9 +235,9 @@ def _told(
         before_pass()
         show_progress(min(done, total), total)
         ids = args[0] if args else kwargs["input_ids"]
-        done += len(ids) if ids.shape[1] > 1 else 0  # one token: a generation that goes on
+        done += len(ids) if ids.shape[1] > 1 else 0  # one token: a further step of a generation
 
-    for name in ASKED:
+    for name in REQUEST_METHODS:
         setattr(language_model, name, functools.partial(counted, getattr(language_model, name)))
     hook = language_model.model.register_forward_pre_hook(entered, with_kwargs=True)
     try:
@@ -245,31 +245,31 @@ def _told(
         show_progress(total, total)
     finally:
         hook.remove()
-        for name in ASKED:
-            delattr(language_model, name)  # the class's own is there again
+        for name in REQUEST_METHODS:
+            delattr(language_model, name)  # uncovers the class's method
 
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Without the bars of lm-eval and of what it calls: the screen has one."""
+    """Without the progress bars of lm-eval and its dependencies: the command shows its own."""
     import tqdm.std  # lm-eval's own dependency
 
     bars: Any = tqdm.std.tqdm
-    own = bars.__init__
+    original = bars.__init__
 
     def silent(self: Any, *args: Any, **options: Any) -> None:
-        own(self, *args, **options | {"disable": True})
+        original(self, *args, **options | {"disable": True})
 
     bars.__init__ = silent
     try:
         yield
     finally:
-        bars.__init__ = own
+        bars.__init__ = original
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[list[str]]:
-    """Without the warnings of lm-eval, but for what it says of prompts that it cuts: they are collected."""
+    """Without lm-eval's warnings; those about truncated prompts are collected."""
     cut: list[str] = []
 
     class Collect(logging.Filter):
@@ -294,7 +294,7 @@ def _quietly() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """With the random numbers that lm-eval's command has, and the caller's own afterwards."""
+    """Seed the generators as lm-eval's command does, and restore the caller's states afterwards."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(SEED)
@@ -309,19 +309,19 @@ def _seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _network(allowed: bool) -> Iterator[None]:
-    """Unless it is allowed: what is not on this machine is an error at once, not a wait for an answer."""
+    """Unless allowed, fail at once on missing data rather than wait for a connection."""
     import datasets
     import huggingface_hub
 
     if allowed:
         yield
         return
-    places: list[Any] = [datasets.config, huggingface_hub.constants]
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
+    configs: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [config.HF_HUB_OFFLINE for config in configs]
+    for config in configs:
+        config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value
+        for config, value in zip(configs, before, strict=True):
+            config.HF_HUB_OFFLINE = value

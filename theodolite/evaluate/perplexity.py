@@ -1,4 +1,4 @@
-"""Perplexity of a model on a corpus, in one pass over the contexts that a survey reads."""
+"""Perplexity of a model on a corpus, in one pass over the same contexts as a survey."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.system.progress import ShowProgress
 
-LARGEST = math.log(sys.float_info.max)
-"""Loss whose exponential still is a number."""
+LARGEST_LOSS = math.log(sys.float_info.max)
+"""Largest loss whose exponential is finite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Perplexity:
     """How well a model predicts a corpus.
 
     Attributes:
-        losses: (contexts,) mean nats a token of each context's T − 1 predicted tokens.
+        losses: (contexts,) mean loss in nats per token of each context's T − 1 predicted tokens.
         loss, loss_se: their mean with its standard error over contexts.
         perplexity, perplexity_se: exp(loss), and its standard error to first order.
-        tokens: predicted, of all contexts.
-        batch: contexts a forward pass.
+        tokens: predicted tokens in all contexts.
+        batch: contexts per forward pass.
     """
 
     losses: Float[np.ndarray, " contexts"]
@@ -39,18 +39,18 @@ class Perplexity:
 
     @property
     def loss(self) -> float:
-        """Mean nats a token."""
+        """Mean loss in nats per token."""
         return mean_and_error(self.losses)[0]
 
     @property
     def loss_se(self) -> float:
-        """NaN where there is one context."""
+        """Standard error of the loss over contexts; NaN for a single one."""
         return mean_and_error(self.losses)[1]
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where it is too large for a number."""
-        return math.exp(self.loss) if self.loss < LARGEST else math.inf
+        """exp(loss), infinite on overflow."""
+        return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
 
     @property
     def perplexity_se(self) -> float:
@@ -65,17 +65,17 @@ def perplexity(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
-    """Loss and perplexity on a corpus; every context counts the same, and its first token is not predicted.
+    """Loss and perplexity on a corpus; contexts have equal weight, and their first token is not predicted.
 
     Args:
         model: a causal model with an output head.
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
-        batch: contexts a forward pass; None: 4096 tokens' worth.
+        batch: contexts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
 
     Raises:
         UsageError: the corpus does not fit the model, or the model does not predict next tokens.
-        WorkError: a loss is no number.
+        WorkError: a loss is not finite.
     """
     check_predicts(model)
     check_fit(model, corpus, least_contexts=1)
@@ -83,22 +83,22 @@ def perplexity(
     losses = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
-        part = ids[first : first + batch]
-        losses.append(next_token_losses(model.logits(part), part).mean(dim=1))
+        batch_ids = ids[first : first + batch]
+        losses.append(next_token_losses(model.logits(batch_ids), batch_ids).mean(dim=1))
     show_progress(len(ids), len(ids))
-    found = torch.cat(losses).numpy()
-    if not np.isfinite(found).all():
+    all_losses = torch.cat(losses).numpy()
+    if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
-    return Perplexity(found, ids[:, 1:].numel(), batch)
+    return Perplexity(all_losses, ids[:, 1:].numel(), batch)
 
 
-def perplexity_scores(name: str, corpus: Corpus, found: Perplexity) -> list[Score]:
+def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[Score]:
     """Loss and perplexity of the model `name` as scores."""
-    task, count = corpus.name, len(found.losses)
-    shared = (count, found.batch, corpus.sha256)
+    task, count = corpus.name, len(measured.losses)
+    shared = (count, measured.batch, corpus.sha256)
     return [
-        Score(name, task, 0, "loss", found.loss, found.loss_se, *shared, found.losses),
-        Score(name, task, 0, "perplexity", found.perplexity, found.perplexity_se, *shared),
+        Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.losses),
+        Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
     ]
 
 

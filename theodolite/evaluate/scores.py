@@ -1,4 +1,4 @@
-"""What an evaluation ends in: a value with its standard error, and models compared on the same questions.
+"""Results of an evaluation: values with standard errors, and paired comparisons of models.
 
 Nothing is measured here.
 """
@@ -14,8 +14,8 @@ import pandas as pd
 from jaxtyping import Float
 from scipy import stats
 
-CERTAIN = 1.96
-"""Standard errors to either side that hold 95 % of a normal distribution."""
+Z95 = 1.96
+"""95 % quantile of |z|, for two-sided normal intervals."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +24,13 @@ class Score:
 
     Attributes:
         task: a corpus, the offline few-shot task, or a task of lm-eval; `shots`: examples in each prompt.
-        value, error: with its standard error, NaN where none is known.
-        count: contexts, prompts or documents that the error is over.
-        batch: how many of them went through the model at a time.
-        questions: what was asked, as a hash: two models can be compared where it is the same.
+        value, error: with its standard error (NaN where unknown).
+        count: contexts, prompts or documents, the sample of the error.
+        batch: how many of them per forward pass.
+        questions: hash of the questions; models are comparable where it is equal.
         each: (count,) numbers whose mean is the value, or None.
-        chance, best: what guessing gives, and the best that is possible; NaN where it is not known.
-        version: of the task; `cut`: prompts that were longer than the model's longest, and lost their beginning.
+        chance, best: value of guessing and of an optimal predictor; NaN where unknown.
+        version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
     """
 
     model: str
@@ -58,10 +58,9 @@ def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
 def table(scores: Sequence[Score]) -> pd.DataFrame:
     """A row for each score, in their order.
 
-    Columns: `model task shots metric value value_se difference difference_se chance best count batch
-    version cut`. The difference
-    is to the first model that was asked the same; its error is that of the mean of paired differences. Both are NaN
-    for that model itself, and where the value is no mean over questions.
+    Columns: `model task shots metric value value_se difference difference_se chance best count batch version cut`.
+    The difference is to the first model with the same questions; its error is that of the mean paired difference.
+    Both are NaN for that model itself, and where the value is not a mean over questions.
     """
     rows = []
     for score in scores:
@@ -97,16 +96,14 @@ def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
         each: `model seed shots accuracy accuracy_se`.
 
     Returns:
-        `model shots accuracy low high seeds`. The interval is Student's, of the spread between seeds; of one seed
-        alone it is 1.96 standard errors of its own.
+        `model shots accuracy low high seeds`. The interval is Student's t over seeds; for a single seed, ±1.96 of its
+        own standard errors.
     """
     rows = []
-    for (model, shots), found in each.groupby(["model", "shots"], sort=False):
-        count = len(found)
-        mean, error = mean_and_error(found["accuracy"].to_numpy(dtype=np.float64))
-        reach = (
-            CERTAIN * found["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
-        )
+    for (model, shots), group in each.groupby(["model", "shots"], sort=False):
+        count = len(group)
+        mean, error = mean_and_error(group["accuracy"].to_numpy(dtype=np.float64))
+        reach = Z95 * group["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
         ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
         rows.append({"model": model, "shots": shots, **ends, "seeds": count})
     return pd.DataFrame(rows)

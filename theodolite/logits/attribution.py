@@ -74,19 +74,19 @@ class PatternPass:
 
     def run(self, progress: Progress) -> None:
         """One forward pass; what it has found is whole when all layers are."""
-        progress.whole(progress.done)
+        progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
             layer_of = {id(module): layer for layer, module in enumerate(self.model.structure.attention)}
 
             def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
                 layer = layer_of[id(module)]
                 self._scores[layer] = pattern_scores(inputs, self.patterns)
-                progress.moved(layer + 1)
+                progress.report(layer + 1)
                 return attend(inputs)
 
             with tapped(self.model.hf, score):
                 self.model.forward(self.ids)
-        progress.whole(self.total)
+        progress.checkpoint(self.total)
 
 
 class AttributionPass:
@@ -132,10 +132,10 @@ class AttributionPass:
 
     def run(self, progress: Progress) -> None:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
-        progress.whole(progress.done)
+        progress.checkpoint(progress.done)
         if self.chosen and not progress.done:
             visit_layers(self.model, self.ids, sorted(self.chosen), lambda seen: self._take(seen, progress))
-        progress.whole(self.total)
+        progress.checkpoint(self.total)
 
     def _take(self, seen: LayerPass, progress: Progress) -> None:
         parts = decompose_around(seen.stream, self.mean[seen.layer], self.pos[seen.layer])
@@ -143,7 +143,7 @@ class AttributionPass:
             self._rows += _rows(seen, parts, self.patterns, self.chosen[seen.layer])
         except WorkError as error:
             self.notes["refused"][str(seen.layer)] = str(error)
-        progress.moved(seen.layer + 1)
+        progress.report(seen.layer + 1)
 
 
 def attribution_table(state: State) -> pd.DataFrame:

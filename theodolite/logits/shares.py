@@ -81,15 +81,15 @@ class SharesPass:
         """Split the logits of every layer, batch by batch."""
         layers = self.model.layers
         for number in range(progress.done // layers, len(self.batches)):
-            progress.whole(number * layers)
+            progress.checkpoint(number * layers)
             first = sum(len(batch) for batch in self.batches[:number])
 
             def tell(seen: LayerPass, number: int = number, first: int = first) -> None:
                 self._take(seen, slice(first, first + len(seen.stream)))
-                progress.moved(number * layers + seen.layer + 1)
+                progress.report(number * layers + seen.layer + 1)
 
             visit_layers(self.model, self.batches[number], range(layers), tell)
-        progress.whole(self.total)
+        progress.checkpoint(self.total)
 
     def _take(self, seen: LayerPass, rows: slice) -> None:
         layer, state = seen.layer, self._state

@@ -28,7 +28,7 @@ from theodolite.measure.geometry import (
     screenot_bound,
     stream,
 )
-from theodolite.system.threads import side_by_side
+from theodolite.system.threads import parallel_map
 from theodolite.theory.singular import screenot_threshold
 from theodolite.theory.smoothness import lowest_frequencies
 
@@ -82,7 +82,7 @@ def standard_errors(
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
     columns: Columns = {}
     for layer in range(len(means["contexts"])):
-        rows = side_by_side(functools.partial(grouped.statistics, layer), list(drawn))
+        rows = parallel_map(functools.partial(grouped.statistics, layer), list(drawn))
         table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
         errors = half_sample_error(table) if len(drawn) > 1 else torch.full_like(table[0], math.nan)
         for name, error in zip(rows[0], errors.tolist(), strict=True):

@@ -80,13 +80,13 @@ class CorpusPass(Hooks):
         whole; there progress is saved, and a polite interrupt is heard.
         """
         done = progress.done
-        progress.whole(done)
+        progress.checkpoint(done)
         with hooked(self.model, self):
             while done < self.total:
                 last = min(done + self.batch, self.total)
                 self._read(done, last)
                 done = last
-                progress.whole(done)
+                progress.checkpoint(done)
 
     def read(self, first: int, last: int) -> None:
         """Read the contexts `first … last − 1` only, in batches that begin at `first`."""

@@ -152,12 +152,12 @@ class _ShardedPass(SurveyPass):
         done = progress.done
         todo = deque(shards(self.total, self.batch, done))
         under_way: list[_Shard] = []
-        progress.whole(done)
+        progress.checkpoint(done)
         while done < self.total:
             under_way += self._given(todo, under_way, done)
             head = next(shard for shard in under_way if shard.first == done)
             if not imported_ray().wait([head.answer], timeout=SECONDS)[0]:
-                progress.moved(done)
+                progress.report(done)
                 continue
             under_way.remove(head)
             try:
@@ -167,7 +167,7 @@ class _ShardedPass(SurveyPass):
                 todo.appendleft((head.first, head.last))
                 continue
             done = head.last
-            progress.whole(done)
+            progress.checkpoint(done)
 
     def _given(self, todo: deque[tuple[int, int]], under_way: list[_Shard], done: int) -> list[_Shard]:
         """Shards for the workers that have answered; those that are gone get none while there are others."""
@@ -220,16 +220,16 @@ class _RemotePass:
 
     def run(self, progress: Progress) -> None:
         """Wait for the worker, and hear of Ctrl-C."""
-        progress.whole(0)
+        progress.checkpoint(0)
         ray, tensors = imported_ray(), imported_ray().put(packed(self._tensors))
         doing = f"was {TITLES[self._name]}"
         for number in range(DEATHS):
             answer = self._workers[number % self._workers.count].later.remote(self._name, tensors)
             while not ray.wait([answer], timeout=SECONDS)[0]:
-                progress.moved(0)
+                progress.report(0)
             with suppress(WorkerLost):
                 self._state, self.notes = fetched(answer, doing)
-                progress.whole(1)
+                progress.checkpoint(1)
                 return
         raise given_up(doing)
 

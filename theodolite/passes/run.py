@@ -26,7 +26,7 @@ from torch import Tensor
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
-from theodolite.system.files import write_whole, writing
+from theodolite.system.files import disk_errors, write_atomically
 
 SCHEMA_VERSION = 4
 
@@ -140,7 +140,7 @@ class Run:
         if folder.exists():
             raise UsageError(f"{folder} exists already: choose another folder or remove it")
         temporary = folder.with_name(folder.name + ".writing")
-        with writing(folder):
+        with disk_errors(folder):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             try:
@@ -186,7 +186,7 @@ class Workspace:
             UsageError: another one is at work there.
         """
         lock = FileLock(self.out.with_name(self.out.name + ".lock"), blocking=False)
-        with writing(self.out):
+        with disk_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire()
@@ -252,9 +252,9 @@ class Workspace:
     def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
         """Replace what was saved before, at once or not at all."""
         all_notes = {**notes, "fingerprint": self.fingerprint}
-        with writing(self.folder):
+        with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file, lambda path: write_checked(path, tensors, all_notes))
+            write_atomically(self._file, lambda path: write_checked(path, tensors, all_notes))
 
     def finish(self, run: Run) -> Run:
         """Write the run and forget the progress."""

@@ -61,9 +61,9 @@ class WeightsPass:
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
         for layer in range(progress.done, self.total):
-            progress.whole(layer)
+            progress.checkpoint(layer)
             self._read(layer)
-        progress.whole(self.total)
+        progress.checkpoint(self.total)
 
     def _read(self, layer: int) -> None:
         model = self.model

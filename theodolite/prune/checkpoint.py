@@ -1,8 +1,8 @@
-"""A pruned model on disk, and what an interrupted pruning goes on from.
+"""A pruned model on disk, and the state from which an interrupted pruning resumes.
 
-Unfinished, `OUT.partial` holds a file a block, written when the block is done. Finished, `OUT` is a checkpoint: merged,
-every matrix multiplied out, as `transformers` opens it; or factored, as `models/factored.py` keeps it. Beside the
-weights are `pruning.json` and `pruning.parquet`. Nothing is pruned here.
+While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint: merged, with dense
+matrices that `transformers` opens, or factored, in the format of `models/factored.py`; `pruning.json` and
+`pruning.parquet` are next to the weights. Nothing is pruned here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
-from theodolite.system.files import write_text, write_whole, writing
+from theodolite.system.files import disk_errors, write_atomically, write_text
 
 SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
 
@@ -45,15 +45,15 @@ FORMS = ("merged", "factored")
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
-Rows = list[dict[str, Any]]
+TableRows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, repr=False)
 class Pruned:
-    """What was done to a model.
+    """The record of a pruned model.
 
     Attributes:
-        table: one row a matrix; `docs/pruning.md` lists the columns.
+        table: one row per matrix; `docs/pruning.md` lists the columns.
         provenance: versions, model, text, settings.
         low_rank: the low-rank part of each matrix that has one.
         folder: where it was written, if it was.
@@ -72,12 +72,12 @@ class Pruned:
         """The low-rank parts of W_Q, W_K, W_V of a block, as `interventions.without_low_rank(factors=…)` takes them.
 
         Raises:
-            UsageError: they have none: another method than OATS, a rank of 0, or no such block.
+            UsageError: there are none: a method other than OATS, rank 0, or no such block.
         """
-        found = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
-        if not found:
+        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        if not factors:
             raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
-        return found
+        return factors
 
     @classmethod
     def load(cls, folder: str | Path) -> Pruned:
@@ -92,11 +92,11 @@ class Pruned:
         try:
             provenance = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             table = pd.read_parquet(folder / TABLE)
-            kept = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
+            tensors = load_file(folder / LOW_RANK) if (folder / LOW_RANK).is_file() else {}
             layers = int(provenance["model"]["layers"])
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
-        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in kept.items()}
+        sides = {tuple(name.rsplit("/", 1)): factor for name, factor in tensors.items()}
         low_rank = {
             (int(name.partition("/")[0]), name.partition("/")[2]): (left, sides[name, "right"])
             for (name, side), left in sides.items()
@@ -107,50 +107,50 @@ class Pruned:
         return cls(table, provenance, low_rank, folder)
 
 
-Beside = Callable[[Pruned, Path], object]
-"""Writes what else goes into the folder of a pruned checkpoint, before that has its name."""
+WriteExtras = Callable[[Pruned, Path], object]
+"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
 def refuse_inside(out: Path) -> None:
-    """Refuse a folder for a new checkpoint that lies in another one.
+    """Refuse to write a checkpoint inside another one.
 
     Raises:
-        UsageError: in which.
+        UsageError: it would be; the message names the other one.
     """
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
 
 
-def low_rank_of(layer: int, pieces: Sequence[PrunedMatrix]) -> LowRank:
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
     """The low-rank parts of a block's matrices."""
     return {
-        (layer, piece.key): (piece.left.cpu(), piece.right.cpu())
-        for piece in pieces
-        if piece.left is not None and piece.right is not None
+        (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
+        for matrix in matrices
+        if matrix.left is not None and matrix.right is not None
     }
 
 
 def load_factored(folder: str | Path, **options: Any) -> OpenModel:
-    """Open a factored checkpoint: `open_model`, but only for these. `options` are those of `open_model`.
+    """Open a factored checkpoint, with the `options` of `open_model`.
 
     Raises:
-        UsageError: the checkpoint is none, or as `open_model`.
+        UsageError: the checkpoint is not factored, or as `open_model`.
         WorkError: as `open_model`.
     """
     if not is_factored(Path(folder)):
         raise UsageError(
-            f"{folder} is no factored checkpoint: write one with `theodolite prune --format factored`"
+            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
         )
     return open_model(folder, **options)
 
 
-class Partial:
-    """What is kept of an unfinished pruning in `OUT.partial`, and how it becomes `OUT`.
+class UnfinishedPruning:
+    """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`.
 
     Args:
-        out: the folder to be.
-        fingerprint: what decides every byte of the result.
+        out: folder of the checkpoint.
+        fingerprint: everything that determines the result.
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
@@ -161,11 +161,11 @@ class Partial:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out.
+        """Lock the folder against other processes.
 
         Raises:
-            UsageError: another one is at work there, the folder exists or lies in a pruned checkpoint, or what is
-                unfinished there is another pruning.
+            UsageError: another process holds it, the folder exists or lies in a pruned checkpoint, or it has an
+                unfinished pruning with other settings.
         """
         refuse_inside(self.out)
         with self._workspace.locked():
@@ -177,25 +177,25 @@ class Partial:
                 self._read(path)
             yield
 
-    def block(self, layer: int) -> tuple[list[PrunedMatrix], Rows] | None:
-        """The matrices of a block that was done before, and their rows of the table.
+    def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
+        """The matrices of a finished block and their rows of the table; None if it is not finished.
 
         Raises:
-            UsageError: it is of another pruning.
+            UsageError: it belongs to another pruning.
         """
         return self._read(self._block(layer)) if self._block(layer).is_file() else None
 
-    def _read(self, path: Path) -> tuple[list[PrunedMatrix], Rows]:
-        pieces, notes = read_matrices(path)
+    def _read(self, path: Path) -> tuple[list[PrunedMatrix], TableRows]:
+        matrices, notes = read_matrices(path)
         if notes["fingerprint"] != self._fingerprint:
             raise UsageError(
                 f"{path.parent} holds an unfinished pruning of another model, text or settings: choose another "
                 "--out or remove it"
             )
-        return pieces, notes["rows"]
+        return matrices, notes["rows"]
 
     def _written(self) -> bool:
-        """Whether just this pruning was killed after it had written `OUT`, and before it forgot its progress."""
+        """Whether this same pruning was killed between writing `OUT` and removing its progress."""
         try:
             provenance = json.loads((self.out / SETTINGS).read_text(encoding="utf-8"))
             return self._workspace.folder.is_dir() and provenance["fingerprint"] == self._fingerprint
@@ -204,22 +204,22 @@ class Partial:
 
     @property
     def seconds(self) -> float:
-        """How long the blocks that were done before have taken."""
+        """Seconds spent on the finished blocks."""
         try:
             return float(json.loads(self._seconds.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return 0.0
 
-    def save(self, layer: int, pieces: Sequence[PrunedMatrix], rows: Rows, seconds: float) -> None:
-        """Keep a block that is done, whole or not at all."""
+    def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
+        """Save a finished block atomically."""
         notes = {"fingerprint": self._fingerprint, "rows": rows}
-        with writing(self._workspace.folder):
+        with disk_errors(self._workspace.folder):
             self._workspace.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._block(layer), lambda path: write_matrices(path, pieces, notes))
+            write_atomically(self._block(layer), lambda path: write_matrices(path, matrices, notes))
             write_text(self._seconds, json.dumps(seconds))
 
-    def finish(self, model: OpenModel, pruned: Pruned, form: str, beside: Beside) -> Pruned:
-        """Write `OUT`, at once or not at all, and forget the progress; what was written, with its size."""
+    def finish(self, model: OpenModel, pruned: Pruned, form: str, write_extras: WriteExtras) -> Pruned:
+        """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         if self.out.exists():
             written = Pruned.load(self.out)
             if written.provenance["pruning"]["format"] != form:
@@ -227,18 +227,18 @@ class Partial:
             shutil.rmtree(self._workspace.folder, ignore_errors=True)
             return written
         temporary = self.out.with_name(self.out.name + ".writing")
-        with writing(self.out), without_progress_bars():
+        with disk_errors(self.out), without_progress_bars():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             try:
                 self._write_weights(temporary, model, pruned, form)
-                pruned = _measured(temporary, model, pruned, form)
+                pruned = _with_bytes(temporary, model, pruned, form)
                 pruned.table.to_parquet(temporary / TABLE, index=False)
                 text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
                 (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
-                for path in temporary.glob("*.safetensors"):  # which only their owner could read
+                for path in temporary.glob("*.safetensors"):  # written readable by their owner only
                     shutil.copymode(temporary / SETTINGS, path)
-                beside(pruned, temporary)
+                write_extras(pruned, temporary)
                 os.replace(temporary, self.out)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -275,8 +275,8 @@ def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
     }
 
 
-def _measured(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
-    """With the bytes of the weights in the folder, and of the dense model's."""
+def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
+    """With the sizes in bytes of the written and of the dense weights."""
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != LOW_RANK)
     dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
     pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}

@@ -1,9 +1,8 @@
-"""Magnitude, Wanda and SparseGPT: a weight matrix in, the pruned one out. No model and no text is known here.
+"""Magnitude, Wanda and SparseGPT: from a weight matrix to the pruned one, independent of models and texts.
 
-A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of its entries that is
-removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is None then, or that number. Counts are exact, rounded down;
-the released codes of magnitude and SparseGPT remove what is ≤ a threshold instead: one entry more, and all that are
-equal to it.
+A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
+removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
+released codes of magnitude and SparseGPT remove entries ≤ a threshold instead: one more, and all ties.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from theodolite.prune.patterns import (
 )
 
 GivenPattern = str | tuple[int, int] | None
-"""None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output stay."""
+"""None, or N:M as "2:4" or (2, 4): at most N of every M consecutive inputs of an output are kept."""
 
 INPUTS_AT_ONCE = 128
-"""Inputs of a block of SparseGPT, whose entries are chosen together, as in the released code."""
+"""Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
 
-_TOGETHER = 16
-"""Inputs between two matrix products inside a block, where no pattern says."""
+_SUBBLOCK = 16
+"""Inputs per matrix product within a block, where no pattern sets it."""
 
-_SYMMETRIC = 1e-3
-"""What rounding may do to the symmetry of a Hessian that was summed in half precision, as a share of its diagonal."""
+_ASYMMETRY = 1e-3
+"""Asymmetry tolerated in a Hessian summed in half precision, as a share of its diagonal."""
 
-_MOST_DAMPING = 1e12
-"""Times the mean diagonal: what needs more is no Hessian."""
+_MAX_DAMPING = 1e12
+"""In mean diagonals: a matrix that needs more is far from positive semidefinite."""
 
 
 @torch.no_grad()
 def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPattern = None) -> Tensor:
-    """Keep the entries of largest |W|, chosen in the whole matrix at once, as the released code of Wanda does.
+    """Keep the entries of largest |W| over the whole matrix, as in the released code of Wanda.
 
     Args:
         weight: (outputs, inputs).
@@ -53,59 +52,59 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
         pattern: N:M; then the largest of each group.
 
     Returns:
-        The pruned weight, in its own dtype; of equal entries the last stay.
+        The pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
-        UsageError: numbers that are not finite, no matrix, or a sparsity or pattern that there is not.
+        UsageError: values that are not finite, not a matrix, or an invalid sparsity or pattern.
     """
     weight = checked_weight(weight)
-    found = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, found)
+    n_of_m = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, n_of_m)
     scores = weight.abs().to(_precision(weight))
-    if found:
-        kept = found.largest(scores)
+    if n_of_m:
+        mask = n_of_m.largest(scores)
     else:
-        kept = largest(scores.reshape(1, -1), _left_of(weight.numel(), share)).view(weight.shape)
-    return torch.where(kept, weight, 0)
+        mask = largest(scores.reshape(1, -1), _count_left(weight.numel(), share)).view(weight.shape)
+    return torch.where(mask, weight, 0)
 
 
 @torch.no_grad()
 def wanda(
     weight: Tensor, input_norm: Tensor, sparsity: float | None = None, pattern: GivenPattern = None
 ) -> Tensor:
-    """Of each output keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
+    """For each output, keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
 
     Args:
         weight: (outputs, inputs).
-        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square; a power of two as a common factor
-            changes nothing, another one nothing but rounding.
+        input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square: a common factor changes at most
+            rounding.
         sparsity: share removed of each output, in (0, 1).
         pattern: N:M.
 
     Returns:
-        The pruned weight, in its own dtype; of equal scores the last stay.
+        The pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
         UsageError: as `magnitude`, or norms that are negative or of another shape.
     """
     weight = checked_weight(weight)
     norms = checked_inputs("input_norm", input_norm, weight)
-    found = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, found)
+    n_of_m = pattern_of(pattern, weight.shape[1])
+    share = sparsity_of(sparsity, n_of_m)
     precision = _precision(weight)
     scores = weight.abs().to(precision) * _near_one(norms).to(precision)
-    kept = found.largest(scores) if found else largest(scores, _left_of(weight.shape[1], share))
-    return torch.where(kept, weight, 0)
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores, _count_left(weight.shape[1], share))
+    return torch.where(mask, weight, 0)
 
 
 @dataclass(frozen=True)
 class HessianFactor:
-    """What SparseGPT needs of a Hessian, for all matrices that take on the same inputs (W_Q, W_K and W_V).
+    """A Hessian factored for SparseGPT, shared by matrices with the same inputs (W_Q, W_K and W_V).
 
     Attributes:
         upper: R, upper triangular, R Rᵀ = H + damping · mean(diag H) · I.
-        dead: inputs that were always 0.
-        damping: as asked for, or as much as was needed.
+        dead: inputs that are always 0.
+        damping: as given, or raised as far as needed.
     """
 
     upper: Float64[Tensor, "inputs inputs"]
@@ -125,13 +124,13 @@ def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
         damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
 
     Raises:
-        UsageError: no symmetric matrix of finite numbers, a negative diagonal, or a negative damping.
+        UsageError: not a finite symmetric matrix, a negative diagonal, or a negative damping.
     """
     if not isinstance(hessian, Tensor) or hessian.is_complex() or hessian.ndim != 2:
         raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
     if hessian.shape[0] != hessian.shape[1] or not len(hessian):
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
-    if not 0 <= damping < _MOST_DAMPING:
+    if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
     backwards = hessian.detach().double().flip(0, 1)
     _check_symmetric(backwards)
@@ -141,7 +140,7 @@ def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
     dead = diagonal == 0
     diagonal[dead] = 1
     mean = diagonal.mean()
-    while damping < _MOST_DAMPING:
+    while damping < _MAX_DAMPING:
         # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
         backwards.diagonal().copy_(diagonal + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(backwards)
@@ -156,7 +155,7 @@ def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:
     probe = torch.arange(len(hessian), dtype=hessian.dtype, device=hessian.device).cos()
     product = hessian @ probe
     check_finite("hessian", product)
-    most = _SYMMETRIC * math.sqrt(len(hessian)) * hessian.diagonal().abs().max()
+    most = _ASYMMETRY * math.sqrt(len(hessian)) * hessian.diagonal().abs().max()
     if (product - probe @ hessian).abs().max() > most:
         raise UsageError("hessian is not symmetric: give the sum of x xᵀ")
 
@@ -170,22 +169,22 @@ def sparsegpt(
     block: int = INPUTS_AT_ONCE,
     damping: float = 0.1,
 ) -> Tensor:
-    """Remove entries input by input, and adjust the later inputs for each, by the optimal brain surgeon.
+    """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
 
-    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps, of which the
-    first serves several matrices, and says what damping was needed.
+    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps: the
+    first is shared by several matrices, and reports the damping.
 
     Args:
         weight: (outputs, inputs).
         hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens.
         sparsity: share removed of each block of inputs, in (0, 1).
-        pattern: N:M; then chosen group by group, each as adjusted for the groups before it.
-        block: inputs whose removed entries are chosen at once.
+        pattern: N:M; then selected group by group, after the updates from earlier groups.
+        block: inputs per jointly selected block.
         damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
             is raised tenfold until the Hessian can be factored.
 
     Returns:
-        The pruned weight, in its own dtype. Inputs that were always 0 have weight 0.
+        The pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
 
     Raises:
         UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
@@ -202,7 +201,7 @@ def sparsegpt_factored(
     *,
     block: int = INPUTS_AT_ONCE,
 ) -> Tensor:
-    """`sparsegpt` with a Hessian that is factored already.
+    """`sparsegpt` with a factored Hessian.
 
     The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
     U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
@@ -217,12 +216,12 @@ def sparsegpt_factored(
         raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {inputs}")
     if block < 1:
         raise UsageError(f"block is {block}: give a positive number of inputs")
-    found = pattern_of(pattern, inputs)
-    share = sparsity_of(sparsity, found)
-    if found:
-        block = max(block // found.of, 1) * found.of
+    n_of_m = pattern_of(pattern, inputs)
+    share = sparsity_of(sparsity, n_of_m)
+    if n_of_m:
+        block = max(block // n_of_m.of, 1) * n_of_m.of
     precision = _precision(weight)
-    # Transposed: what is read and written at once, one input of all outputs, lies together in memory.
+    # Transposed: an input's weights to all outputs, read and written together, are contiguous.
     alive = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
     pruned, change = alive.clone(), torch.empty_like(alive)
     for start in range(0, inputs, block):
@@ -232,7 +231,7 @@ def sparsegpt_factored(
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
         rows = pruned[now].addmm_(inverse.mT, asked, alpha=-1)
-        _prune_block(rows, inverse, found or _left_of(rows.numel(), share))
+        _prune_block(rows, inverse, n_of_m or _count_left(rows.numel(), share))
         torch.sub(rows, alive[now], out=change[now])
     return pruned.T.to(weight.dtype).contiguous()
 
@@ -240,36 +239,36 @@ def sparsegpt_factored(
 def _prune_block(
     rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
 ) -> None:
-    """Prune some inputs in place; `keep`: how many entries of all of them, or the pattern.
+    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
 
     The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier
     errors just before it is needed, which reads as much and writes less.
     """
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
-    kept = torch.empty_like(rows, dtype=torch.bool)
+    mask = torch.empty_like(rows, dtype=torch.bool)
     if isinstance(keep, int):
-        kept = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
-    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _TOGETHER)
+        mask = largest((rows / scale).abs().view(1, -1), keep).view(rows.shape)
+    edges = range(0, len(rows), keep.of if isinstance(keep, Pattern) else _SUBBLOCK)
     for first, last in itertools.pairwise((*edges, len(rows))):
         group = slice(first, last)
         rows[group].addmm_(upper[:first, group].mT, errors[:first], alpha=-1)
         if isinstance(keep, Pattern):
-            kept[group] = keep.largest_down((rows[group] / scale[group]).abs())
-        share = ~kept[group] / scale[group]
+            mask[group] = keep.largest_down((rows[group] / scale[group]).abs())
+        share = ~mask[group] / scale[group]
         for i in range(first, last):
             if i > first:
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
             torch.mul(rows[i], share[i - first], out=errors[i])
-    rows.masked_fill_(~kept, 0)
+    rows.masked_fill_(~mask, 0)
 
 
-def _left_of(entries: int, sparsity: float) -> int:
+def _count_left(entries: int, sparsity: float) -> int:
     return entries - int(sparsity * entries)
 
 
 def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
-    """Norms over the power of two below the largest: no bit changes, and float32 has room for them."""
+    """Norms divided by a power of two near the largest: exact, and in the range of float32."""
     exponent = int(torch.frexp(norms.max()).exponent)
     return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest
 

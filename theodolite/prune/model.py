@@ -1,4 +1,4 @@
-"""`prune_model`: every matrix of every block pruned in place, layer by layer, each block calibrated on the pruned ones.
+"""`prune_model`: prune all matrices in place, block by block, each calibrated on the outputs of the pruned ones.
 
 The formulas are in `methods.py` and `oats.py`, the streaming in `sequential.py`, the files in `checkpoint.py`.
 """
@@ -21,16 +21,25 @@ from theodolite.models.block_matrices import Matrix, block_matrices, left_dense,
 from theodolite.models.factored import PrunedMatrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
-from theodolite.prune.checkpoint import FORMS, SETTINGS, Beside, LowRank, Partial, Pruned, Rows, low_rank_of
+from theodolite.prune.checkpoint import (
+    FORMS,
+    SETTINGS,
+    LowRank,
+    Pruned,
+    TableRows,
+    UnfinishedPruning,
+    WriteExtras,
+    low_rank_of,
+)
 from theodolite.prune.moments import InputMoments
 from theodolite.prune.sequential import BlockByBlock
-from theodolite.prune.settings import DAMPING, RankRatio, Settings, Sparsity
+from theodolite.prune.settings import DAMPING, PruningSettings, RankRatio, Sparsity
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
 
-MOSTLY_ZERO = 0.3
-"""Share of exact zeros in its matrices above which a model counts as pruned already."""
+PRUNED_SHARE = 0.3
+"""Share of exact zeros in its matrices above which a model counts as already pruned."""
 
 
 def prune_model(
@@ -47,43 +56,43 @@ def prune_model(
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
-    beside: Beside = lambda pruned, folder: None,
+    write_extras: WriteExtras = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
-    Every linear layer inside the blocks is pruned, with W_Q, W_K and W_V apart where they are fused, and every
-    expert's matrices on the tokens that are sent to it; not embeddings, head, norms, biases, nor what chooses experts.
+    Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
+    of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
-        model: from `open_model`; interrupted, it is left half pruned.
-        corpus: what the matrices are calibrated on; all its tokens count.
+        model: from `open_model`; left half pruned by an interrupt.
+        corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
-        sparsity: share of entries removed, strictly between 0 and 1; one number a block, or one for all. For OATS, the
-            low-rank part counts among the entries that are kept. None: what the pattern removes.
-        pattern: "2:4" keeps at most 2 of 4 neighbouring inputs of an output, in the sparse part.
-        rank_ratio: of OATS: the share of what is kept that goes into the low-rank part, from 0 to 1; or a function of
-            (block, name of the matrix) that gives it, such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
-        iterations: of OATS.
-        seed: of OATS's random probes, by which it sees whether its subspace still is the leading one.
-        damping: of SparseGPT, as `sparsegpt` has it.
-        out: folder of the checkpoint; interrupted, the same call on the newly opened model goes on.
+        sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block. For
+            OATS, the low-rank part counts among the kept entries. None: the sparsity of the pattern.
+        pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
+        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
+            (block, name of the matrix), such as `lambda layer, name: 0.5 if name in "qk" else 0.25`.
+        iterations: for OATS.
+        seed: for OATS: of the random probes that check whether its subspace is still the leading one.
+        damping: for SparseGPT, as in `sparsegpt`.
+        out: folder of the checkpoint; to resume an interrupted call, repeat it on a newly opened model.
         form: "merged" (`transformers` opens it) or "factored" (`open_model` opens it).
-        batch: contexts a forward pass; None: 4096 tokens' worth.
-        beside: writes what else is to be in `out`, given the result and the folder that will have its name.
+        batch: contexts per forward pass; None: 4096 tokens' worth.
+        write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
-        UsageError: settings out of range, a text that does not fit or is too short, a model that is pruned, quantised
-            or under an intervention, or `out` exists.
-        WorkError: the family cannot be run block by block, numbers became NaN, or the disk refused.
+        UsageError: settings out of range, a text that does not fit or is too short, a model that is already pruned,
+            quantised or under an intervention, or `out` exists.
+        WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
     if form not in FORMS:
         raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
-    settings = Settings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
+    settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)
     _refuse_short(corpus, matrices, settings)
     fingerprint = {
         **fingerprint_of(model),
@@ -91,29 +100,29 @@ def prune_model(
         "batch": batch_of(corpus, batch),
         "pruning": settings.fingerprint(),
     }
-    work = _Work(model, corpus, matrices, settings, fingerprint, show_progress)
+    work = _PruningRun(model, corpus, matrices, settings, fingerprint, show_progress)
     if out is None:
         return work.run(None)
-    partial = Partial(Path(out), json.loads(json.dumps(fingerprint)))
-    with partial.claimed():
-        return partial.finish(model, work.run(partial), form, beside)
+    unfinished = UnfinishedPruning(Path(out), json.loads(json.dumps(fingerprint)))
+    with unfinished.claimed():
+        return unfinished.finish(model, work.run(unfinished), form, write_extras)
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One pruning: its inputs, and the steps that it is made of."""
+class _PruningRun:
+    """One pruning: its inputs and its steps."""
 
     model: OpenModel
     corpus: Corpus
     matrices: list[list[Matrix]]
-    settings: Settings
+    settings: PruningSettings
     fingerprint: dict[str, Any]
     show_progress: ShowProgress
 
-    def run(self, partial: Partial | None) -> Pruned:
-        """Prune every block that is not done, and put every block's result into the model."""
-        started = time.monotonic() - (partial.seconds if partial else 0.0)
-        rows: Rows = []
+    def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
+        """Prune every unfinished block, and write the result of every block into the model."""
+        started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
+        rows: TableRows = []
         low_rank: LowRank = {}
         total = sum(map(len, self.matrices))
         described = describe_model(self.model)
@@ -127,14 +136,14 @@ class _Work:
             digest = hashlib.sha256(json.dumps(self.fingerprint).encode()).hexdigest()
             self.model.record_intervention(f"pruned({self.settings.method}, sha256:{digest[:16]})")
             for layer, matrices in enumerate(self.matrices):
-                done = partial.block(layer) if partial else None
-                pieces, found = done or self._pruned_block(stream, layer, total)
-                for matrix, piece in zip(matrices, pieces, strict=True):
-                    matrix.write(piece.merged(matrix.holder.device))
-                if partial and not done:
-                    partial.save(layer, pieces, found, time.monotonic() - started)
-                rows += found
-                low_rank |= low_rank_of(layer, pieces)
+                done = unfinished.block(layer) if unfinished else None
+                pruned_matrices, block_rows = done or self._pruned_block(stream, layer, total)
+                for matrix, pruned in zip(matrices, pruned_matrices, strict=True):
+                    matrix.write(pruned.merged(matrix.holder.device))
+                if unfinished and not done:
+                    unfinished.save(layer, pruned_matrices, block_rows, time.monotonic() - started)
+                rows += block_rows
+                low_rank |= low_rank_of(layer, pruned_matrices)
                 if layer + 1 < self.model.layers:
                     stream.advance(layer)
             stream.verify_end()
@@ -142,46 +151,50 @@ class _Work:
         seconds = time.monotonic() - started
         provenance = described | describe_pass(self.model, self.corpus, self.settings.seed, self.fingerprint)
         dense = left_dense(self.model, [matrix for block in self.matrices for matrix in block])
-        told = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
-        return Pruned(pd.DataFrame(rows), provenance | {"wall_seconds": seconds, "pruning": told}, low_rank)
+        pruning = {"schema_version": SCHEMA_VERSION, **self.settings.fingerprint(), "left_dense": dense}
+        provenance |= {"wall_seconds": seconds, "pruning": pruning}
+        return Pruned(pd.DataFrame(rows), provenance, low_rank)
 
-    def _pruned_block(self, stream: BlockByBlock, layer: int, total: int) -> tuple[list[PrunedMatrix], Rows]:
-        """The matrices of a block pruned on what enters them now, and their rows of the table."""
-        matrices, pieces, rows = self.matrices[layer], list[PrunedMatrix](), Rows()
+    def _pruned_block(
+        self, stream: BlockByBlock, layer: int, total: int
+    ) -> tuple[list[PrunedMatrix], TableRows]:
+        """Prune the matrices of a block on their current inputs; also their rows of the table."""
+        matrices, pruned_matrices, rows = self.matrices[layer], list[PrunedMatrix](), TableRows()
         moments = InputMoments(matrices, full=self.settings.needs_full_moments)
-        with moments.watching():
+        with moments.collecting():
             stream.read(layer)
         before = sum(map(len, self.matrices[:layer]))
         for matrix in matrices:
-            self.show_progress(
-                before + len(rows), total
-            )  # not after the last one: a block that is done is kept
-            piece, row = self.settings.prune(matrix, moments.of(matrix))
-            pieces.append(piece)
+            # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
+            self.show_progress(before + len(rows), total)
+            pruned, row = self.settings.prune(matrix, moments.of(matrix))
+            pruned_matrices.append(pruned)
             rows.append(row)
-        return pieces, rows
+        return pruned_matrices, rows
 
 
 def _refuse_pruned(model: OpenModel, matrices: list[list[Matrix]]) -> None:
     if model.interventions:
         raise UsageError(
-            f"the model is not what its checkpoint is ({model.interventions[-1]}): open it anew to prune it"
+            f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
         )
     if (Path(model.id).expanduser() / SETTINGS).is_file():
-        raise UsageError(f"{model.id} is pruned already ({SETTINGS} lies beside it): give the dense model")
+        raise UsageError(
+            f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
+        )
     held = {matrix.holder.data_ptr(): matrix.holder for block in matrices for matrix in block}
     zeros = sum(int((matrix == 0).sum()) for matrix in held.values())
     entries = sum(matrix.numel() for matrix in held.values())
     if not entries:
         raise UsageError(f"{type(model.hf).__name__} has no linear layers in its blocks that could be pruned")
     share = zeros / entries
-    if share > MOSTLY_ZERO:
+    if share > PRUNED_SHARE:
         raise UsageError(
-            f"{share:.0%} of the weights of {model.id} are 0, as if it was pruned: give the dense model"
+            f"{share:.0%} of the weights of {model.id} are 0, as if it had been pruned: give the dense model"
         )
 
 
-def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: Settings) -> None:
+def _refuse_short(corpus: Corpus, matrices: list[list[Matrix]], settings: PruningSettings) -> None:
     tokens = corpus.contexts.numel()
     widest = max(matrix.shape[1] for block in matrices for matrix in block)
     if settings.needs_full_moments and tokens < widest:

@@ -1,7 +1,7 @@
-"""Second moments of what enters each matrix of a block, streamed in float64: the inputs themselves are never kept.
+"""Second moments of the inputs of each matrix of a block, streamed in float64 without storing the inputs.
 
-Diagonal ones are all that Wanda and OATS ask for; SparseGPT asks for whole ones. Matrices that take on the same
-vectors (W_q, W_k and W_v; gate and up) share one sum. Nothing here knows how a matrix is pruned.
+Wanda and OATS need the diagonal, SparseGPT the full matrix. Matrices with the same inputs (W_q, W_k and W_v; gate and
+up) share one sum. Nothing here depends on how a matrix is pruned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from theodolite.models.block_matrices import Matrix, tapped_products
 from theodolite.prune.methods import HessianFactor, factor_hessian
 
 ROWS = 1024
-"""Vectors that are squared in float64 at once: bounds memory to ROWS × inputs."""
+"""Vectors squared in float64 at a time: bounds memory to ROWS × inputs."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the vectors x that entered a matrix.
+    """Second moments of the input vectors x of a matrix.
 
     Attributes:
-        count: how many there were.
+        count: number of vectors.
         diagonal: mean of x_i².
-        full: mean of x xᵀ, or None where it was not asked for.
+        full: mean of x xᵀ, or None where not requested.
     """
 
     count: int
@@ -39,14 +39,14 @@ class Moments:
     _factors: dict[float, HessianFactor] = field(default_factory=dict, repr=False, compare=False)
 
     def factor(self, damping: float) -> HessianFactor:
-        """The whole moments factored for SparseGPT, once for all matrices that share them."""
+        """The full moments factored for SparseGPT, once for all matrices that share them."""
         assert self.full is not None
         if damping not in self._factors:
             self._factors[damping] = factor_hessian(self.full, damping)
         return self._factors[damping]
 
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
-        """Mean of ‖M x‖² from the whole moments (NaN without them), and as if inputs were uncorrelated, ‖M D‖²."""
+        """Mean of ‖M x‖² from the full moments (NaN without them), and ‖M D‖², its value for uncorrelated inputs."""
         matrix = matrix.double()
         scaled = float((matrix.square() @ self.diagonal).sum())
         exact = float("nan") if self.full is None else float(((matrix @ self.full) * matrix).sum())
@@ -54,7 +54,7 @@ class Moments:
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices, by where the matrix that multiplies them lies in memory."""
+    """Sums over the inputs of some matrices, keyed by the memory address of the matrix."""
 
     def __init__(self, matrices: Sequence[Matrix], *, full: bool) -> None:
         self._full = full
@@ -64,12 +64,12 @@ class InputMoments:
         self._first: dict[int, int] = {}
         self._last: tuple[int, Tensor | None] = (0, None)
 
-    def watching(self) -> AbstractContextManager[None]:
-        """While open, products with the matrices are told."""
-        return tapped_products(self._told)
+    def collecting(self) -> AbstractContextManager[None]:
+        """While open, collect the inputs of products with the matrices."""
+        return tapped_products(self._add)
 
     def of(self, matrix: Matrix) -> Moments:
-        """What entered a matrix; with a count of 0, unit moments: nothing is known, so all inputs count alike.
+        """Moments of the inputs of a matrix; unit moments with a count of 0 if there were none.
 
         Raises:
             WorkError: the moments are not finite.
@@ -77,18 +77,18 @@ class InputMoments:
         at, width, device = matrix.holder.data_ptr(), matrix.shape[1], matrix.holder.device
         first = self._first.get(at, at)
         if first not in self._sums and first not in self._moments:
-            one = torch.ones(width, dtype=torch.float64, device=device)
-            return Moments(0, one, one.diag() if self._full else None)
+            ones = torch.ones(width, dtype=torch.float64, device=device)
+            return Moments(0, ones, ones.diag() if self._full else None)
         if first not in self._moments:
             self._moments[first] = self._sums.pop(first).moments()
         moments = self._moments[first]
         if not torch.isfinite(moments.diagonal).all():
             raise WorkError(
-                f"what enters {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
+                f"the input of {matrix.parameter} is NaN, infinite or too large: try --dtype float32"
             )
         return moments
 
-    def _told(self, inputs: Tensor, matrix: Tensor) -> None:
+    def _add(self, inputs: Tensor, matrix: Tensor) -> None:
         at = matrix.data_ptr()
         if self._widths.get(at) != inputs.shape[-1]:
             return
@@ -115,11 +115,11 @@ class _Diagonal:
         self._sum = torch.zeros(width, dtype=torch.float64)
 
     def update(self, rows: Float[Tensor, "rows width"]) -> None:
-        """Take in rows."""
+        """Add rows."""
         self._sum = self._sum.to(rows.device)
         self._count += len(rows)
-        for part in rows.split(ROWS):
-            self._sum += part.double().square().sum(dim=0)
+        for chunk in rows.split(ROWS):
+            self._sum += chunk.double().square().sum(dim=0)
 
     def moments(self) -> Moments:
         """Of all rows."""
@@ -127,14 +127,14 @@ class _Diagonal:
 
 
 class _Full:
-    """Products of rows, centred while they are summed, so that a large common offset costs no digits."""
+    """Products of rows, centred while summing, so that a large common offset loses no precision."""
 
     def __init__(self, width: int) -> None:
         self._sums = SecondMoments(1, width)
         self._device = torch.device("cpu")
 
     def update(self, rows: Float[Tensor, "rows width"]) -> None:
-        """Take in rows."""
+        """Add rows."""
         self._device = rows.device
         self._sums.update(0, rows)
 

@@ -6,7 +6,7 @@ of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ
 The published code computes a full SVD each time. Here only the first one is: W D − S is L of the step before where S
 is not zero, so its r leading singular values stand far above the others from the second step on, and one or two steps
 of subspace iteration, started from the last step's right singular vectors, give what the SVD would. Small matrices
-keep the full SVD, which is as quick there. No model and no text is known here.
+keep the full SVD, which is as quick there. Independent of models and texts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from theodolite.errors import UsageError
 from theodolite.prune.methods import GivenPattern
 from theodolite.prune.patterns import (
     AGREEMENT,
-    LargestAgain,
     Pattern,
+    ThresholdTracker,
     check_sparsity,
     checked_inputs,
     checked_weight,
@@ -32,10 +32,10 @@ from theodolite.prune.patterns import (
 )
 
 _SMALL = 256
-"""Matrices with fewer rows or columns get a full SVD each step."""
+"""Matrices with fewer rows or columns get a full SVD in each step."""
 
-_TURN = 0.03
-"""A subspace is followed until a step turns it by less: root mean square of the sines of the angles."""
+_TOLERANCE = 0.03
+"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
 
 _MOST_STEPS = 16
 """Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
@@ -71,15 +71,15 @@ class SparseLowRank:
         """The sum as one matrix in the dtype of its parts, rounded once."""
         dtype = self.sparse.dtype
         sparse, left, right = (
-            part.to(torch.promote_types(dtype, torch.float32))
-            for part in (self.sparse, self.left, self.right)
+            factor.to(torch.promote_types(dtype, torch.float32))
+            for factor in (self.sparse, self.left, self.right)
         )
         return torch.addmm(sparse, left, right).to(dtype)
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """How much is kept: the rank, the entries of each row, and the pattern of these."""
+    """What is kept: the rank, the entries per row, and their pattern."""
 
     rank: int
     entries: int
@@ -103,11 +103,11 @@ def oats(
     ρ the sparsity and κ the rank ratio. Both are rounded down, so that a row may hold one entry more than the budget.
 
     With a pattern, the sparse part has at most N entries of every M inputs of a row. As published, it has exactly so
-    many, and they are the share 1 − κ of what is kept: ρ = 1 − (N/M)/(1 − κ), which is what no sparsity (None) means.
+    many, and they are the share 1 − κ of the kept parameters: ρ = 1 − (N/M)/(1 − κ), the default for sparsity None.
     With a larger ρ, rows have the zeros of the formula above and the pattern holds too; a smaller one is refused.
 
-    An input that was always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
-    the low-rank part the projection of W's column. If all are 0, all count alike.
+    An input that is always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
+    the low-rank part the projection of W's column. If all are 0, all are weighted equally.
 
     Args:
         weight: (outputs, inputs); computed in float32, or in float64 if it is that.
@@ -117,7 +117,7 @@ def oats(
             truncated SVD.
         iterations: alternations, 80 as published.
         pattern: N:M of the sparse part.
-        seed: of the random probes that look for directions which the followed subspace misses.
+        seed: of the random probes for directions that the tracked subspace misses.
 
     Raises:
         UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
@@ -131,12 +131,12 @@ def oats(
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
-    sparse, found, error, done, stalls = _alternate(scaled, budget, iterations, generator)
-    seen = scale > 0
+    sparse, low_rank, error, done, stalls = _alternate(scaled, budget, iterations, generator)
+    active = scale > 0
     return SparseLowRank(
-        sparse=torch.where((sparse != 0) & seen, sparse / scale, 0).to(weight.dtype),
-        left=found.left.to(weight.dtype).contiguous(),
-        right=torch.where(seen, found.right / scale, found.left.mT @ original).to(weight.dtype),
+        sparse=torch.where((sparse != 0) & active, sparse / scale, 0).to(weight.dtype),
+        left=low_rank.left.to(weight.dtype).contiguous(),
+        right=torch.where(active, low_rank.right / scale, low_rank.left.mT @ original).to(weight.dtype),
         error=error,
         iterations=done,
         stalls=stalls,
@@ -148,13 +148,13 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
     if not 0 <= rank_ratio <= 1:
         raise UsageError(f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to 1")
     if pattern is None:
-        kept = 1 - check_sparsity(sparsity)
+        density = 1 - check_sparsity(sparsity)
     else:
         most = pattern.density / (1 - rank_ratio) if rank_ratio < 1 else math.inf
         if sparsity is None and most < 1:
-            kept = most
+            density = most
         elif sparsity is not None and 1 - check_sparsity(sparsity) <= most + AGREEMENT:
-            kept = 1 - sparsity
+            density = 1 - sparsity
         elif most < 1:
             raise UsageError(
                 f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
@@ -163,8 +163,8 @@ def _budget(shape: torch.Size, sparsity: float | None, rank_ratio: float, patter
         else:
             raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
     # In the order of the published code, so that floats are rounded down as they are there.
-    rank = int(rank_ratio * kept * (outputs * inputs) / (outputs + inputs))
-    zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * kept))
+    rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
+    zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
     return _Budget(rank, inputs - zeros, pattern)
 
 
@@ -176,29 +176,31 @@ def _alternate(
         iterations = 1
     small = min(scaled.shape) < _SMALL
     target, residual = scaled.clone(), torch.empty_like(scaled)
-    scores, kept = torch.empty_like(scaled), torch.zeros_like(scaled)
-    search, stalls = LargestAgain(budget.entries), 0
+    scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
+    search, stalls = ThresholdTracker(budget.entries), 0
     for iteration in range(iterations):
         if iteration:
-            torch.addcmul(scaled, residual, kept, value=-1, out=target)
+            torch.addcmul(scaled, residual, mask, value=-1, out=target)
         if small or not iteration:
-            found = _exactly(target, budget.rank)
+            low_rank = _truncated_svd(target, budget.rank)
         else:
-            followed = _follow(target, found.space)
+            followed = _follow(target, low_rank.space)
             due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
             if not followed or (due and _misses(target, followed, generator)):
-                stalls, followed = stalls + 1, _exactly(target, budget.rank)
-            found = followed
-        torch.addmm(scaled, found.left, found.right, alpha=-1, out=residual)
-        _mark_kept(residual, budget, search, scores, kept)
-    sparse = residual * kept
+                stalls, followed = stalls + 1, _truncated_svd(target, budget.rank)
+            low_rank = followed
+        torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
+        _mark_kept(residual, budget, search, scores, mask)
+    sparse = residual * mask
     norm = torch.linalg.vector_norm(scaled)
     error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
-    return sparse, found, error, iterations, stalls
+    return sparse, low_rank, error, iterations, stalls
 
 
-def _mark_kept(residual: Tensor, budget: _Budget, search: LargestAgain, scores: Tensor, kept: Tensor) -> None:
-    """Make `kept` 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
+def _mark_kept(
+    residual: Tensor, budget: _Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
+) -> None:
+    """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
     With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
     `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
@@ -207,9 +209,9 @@ def _mark_kept(residual: Tensor, budget: _Budget, search: LargestAgain, scores: 
     if budget.pattern:
         scores.mul_(budget.pattern.largest(scores))
     if budget.pattern and budget.entries >= budget.pattern.density * residual.shape[1]:
-        torch.gt(scores, 0, out=kept)
+        torch.gt(scores, 0, out=mask)
     else:
-        search.mark(scores, kept)
+        search.mark(scores, mask)
 
 
 class _LowRank(NamedTuple):
@@ -232,36 +234,39 @@ def _step(target: Tensor, space: Tensor) -> _LowRank:
     return _LowRank(left, right, *torch.linalg.qr(right.mT))
 
 
-def _exactly(target: Tensor, rank: int) -> _LowRank:
+def _truncated_svd(target: Tensor, rank: int) -> _LowRank:
     """The truncated SVD, up to a rotation of its factors, by a step from where it ends."""
     return _step(target, _leading(target, rank))
 
 
 def _follow(target: Tensor, space: Tensor) -> _LowRank | None:
-    """Steps until the space rests; None if it does not."""
+    """Iterate until the subspace converges; None if it does not."""
     for _ in range(_MOST_STEPS):
-        found = _step(target, space)
-        sines = 1 - (space.mT @ found.space).square().sum(dim=0)
-        size = found.factor.diagonal().abs()
-        if sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum() <= len(size) * _TURN**2:
-            return found
-        space = found.space
+        step = _step(target, space)
+        sines = 1 - (space.mT @ step.space).square().sum(dim=0)
+        size = step.factor.diagonal().abs()
+        if (
+            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
+            <= len(size) * _TOLERANCE**2
+        ):
+            return step
+        space = step.space
     return None
 
 
-def _misses(target: Tensor, found: _LowRank, generator: torch.Generator) -> bool:
+def _misses(target: Tensor, low_rank: _LowRank, generator: torch.Generator) -> bool:
     """Whether a direction outside of the subspace is larger than the least one inside.
 
     Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
     singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
     """
-    left, right = found.left, found.right
+    left, right = low_rank.left, low_rank.right
     probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)
     for _ in range(_PROBE_STEPS):
-        seen = target @ probes - left @ (right @ probes)
-        probes = torch.linalg.qr((seen.mT @ target - seen.mT @ left @ right).mT).Q
+        sketch = target @ probes - left @ (right @ probes)
+        probes = torch.linalg.qr((sketch.mT @ target - sketch.mT @ left @ right).mT).Q
     outside = torch.linalg.svdvals(target @ probes - left @ (right @ probes))[0]
-    inside = torch.linalg.svdvals(found.factor)
+    inside = torch.linalg.svdvals(low_rank.factor)
     rounding = _ROUNDING * torch.finfo(inside.dtype).eps * inside[0]
     return bool(outside > torch.maximum(_SLACK * inside[-1], rounding))
 

@@ -1,6 +1,6 @@
-"""Which entries stay: exact counts, N:M patterns, and the checks of what every pruning method is given.
+"""Selecting the entries to keep: exact counts, N:M patterns, and the argument checks shared by the pruning methods.
 
-How entries are scored is the methods' business.
+How entries are scored is up to the methods.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from theodolite.errors import UsageError
 
 AGREEMENT = 1e-3
-"""A sparsity that differs by less from what a pattern removes is that of the pattern: 0.333 of 1/3."""
+"""Tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3."""
 
 _NEAR = 0.05
 """How far a threshold is moved to see how many entries it passes, as a share of itself."""
 
 _DAMPING = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Of the steps of a threshold; the last ones are small, or it could jump over the one that it looks for for ever."""
+"""Step sizes of the threshold search; decreasing, so that it cannot oscillate forever."""
 
 _FEW_THREADS = 2
 """Up to so many, numpy's partition (one thread, vectorised) beats torch's kthvalue, by 3 on one thread."""
@@ -30,7 +30,7 @@ _FEW_THREADS = 2
 
 @dataclass(frozen=True)
 class Pattern:
-    """N:M: of every `of` consecutive inputs of an output at most `kept` entries are not zero."""
+    """N:M: of every `of` consecutive inputs of an output at most `kept` are nonzero."""
 
     kept: int
     of: int
@@ -40,11 +40,11 @@ class Pattern:
 
     @property
     def density(self) -> float:
-        """Share of entries that may stay."""
+        """Share of entries kept."""
         return self.kept / self.of
 
     def largest(self, scores: Float[Tensor, "rows columns"]) -> Bool[Tensor, "rows columns"]:
-        """True at the `kept` largest of each group; of equal scores the last stay."""
+        """True at the `kept` largest of each group; of ties the last are kept."""
         groups = scores.reshape(-1, self.of).T.contiguous()
         return self.largest_down(groups).T.reshape(scores.shape)
 
@@ -59,31 +59,31 @@ class Pattern:
 
 
 def pattern_of(given: object, inputs: int) -> Pattern | None:
-    """A pattern given as None, as "2:4" or as (2, 4), for matrices of so many inputs.
+    """A pattern given as None, as "2:4" or as (2, 4), for matrices with `inputs` inputs.
 
     Raises:
-        UsageError: it is no pattern, or groups of M inputs do not divide the matrix.
+        UsageError: not a pattern, or M does not divide the inputs.
     """
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", given) if isinstance(given, str) else None
-    kept, of = 0, 0
+    nonzeros, of = 0, 0
     if text:
-        kept, of = int(text[1]), int(text[2])
+        nonzeros, of = int(text[1]), int(text[2])
     elif isinstance(given, tuple) and len(given) == 2 and all(type(number) is int for number in given):
-        kept, of = given
-    if not 0 < kept < of:
+        nonzeros, of = given
+    if not 0 < nonzeros < of:
         raise UsageError(f'pattern is {given!r}: give N:M with 0 < N < M, such as "2:4"')
     if inputs % of:
-        raise UsageError(f"pattern {kept}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
-    return Pattern(kept, of)
+        raise UsageError(f"pattern {nonzeros}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
+    return Pattern(nonzeros, of)
 
 
 def check_sparsity(sparsity: object) -> float:
     """A share of entries to remove, as a number.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not a number in (0, 1).
     """
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
@@ -95,10 +95,10 @@ def check_sparsity(sparsity: object) -> float:
 
 
 def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
-    """The share to remove; a pattern fixes it, so that beside one it may be left out (None).
+    """The share to remove; with a pattern, which fixes it, None is allowed.
 
     Raises:
-        UsageError: no number in (0, 1), or another one than the pattern's.
+        UsageError: not a number in (0, 1), or not that of the pattern.
     """
     if pattern is None:
         return check_sparsity(sparsity)
@@ -114,7 +114,7 @@ def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
     """A weight matrix without its gradient, row by row in memory.
 
     Raises:
-        UsageError: it is no matrix of finite real numbers.
+        UsageError: not a matrix of finite real numbers.
     """
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise UsageError("weight must be a tensor of floating-point numbers")
@@ -127,7 +127,7 @@ def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
 def checked_inputs(
     name: str, values: object, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:
-    """One number ≥ 0 for each input, as float64 on the weight's device; all of them 0 count alike, as ones.
+    """One number ≥ 0 for each input, as float64 on the weight's device; all-zero values become ones.
 
     Raises:
         UsageError: another shape, negative or not finite.
@@ -151,7 +151,7 @@ def check_finite(name: str, values: Tensor) -> None:
 def largest(
     scores: Float[Tensor, "rows columns"], count: int, out: Tensor | None = None
 ) -> Shaped[Tensor, "rows columns"]:
-    """True at exactly the `count` largest scores of each row; of equal ones the last stay. 1 if `out` has numbers."""
+    """True at the `count` largest scores of each row; of ties the last are kept. 1 in a numeric `out`."""
     if out is None:
         out = torch.empty_like(scores, dtype=torch.bool)
     removed = scores.shape[1] - count
@@ -174,11 +174,11 @@ def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor
     return scores.kthvalue(k, dim=1, keepdim=True).values
 
 
-class LargestAgain:
-    """`largest` of the same rows again and again, while their scores change little.
+class ThresholdTracker:
+    """Repeated `largest` of the same rows while their scores change little.
 
     Each row's threshold starts where it was and moves by how many entries are too many, which takes a few passes of
-    comparing and counting, half the time of selecting anew. Rows of which the count is not met then are selected.
+    comparing and counting, half the time of a new selection. Rows that still miss the count are selected exactly.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,8 +1,8 @@
-"""A model run block by block over the calibration contexts, so that each block sees what the pruned ones give it.
+"""Run a model block by block over the calibration contexts, so that each block sees the outputs of the pruned ones.
 
-One pass of the dense model says how it calls each block. After that only the hidden states that enter the current
-block are kept, in the model's dtype, and a block is run by itself. Whether that is what the model does is compared at
-the start and at the end. Nothing here knows what is done to a block in between.
+One pass of the dense model records how each block is called. After that only the hidden states that enter the current
+block are stored, in the model's dtype. At the start and at the end the result is compared with a forward pass of the
+whole model. Nothing here depends on what is done to a block in between.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from theodolite.passes.corpus_pass import refuse_bad_numbers
 
 Hidden = Float[Tensor, "contexts positions width"]
 
-SAME = 16
-"""Two ways to compute the same differ by at most so many roundings of the model's dtype, of the largest entry."""
+MAX_ROUNDINGS = 16
+"""Tolerance between block-by-block and whole forward passes, in machine epsilons of the largest entry."""
 
-ALIKE = 4
-"""Tensors of one shape among the arguments of blocks that a new one is compared with, so that it is kept once."""
+MOST_VARIANTS = 4
+"""Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
 
 
 class BlockByBlock:
@@ -36,11 +36,11 @@ class BlockByBlock:
     Args:
         model: from `open_model`; its blocks may be changed between calls.
         corpus: the calibration contexts.
-        batch: contexts a forward pass.
+        batch: contexts per forward pass.
         between: called after every batch; it may raise to stop.
 
     Raises:
-        WorkError: the family does something between its blocks, so that they cannot be run one by one.
+        WorkError: the family computes something between its blocks, so that they cannot be run one by one.
     """
 
     def __init__(self, model: OpenModel, corpus: Corpus, batch: int, between: Callable[[], None]) -> None:
@@ -48,9 +48,9 @@ class BlockByBlock:
         self._ids = list(corpus.contexts.split(batch))
         self._hidden: list[Hidden] = []
         self._calls: list[list[Call]] = []  # by batch, then by block, without hidden states
-        self._known = _Known()
+        self._shared = _SharedArguments()
         for number, ids in enumerate(self._ids):
-            calls, hidden, output = self._own_pass(ids)
+            calls, hidden, output = self._model_pass(ids)
             self._calls.append(calls)
             self._hidden.append(hidden)
             if not number:
@@ -60,26 +60,26 @@ class BlockByBlock:
             between()
 
     def read(self, layer: int) -> None:
-        """Run a block on all contexts for the sake of those who watch."""
+        """Run a block on all contexts, for its hooks only."""
         for _ in self._outputs(layer):
             pass
 
     def advance(self, layer: int) -> None:
-        """Run a block on all contexts: what leaves it enters the next one."""
+        """Run a block on all contexts; its outputs become the inputs of the next one."""
         for number, output in enumerate(self._outputs(layer)):
             refuse_bad_numbers(layer + 1, output)
             self._hidden[number] = output
 
     def verify_end(self) -> None:
-        """Before the last block: compare what leaves it for the first batch with the model's own pass, as it is now.
+        """Compare the output of the last block on the first batch with a forward pass of the pruned model.
 
         Raises:
-            WorkError: what entered the blocks was not what the pruned model gives them.
+            WorkError: they differ: the hidden states were not those of the pruned model.
         """
         last = self._model.layers - 1
         ours = self._run(last, 0, self._hidden[0])
         refuse_bad_numbers(last + 1, ours)
-        self._compare(ours, self._own_pass(self._ids[0])[2])
+        self._compare(ours, self._model_pass(self._ids[0])[2])
 
     def _outputs(self, layer: int) -> Iterator[Hidden]:
         for number, hidden in enumerate(self._hidden):
@@ -95,15 +95,15 @@ class BlockByBlock:
         with torch.inference_mode():
             return _first(self._model.structure.blocks[layer](*args, **kwargs))
 
-    def _own_pass(self, ids: Tensor) -> tuple[list[Call], Hidden, Hidden]:
-        """How the model calls each of its blocks on some contexts, what enters the first and leaves the last one."""
+    def _model_pass(self, ids: Tensor) -> tuple[list[Call], Hidden, Hidden]:
+        """A forward pass: how each block is called, the input of the first and the output of the last one."""
         calls: list[Call] = []
         ends: list[Hidden] = []
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not calls:
                 ends.append(first_tensor(args, kwargs))
-            calls.append(self._known.call((args, kwargs)))
+            calls.append(self._shared.call((args, kwargs)))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             ends.append(_first(output))
@@ -119,10 +119,10 @@ class BlockByBlock:
         first, last = ends
         return calls, first, last
 
-    def _compare(self, ours: Hidden, own: Hidden) -> None:
-        largest = own.abs().max().double().clamp_min(1e-300)
-        error = float((ours.double() - own.double()).abs().max() / largest)
-        if not error <= SAME * torch.finfo(own.dtype).eps:
+    def _compare(self, ours: Hidden, reference: Hidden) -> None:
+        largest = reference.abs().max().double().clamp_min(1e-300)
+        error = float((ours.double() - reference.double()).abs().max() / largest)
+        if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
             family = type(self._model.hf).__name__
             raise WorkError(
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
@@ -130,31 +130,31 @@ class BlockByBlock:
             )
 
 
-class _Known:
-    """Arguments of blocks, without hidden states; tensors that are alike (masks, rotations) are kept once."""
+class _SharedArguments:
+    """Arguments of blocks without hidden states; equal tensors (masks, rotations) are stored once."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._tensors: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
     def call(self, call: Call) -> Call:
-        """The arguments without their hidden states, each tensor the one that is known where there is one."""
+        """The arguments without hidden states, each tensor replaced by an equal one if stored."""
         args, kwargs = call
         if "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": None}
         else:
             args = (None, *args[1:])
-        return tuple(map(self._kept, args)), {name: self._kept(value) for name, value in kwargs.items()}
+        return tuple(map(self._stored, args)), {name: self._stored(value) for name, value in kwargs.items()}
 
-    def _kept(self, value: Any) -> Any:
+    def _stored(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(self._kept, value))
+            return tuple(map(self._stored, value))
         if not isinstance(value, Tensor):
             return value
-        alike = self._seen.setdefault((value.shape, value.dtype, value.device), [])
+        alike = self._tensors.setdefault((value.shape, value.dtype, value.device), [])
         for known in alike:
             if torch.equal(known, value):
                 return known
-        if len(alike) < ALIKE:
+        if len(alike) < MOST_VARIANTS:
             alike.append(value)
         return value
 

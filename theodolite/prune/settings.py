@@ -21,19 +21,19 @@ from theodolite.prune.patterns import pattern_of
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 
 Sparsity = float | Sequence[float] | None
-"""Of every block, or one number a block; None: what the pattern removes."""
+"""One number for all blocks, or one per block; None: the sparsity of the pattern."""
 
 RankRatio = float | Callable[[int, str], float]
-"""Of every matrix, or a function of block and name of the matrix."""
+"""One number for all matrices, or a function of block and name of the matrix."""
 
-UNSEEN = "no token of the text reached it: every input counts alike"
+NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
 DAMPING = 0.1
-"""SparseGPT's, in mean diagonal entries of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
+"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class PruningSettings:
     """How a model is pruned.
 
     Attributes:
@@ -63,24 +63,24 @@ class Settings:
         seed: int,
         damping: float,
         matrices: Sequence[Sequence[Matrix]],
-    ) -> Settings:
+    ) -> PruningSettings:
         """The settings, checked.
 
         Raises:
-            UsageError: a method that there is not, a number that is out of range, or so little that nothing is removed.
+            UsageError: an unknown method, a number out of range, or a sparsity too small to remove anything.
         """
         if method not in METHODS:
             raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
         blocks = len(matrices)
         each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
         if len(each) != blocks:
-            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one a block")
+            raise UsageError(f"{len(each)} sparsities for {blocks} blocks: give one, or one per block")
         ratios = {}
         for matrix in (matrix for block in matrices for matrix in block):
             ratio = rank_ratio(matrix.layer, matrix.name) if callable(rank_ratio) else rank_ratio
             if not 0 <= ratio <= 1:
                 raise UsageError(
-                    f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not from 0 to 1"
+                    f"rank ratio {ratio:g} of {matrix.key} in block {matrix.layer} is not between 0 and 1"
                 )
             ratios[matrix.layer, matrix.key] = float(ratio)
             pattern_of(pattern, matrix.shape[1])
@@ -89,7 +89,7 @@ class Settings:
             settings._try(share, ratio)
         if not any(settings._removes(matrix) for block in matrices for matrix in block):
             raise UsageError(
-                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give more"
+                f"a sparsity of {max(s or 0 for s in each):g} removes no entry of any matrix: give a larger one"
             )
         return settings
 
@@ -99,7 +99,7 @@ class Settings:
         return self.method == "sparsegpt"
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that matter for the method, as plain values; equal ones of all blocks or matrices once."""
+        """The settings that the method reads, as plain values; one value where all blocks or matrices agree."""
         plain: dict[str, Any] = {
             "method": self.method,
             "sparsity": self.sparsity[0] if len(set(self.sparsity)) == 1 else list(self.sparsity),
@@ -118,25 +118,25 @@ class Settings:
         """One matrix pruned, in its own dtype, and its row of the table."""
         weight = matrix.read()
         share, ratio = self.sparsity[matrix.layer], self.rank_ratio[matrix.layer, matrix.key]
-        found = self._pruned(weight, moments, share, ratio)
-        piece = PrunedMatrix(
+        approximation = self._pruned(weight, moments, share, ratio)
+        pruned = PrunedMatrix(
             key=matrix.key,
             parameter=matrix.parameter,
             expert=matrix.expert,
             dimension=matrix.dimension,
             rows=matrix.rows,
             # A negative zero would not outlive packing.
-            sparse=torch.where(found.sparse == 0, 0, found.sparse),
-            left=found.left,
-            right=found.right,
+            sparse=torch.where(approximation.sparse == 0, 0, approximation.sparse),
+            left=approximation.left,
+            right=approximation.right,
         )
-        lost = moments.squared_norms(weight.double() - piece.merged().double())
+        lost = moments.squared_norms(weight.double() - pruned.merged().double())
         whole = moments.squared_norms(weight)
         exact, scaled = (
-            math.sqrt(max(part, 0) / all_) if all_ > 0 else math.nan
-            for part, all_ in zip(lost, whole, strict=True)
+            math.sqrt(max(missing, 0) / all_) if all_ > 0 else math.nan
+            for missing, all_ in zip(lost, whole, strict=True)
         )
-        return piece, {
+        return pruned, {
             "layer": matrix.layer,
             "matrix": matrix.name,
             "expert": -1 if matrix.expert is None else matrix.expert,
@@ -145,34 +145,36 @@ class Settings:
             "inputs": matrix.shape[1],
             "method": self.method,
             "asked": math.nan if share is None else share,
-            **_counts(piece),
+            **_counts(pruned),
             "error": exact,
             "error_scaled": scaled,
-            "damping": found.damping,
+            "damping": approximation.damping,
             "tokens": moments.count,
-            "fallback": found.fallback if moments.count else UNSEEN,
+            "fallback": approximation.fallback if moments.count else NO_TOKENS,
         }
 
-    def _pruned(self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float) -> _Found:
+    def _pruned(
+        self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
+    ) -> _Approximation:
         pattern = self.pattern
         if self.method == "magnitude":
-            return _Found(magnitude(weight, sparsity, pattern))
+            return _Approximation(magnitude(weight, sparsity, pattern))
         if self.method == "wanda":
-            return _Found(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
+            return _Approximation(wanda(weight, moments.diagonal.sqrt(), sparsity, pattern))
         if self.method == "sparsegpt":
             factor = moments.factor(self.damping)
             raised = f"damping raised to {factor.damping:g}" if factor.damping > self.damping else ""
-            return _Found(
+            return _Approximation(
                 sparsegpt_factored(weight, factor, sparsity, pattern), damping=factor.damping, fallback=raised
             )
-        parts = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
-        stalled = f"full SVD in {parts.stalls} of {parts.iterations} iterations" if parts.stalls else ""
-        if not parts.left.numel():
-            return _Found(parts.sparse, fallback=stalled)
-        return _Found(parts.sparse, parts.left, parts.right, fallback=stalled)
+        split = oats(weight, moments.diagonal, sparsity, ratio, self.iterations, pattern, seed=self.seed)
+        stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
+        if not split.left.numel():
+            return _Approximation(split.sparse, fallback=stalled)
+        return _Approximation(split.sparse, split.left, split.right, fallback=stalled)
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether so small a share of the matrix, rounded down where the method counts, is an entry or more."""
+        """Whether the share to remove, rounded down as the method does, is at least one entry."""
         share, (outputs, inputs) = self.sparsity[matrix.layer], matrix.shape
         if self.pattern or share is None:
             return True
@@ -185,7 +187,7 @@ class Settings:
         return int(share * among[self.method]) > 0
 
     def _try(self, sparsity: float | None, ratio: float) -> None:
-        """Prune a small matrix, so that settings which do not go together are refused before the work."""
+        """Prune a tiny matrix, so that incompatible settings are refused before the real work."""
         pattern = pattern_of(self.pattern, 0)
         inputs = pattern.of if pattern else 1
         ones = torch.ones(inputs, dtype=torch.float64)
@@ -193,8 +195,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a method made of a matrix."""
+class _Approximation:
+    """A pruned matrix as a method returns it."""
 
     sparse: Tensor
     left: Tensor | None = None
@@ -203,16 +205,16 @@ class _Found:
     fallback: str = ""
 
 
-def _counts(piece: PrunedMatrix) -> dict[str, Any]:
-    """Sparsity reached, rank, entries that are not zero, and bytes, dense and as the piece is written."""
-    low_rank = [factor for factor in (piece.left, piece.right) if factor is not None]
-    entries, size = piece.sparse.numel(), piece.sparse.element_size()
-    nonzeros = int((piece.sparse != 0).sum())
-    kept = nonzeros + sum(factor.numel() for factor in low_rank)
+def _counts(pruned: PrunedMatrix) -> dict[str, Any]:
+    """Sparsity reached, rank, nonzero entries, and bytes: dense and in the factored format."""
+    low_rank = [factor for factor in (pruned.left, pruned.right) if factor is not None]
+    entries, size = pruned.sparse.numel(), pruned.sparse.element_size()
+    nonzeros = int((pruned.sparse != 0).sum())
+    parameters = nonzeros + sum(factor.numel() for factor in low_rank)
     return {
-        "sparsity": 1 - kept / entries,
+        "sparsity": 1 - parameters / entries,
         "rank": low_rank[1].shape[0] if low_rank else 0,
         "nonzeros": nonzeros,
         "dense_bytes": entries * size,
-        "compact_bytes": kept * size + -(-entries // 8),
+        "compact_bytes": parameters * size + -(-entries // 8),
     }

@@ -22,7 +22,7 @@ from theodolite.report import content
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
 
 RESULT = "result.json"
@@ -70,7 +70,7 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, place: str | 
     temporary, old = (folder.with_name(f"{folder.name}.{state}") for state in ("writing", "old"))
     page = render(experiment, outcome, run)
     text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
-    with writing(folder):
+    with disk_errors(folder):
         for stale in (temporary, old):
             shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -140,7 +140,7 @@ def write_index(place: str | Path) -> Path | None:
         "report": report if (place / report).is_file() else "",
     }
     page = rendered("experiments.html.j2", values)
-    with writing(place):
+    with disk_errors(place):
         write_text(place / "index.html", page)
     return place / "index.html"
 

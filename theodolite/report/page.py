@@ -24,7 +24,7 @@ from theodolite.report.exhibits import exhibits, measure_glossary
 from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
 
 SECTIONS = {
@@ -69,7 +69,7 @@ def write_report(run: Run, folder: str | Path) -> Path:
     folder = Path(folder)
     page = render(run)
     existed = folder.exists()
-    with writing(folder):
+    with disk_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / PLOTLY, get_plotlyjs())

@@ -14,7 +14,7 @@ from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
 
-LOOK = "matrices that stand out: there, fewer zeros or (OATS) another share of rank would keep more."
+LOOK_FOR = "matrices that stand out: there, fewer zeros or (OATS) another share of rank would keep more."
 
 
 PRUNING = Heading(
@@ -27,44 +27,45 @@ PRUNING = Heading(
 
 def pruned_outcome(pruned: Pruned) -> Outcome:
     """Key numbers, the errors by block and matrix, and the table."""
-    table, told = pruned.table, pruned.provenance["pruning"]
+    table, pruning = pruned.table, pruned.provenance["pruning"]
     entries = (table["outputs"] * table["inputs"]).to_numpy(float)
-    kept = 1 - float((table["sparsity"] * entries).sum() / entries.sum())
+    density = 1 - float((table["sparsity"] * entries).sum() / entries.sum())
     readings = [
-        Reading("method", _method(told)),
+        Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
-        Reading("removed of their entries", percent(1 - kept)),
+        Reading("removed of their entries", percent(1 - density)),
         Reading("relative error of outputs, scaled norm", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
         readings.append(Reading("relative error of outputs", _spread(table["error"])))
-    if "bytes" in told:
-        size = f"{number(told['bytes'] / 1e6)} MB ({told['format']}), dense {number(told['dense_bytes'] / 1e6)} MB"
+    if "bytes" in pruning:
+        written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
+        size = f"{written} MB ({pruning['format']}), dense {dense} MB"
         readings.append(Reading("weights on disk", size))
     notes = [
-        ("left dense", listed(list(told["left_dense"]), 3)),
+        ("left dense", listed(list(pruning["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
     readings += [Reading(name, said) for name, said in notes if said]
     return Outcome(readings, [], {"matrices": table}, _exhibits(table))
 
 
-def write_page(pruned: Pruned, place: Path) -> Path:
-    """Write the page below `place`, and return its path.
+def write_page(pruned: Pruned, folder: Path) -> Path:
+    """Write the page below `folder`, and return its path.
 
     Raises:
         WorkError: the folder cannot be written.
     """
     empty = pd.DataFrame()
     run = Run(empty, empty, empty, empty, empty, {}, pruned.provenance)
-    page = write_outcome(PRUNING, pruned_outcome(pruned), run, place)
-    write_index(place)
+    page = write_outcome(PRUNING, pruned_outcome(pruned), run, folder)
+    write_index(folder)
     return page
 
 
-def page_at(place: Path) -> Path:
-    """Where the page below `place` is."""
-    return folder_of(PRUNING.name, place) / "index.html"
+def page_at(folder: Path) -> Path:
+    """Where the page below `folder` is."""
+    return folder_of(PRUNING.name, folder) / "index.html"
 
 
 def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
@@ -75,7 +76,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
         "pruned blocks before it gave them. The norm in which Wanda and OATS prune; inputs count as if they were "
         "uncorrelated.",
-        LOOK,
+        LOOK_FOR,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,
     )
@@ -87,16 +88,16 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         drawing.error_map(table, "error"),
         "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their whole second moments. What "
         "SparseGPT keeps small.",
-        LOOK,
+        LOOK_FOR,
         "Frantar & Alistarh 2023, eq. 1",
         wide=True,
     )
     return [exact, scaled]
 
 
-def _method(told: dict) -> str:
-    pattern = f", pattern {told['pattern']}" if told["pattern"] else ""
-    return told["method"] + pattern
+def _method(pruning: dict) -> str:
+    pattern = f", pattern {pruning['pattern']}" if pruning["pattern"] else ""
+    return pruning["method"] + pattern
 
 
 def _spread(errors: pd.Series) -> str:

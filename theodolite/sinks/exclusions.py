@@ -21,7 +21,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.sinks.outliers import Outliers, position_0_as_one
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 
 SCHEMA_VERSION = 1
 LEAST_SHARE = 0.01
@@ -145,7 +145,7 @@ class Exclusions:
             "corpus": self.corpus,
             "rules": rules,
         }
-        with writing(Path(path)):
+        with disk_errors(Path(path)):
             write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod

@@ -1,15 +1,15 @@
-"""How a process that is ours alone gets its memory. It knows nothing of what the memory is for."""
+"""The memory allocator of a process that runs theodolite only."""
 
 from __future__ import annotations
 
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's `mallopt`."""
+"""Parameters of glibc's `mallopt`."""
 
 
 def keep_pages() -> None:
-    """Keep freed memory for the next tensor, rather than give it back to the system and ask for it again.
+    """Keep freed memory for the next tensor instead of returning it to the system.
 
     A statistic's temporaries are megabytes that live for milliseconds. By default the C library returns them at
     once or keeps them, as the heap happens to lie; new pages cost a survey's pass up to a quarter of its time. It

@@ -23,7 +23,7 @@ HEADER = "sealed"
 
 
 class CorruptFile(ValueError):
-    """A file is not what was written, and why."""
+    """A file is corrupt; the message says how."""
 
 
 def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> None:
@@ -39,7 +39,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_checked` wrote: tensors and notes. Files without a checksum are taken as they are.
 
     Raises:
-        CorruptFile: it is not that any more.
+        CorruptFile: it has changed since.
     """
     with _opened(path) as (file, notes, sha256):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -73,8 +73,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, types, shapes and bytes."""
     import torch
 
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()

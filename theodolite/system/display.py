@@ -1,6 +1,6 @@
-"""How objects show themselves in a notebook: what is measured does not know the report, which draws it.
+"""HTML representations for notebooks: results do not import the report package that draws them.
 
-The package's root says which function draws what; it is imported when something is first shown.
+The package root registers the functions, which are imported when something is first displayed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ View = Callable[[Any], str]
 _views: dict[str, View] = {}
 
 
-def show_with(kind: str, view: View) -> None:
-    """Have things of this kind shown as the HTML that `view` makes of them."""
+def register_view(kind: str, view: View) -> None:
+    """Display objects of this kind as the HTML that `view` returns."""
     _views[kind] = view
 
 
 def view_of(kind: str) -> View:
-    """What makes HTML of a thing of this kind."""
+    """The function that renders this kind as HTML."""
     return _views[kind]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and disks that say no in one line."""
+"""Atomic file writes, and disk errors in one line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import safetensors
 from theodolite.errors import WorkError
 
 TEMPORARY = ".writing"
-"""What the name of a file ends with until it is whole."""
+"""Suffix of a file that is not complete yet."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make the file under another name and rename it: what has the name is whole.
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write to a temporary name, then rename: a file at `path` is always complete.
 
-    The other name is always the same, so that the next try takes away what a kill leaves; several processes that may
-    write the same file need a lock.
+    The temporary name is fixed, so that the next attempt overwrites what a killed process left; concurrent writers of
+    the same file need a lock.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
@@ -31,16 +31,16 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text, whole or not at all."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    """Write a UTF-8 text atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Turn what a disk says into one line that names the target.
+def disk_errors(target: Path) -> Iterator[None]:
+    """Turn disk errors into one line that names the target.
 
     Raises:
-        WorkError: in place of what was raised inside.
+        WorkError: in place of the error raised inside.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Ctrl-C that lets the work at hand come to a whole end. It knows neither screens nor what is being done."""
+"""Ctrl-C that stops at the next safe point."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 @contextmanager
 def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: the first time is only noted (and `say` is called), the second stops at once.
+    """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
-    A handler that is not Python's own is left alone, and a thread that is not the main one may not set any; then
-    nothing is ever noted.
+    Outside the main thread, or where a custom handler is installed, signals are left alone and it is always False.
     """
     noted = False
 
@@ -25,8 +24,8 @@ def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[
         noted = True
         say()
 
-    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not own or threading.current_thread() is not threading.main_thread():
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     signal.signal(signal.SIGINT, note)

@@ -1,21 +1,21 @@
-"""How far a piece of work is, and from where it could be resumed. It knows nothing of what is done."""
+"""Progress of a long computation, and when its state can be saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 ShowProgress = Callable[[int, int], None]
-"""Told (done, total); it may raise to stop the work."""
+"""Called with (done, total); it may raise to stop the work."""
 
 
 class Progress:
-    """What a pass is given: it says how far it is, and when its state is whole.
+    """Given to a pass, which reports its progress and when its state is complete.
 
     Args:
         total: steps of the pass.
-        done: steps that its restored state holds already.
-        show: told (done, total); it may raise to stop.
-        save: told (done, must): keep the state, which is whole; `must` when the work is about to stop.
+        done: steps already in its restored state.
+        show: called with (done, total); it may raise to stop.
+        save: called with (done, must) when the state is complete; `must` when the work is about to stop.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Progress:
         self._show = show
         self._save = save
 
-    def moved(self, done: int) -> None:
-        """So many steps are done, but the state holds only those before; an interrupt loses the others."""
+    def report(self, done: int) -> None:
+        """`done` steps are finished but not all in the state; an interrupt loses those since the last checkpoint."""
         self._show(done, self.total)
 
-    def whole(self, done: int) -> None:
-        """The state holds so many steps: it is saved now and then, and always before an interrupt stops the work."""
+    def checkpoint(self, done: int) -> None:
+        """The state holds `done` steps: it may be saved now, and is before an interrupt stops the work."""
         self._save(done, False)
         try:
             self._show(done, self.total)

@@ -1,4 +1,4 @@
-"""Independent pieces of work side by side, a thread of torch's for each. It knows nothing of what is done."""
+"""A parallel map over threads, each with one of torch's threads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """What `work` gives for each item, in order; as many at a time as torch has threads, each on one of them.
+def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` of each item, in order; as many at a time as torch has threads, each on one of them.
 
-    Operations on one context are so short that threads which share one of them mostly wait for each other. `work`
-    must not add to sums: in which order it is called is not known.
+    Operations on one context are too short to be split over threads efficiently. `work` must not accumulate sums: the
+    order of the calls is not deterministic.
     """
     threads = torch.get_num_threads()
     if min(threads, len(items)) < 2:
@@ -33,10 +33,10 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     try:
         return list(_workers(threads, os.getpid()).map(alone, items))
     finally:
-        torch.set_num_threads(threads)  # a new thread begins with what any thread set last
+        torch.set_num_threads(threads)  # new threads inherit the last value set by any thread
 
 
 @functools.cache
 def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads that stay: what is allocated in them stays with them. A forked process needs its own."""
+    """A persistent pool, so that threads keep their allocations. A forked process needs its own."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")

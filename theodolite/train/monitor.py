@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import write_text, writing
+from theodolite.system.files import disk_errors, write_text
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.ranks import Ranks
@@ -200,7 +200,7 @@ class Record:
         """
         if self._folder is None:
             return [], ""
-        with writing(self._folder):
+        with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             old = {name: self._read(name) for name in FILES}
             rows = {name: [row for line in old[name] if (row := _row(line))] for name in FILES}
@@ -266,7 +266,7 @@ class Record:
             "layers": [at | row for row in geometry.layers.to_dict("records")],
             "alarms": [alarm.as_dict() for alarm in alarms],
         }
-        with writing(self._folder):
+        with disk_errors(self._folder):
             for name, lines in rows.items():
                 with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
                     file.write("".join(map(_line, lines)))

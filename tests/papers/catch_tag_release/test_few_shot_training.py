@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from theodolite.cli.app import app
-from theodolite.corpus.few_shot_task import RULES, TESTED, prompt_ids
+from theodolite.corpus.few_shot_task import RULES, TEST_STREAM, prompt_ids
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite.papers.catch_tag_release import few_shot_training as few_shot
@@ -82,7 +82,7 @@ def test_bayes_reader_is_as_good_as_is_possible():
 @pytest.mark.parametrize("batch", [None, 7])
 def test_answers_are_right_where_the_reader_is(batch):
     """Oracle: the reader's choice at every colon, one prompt at a time."""
-    prompts = RULES.draw(20, np.random.default_rng([5, TESTED]))
+    prompts = RULES.draw(20, np.random.default_rng([5, TEST_STREAM]))
     ids, asked, labels = (torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels))
     told: list[tuple[int, int]] = []
     right = right_answers(
@@ -117,7 +117,7 @@ def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeyp
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert model.config.model_type == "gpt_neox"
     assert model.config.max_position_embeddings == RULES.length
-    prompts = RULES.draw(40, np.random.default_rng([0, TESTED]))
+    prompts = RULES.draw(40, np.random.default_rng([0, TEST_STREAM]))
     ids, asked, labels = prompt_ids(prompts, RULES, tokenizer)
     with torch.no_grad():
         logits = model(ids).logits.double()

@@ -78,7 +78,7 @@ def test_digits_have_a_name_and_a_longest_example() -> None:
         assert inputs.shape == (8, task.length - 1)
         assert task.sha256 != Additions().sha256
     for wrong in ("addition:", "addition:0", "addition:6-3", "addition:1-2-3", "addition:x", "addition:99"):
-        with pytest.raises(UsageError, match="are no numbers of digits"):
+        with pytest.raises(UsageError, match="is not a number of digits"):
             digits_of(wrong)
 
 

@@ -18,7 +18,7 @@ from theodolite.papers.training.embedded import partial_of, train_tiny
 from theodolite.papers.training.embedded_model import ESCAPES, Escape, TinyConfig
 from theodolite.papers.training.embedded_text import Source, python_sources, split_sources
 from theodolite.papers.training.loop import check_numbers
-from theodolite.system.files import TEMPORARY, write_text, writing
+from theodolite.system.files import TEMPORARY, disk_errors, write_text
 
 DEFAULT = TinyConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
 """Three hours for three seeds on one core."""
@@ -91,7 +91,7 @@ def _claim(out: Path, config: TinyConfig) -> None:
         cut_short = place.with_name(place.name + TEMPORARY)
         if out.is_file() or (out.is_dir() and set(out.iterdir()) - {cut_short}):
             raise UsageError(f"{out} holds something else; choose another folder.")
-        with writing(out):
+        with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
             write_text(place, json.dumps(claim, indent=2) + "\n")
     existing = json.loads(place.read_text(encoding="utf-8"))
@@ -113,5 +113,5 @@ def _hold_out(path: Path, sources: list[Source], seed: int) -> None:
     text = "\n".join(rows) + "\n"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UsageError(f"{path.parent} was trained on another text; choose another folder.")
-    with writing(path):
+    with disk_errors(path):
         write_text(path, text)

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.corpus.few_shot_task import NAME, READ, RULES
+from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
@@ -61,7 +61,7 @@ def shots_table(folder: Path, say: Any) -> pd.DataFrame:
 
     The dense model stands at every sparsity.
     """
-    prompts = RULES.draw(CALIBRATION, np.random.default_rng([ASKED_WITH, READ]))
+    prompts = RULES.draw(CALIBRATION, np.random.default_rng([ASKED_WITH, CORPUS_STREAM]))
     calibration = corpus_of_ids(torch.from_numpy(prompts.ids))
     rows: list[dict[str, Any]] = []
     for place in models_in(folder):

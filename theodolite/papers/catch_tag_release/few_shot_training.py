@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from theodolite.corpus.few_shot_task import NAME, RULES, TESTED, Rules
+from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
 from theodolite.evaluate.few_shot import right_answers
 from theodolite.papers.training.small_models import SmallConfig
 from theodolite.papers.training.tasks import GLANCED, IGNORED, Batch
@@ -69,7 +69,7 @@ class FewShot:
 
     def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
         """On prompts that no step drew."""
-        prompts = self.rules.draw(count, np.random.default_rng([0, TESTED]))
+        prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
         ids, query_positions, labels = (
             torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels)
         )

@@ -110,7 +110,7 @@ def _maps(study: Study, looks: Mapping[str, ModelSinks], prompt: Prompt, source:
     return exhibit(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
-        figures_compare.side_by_side(figures, square=True),
+        figures_compare.parallel_map(figures, square=True),
         "Queries down, keys across; only sinks are written at the axes, ▼ marks them.",
         "strong columns of the dense model that are missing in another.",
         source,

@@ -24,7 +24,7 @@ from torch import Tensor
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError
 from theodolite.papers.training.embedded_text import Source, train_tokenizer
-from theodolite.system.files import write_whole, writing
+from theodolite.system.files import disk_errors, write_atomically
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
 
@@ -117,7 +117,7 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
     place = folder / "text.safetensors"
     if not place.exists():
         text = files.read()
-        with writing(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             facts = {
                 "sha256": text.sha256,
@@ -126,7 +126,7 @@ def kept_text(folder: Path, files: TextFiles) -> GridText:
             }
             metadata = {"text": json.dumps(facts)}  # one entry: safetensors keeps no order of several
             tensors = {"train": text.train, "held_out": text.held_out}
-            write_whole(place, lambda path: save_file(tensors, path, metadata=metadata))
+            write_atomically(place, lambda path: save_file(tensors, path, metadata=metadata))
     text = load_text(folder)
     if text.sha256 != files.sha256():
         raise UsageError(f"{folder} holds a grid of another text or vocabulary; choose another folder.")

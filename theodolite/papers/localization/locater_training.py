@@ -27,7 +27,7 @@ from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
 from theodolite.papers.training.loop import SEEDS, read_checkpoint
 from theodolite.system.checksums import write_checked
-from theodolite.system.files import write_text, write_whole, writing
+from theodolite.system.files import disk_errors, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 
@@ -179,7 +179,7 @@ class Training:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=self.text.tokenizer, model_max_length=self.recipe.length
         )
-        with writing(self.folder):
+        with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
             write_text(place, json.dumps(summary, indent=2) + "\n")
@@ -198,15 +198,17 @@ class Training:
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{name}/{key}"] = state[key] if state else torch.zeros_like(parameter)
         metadata = {"step": str(self.step)}
-        with writing(self.folder):
+        with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             losses, heads = self.tables()
-            write_whole(self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False))
-            write_whole(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
+            write_atomically(
+                self.folder / "losses.parquet", lambda path: losses.to_parquet(path, index=False)
+            )
+            write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
-            write_whole(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
+            write_atomically(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
             # Last: a training run that was killed before it goes on from an older one, and writes all of them again.
-            write_whole(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
+            write_atomically(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -226,7 +228,7 @@ class Training:
     def _restore(self) -> None:
         claim = json.dumps(asdict(self.setting), indent=2) + "\n"
         place = self.folder / "setting.json"
-        with writing(self.folder):
+        with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not place.exists():
                 write_text(place, claim)

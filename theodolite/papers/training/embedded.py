@@ -48,7 +48,7 @@ from theodolite.papers.training.loop import (
     warmed_up,
 )
 from theodolite.papers.training.loop import threads as using
-from theodolite.system.files import writing
+from theodolite.system.files import disk_errors
 
 WARM_UP = 0.04  # share of the steps
 FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
@@ -205,7 +205,7 @@ def _save(
 ) -> None:
     """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
-    with writing(out):
+    with disk_errors(out):
         shutil.rmtree(finished, ignore_errors=True)
         model.save_pretrained(finished)
         tokenizer.save_pretrained(finished)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
-from theodolite.system.files import TEMPORARY, write_text, write_whole, writing
+from theodolite.system.files import TEMPORARY, disk_errors, write_atomically, write_text
 from theodolite.system.interrupt import interruptible
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -160,7 +160,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
         and set(folder.iterdir()) - {claim.with_name(claim.name + TEMPORARY)}
     ):
         raise UsageError(f"{folder} does not say which training run it holds; remove it to begin anew.")
-    with writing(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(identity, indent=2) + "\n"
         write_text(claim, text)
@@ -179,9 +179,9 @@ def _checkpoint(
         tensors[name] = parameter.detach()
         tensors[f"{name}/exp_avg"] = optimizer.state[parameter]["exp_avg"]
         tensors[f"{name}/exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"]
-    with writing(path.parent):
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: write_checked(temporary, tensors, metadata))
+        write_atomically(path, lambda temporary: write_checked(temporary, tensors, metadata))
 
 
 def _restore(

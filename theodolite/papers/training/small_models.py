@@ -42,7 +42,7 @@ from theodolite.papers.training.loop import (
 )
 from theodolite.papers.training.loop import threads as using
 from theodolite.papers.training.tasks import Task
-from theodolite.system.files import writing
+from theodolite.system.files import disk_errors
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 """Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
@@ -225,7 +225,7 @@ def _loop(
 
 def _snapshot(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     temporary = folder.with_suffix(".writing")
-    with writing(folder):
+    with disk_errors(folder):
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(temporary)
@@ -243,7 +243,7 @@ def _save(
     """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
     _snapshot(finished, model, tokenizer)
-    with writing(out):
+    with disk_errors(out):
         text = json.dumps(result, indent=2, ensure_ascii=False)
         (finished / "training.json").write_text(text + "\n", encoding="utf-8")
         if (partial / "series").exists():  # copied: a kill before the rename must not lose it

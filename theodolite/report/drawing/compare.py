@@ -259,7 +259,7 @@ def positions_patch(table: pd.DataFrame) -> list[Patch]:
     return patches + [{"y": table[name].to_numpy(np.float32)} for name in ("overlap", "curve")]
 
 
-def side_by_side(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
+def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
     """Figures of one head on one prompt in several models, next to each other; of the tokens only sinks are written.
 
     Args:
