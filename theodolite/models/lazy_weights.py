@@ -47,8 +47,6 @@ from theodolite.models.loading import (
     without_progress_bars,
 )
 from theodolite.models.open import (
-    EMBEDDED,
-    EMBEDDED_ID,
     OpenModel,
     check_dtype,
     open_model,
@@ -57,6 +55,7 @@ from theodolite.models.open import (
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
+from theodolite.system import embedded
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
@@ -107,7 +106,7 @@ def _open_lazily(
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    source = EMBEDDED if path_or_id is None else path_or_id
+    source = embedded.FOLDER if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
         with without_progress_bars():
@@ -129,7 +128,7 @@ def _open_lazily(
         reader.structure,
         reader.calls,
         reader.inputs,
-        id=EMBEDDED_ID if path_or_id is None else str(path_or_id),
+        id=embedded.ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local, show_progress) if local else None,
         _load_layer=reader.loaded,

@@ -36,11 +36,7 @@ from theodolite.models.loading import (
 from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
-
-EMBEDDED = Path(__file__).parent.parent / "assets" / "topics"
-"""The model that the package carries."""
-
-EMBEDDED_ID = "theodolite/topics"
+from theodolite.system import embedded
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -227,7 +223,7 @@ def open_model(
     """
     check_dtype(dtype)
     target = _device(device)
-    source = EMBEDDED if path_or_id is None else path_or_id
+    source = embedded.FOLDER if path_or_id is None else path_or_id
     local = local_folder(source)
     try:
         with without_progress_bars():
@@ -256,7 +252,7 @@ def open_model(
         calls,
         verify_attention(model, structure, small_input(model, VERIFIED_LENGTH)),
         tokenizer=load_tokenizer(source, revision),
-        id=EMBEDDED_ID if path_or_id is None else str(path_or_id),
+        id=embedded.ID if path_or_id is None else str(path_or_id),
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )

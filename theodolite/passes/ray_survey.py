@@ -22,7 +22,6 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.open import EMBEDDED_ID
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.ray_workers import (
     DEATHS,
@@ -43,6 +42,7 @@ from theodolite.passes.stages import ShowStage, Stage, run_into
 from theodolite.passes.survey import LATER, TITLES, given, survey_facts, survey_fingerprint
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
+from theodolite.system import embedded
 from theodolite.system.progress import Progress
 
 SHARDS = 256
@@ -272,6 +272,6 @@ def _job(model: OpenModel, corpus: Corpus, device: str, batch: int, seed: int, e
 
 def _source(name: str) -> str | None:
     """What a worker opens: it stands in another folder than the driver."""
-    if name == EMBEDDED_ID:
+    if name == embedded.ID:
         return None
     return str(Path(name).resolve()) if Path(name).is_dir() else name
