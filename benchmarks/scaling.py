@@ -74,7 +74,7 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "second moments": (residual + s.layers) * (1 + d + d * d),
         "sketches": residual * (g * (1 + d + d * r) + d * r),
         "sample": residual * d * (s.sampled + s.tokens_kept),
-        "outliers": residual * d * (3 * g + 2),
+        "outliers": residual * d * (4 * g + 2),
         "attention": s.layers * (5 * s.heads * (t + 1) + 2 * examples * t + t + 3),
         "scalars": residual * 5 * g,
     }
@@ -89,7 +89,7 @@ def shard_bytes(s: Shape, groups: int, sampled: int, tokens: int) -> dict[str, i
         "sums by position": whole["sums by position"] * groups // GROUPS,
         "sketches": residual * (GROUPS + groups * d + groups * d * r + d * r) * FLOAT,
         "sample": residual * d * (sampled + tokens) * FLOAT,
-        "outliers": residual * d * (3 * groups + 2) * FLOAT,
+        "outliers": residual * d * (4 * groups + 2) * FLOAT,
     }
 
 

@@ -148,7 +148,7 @@ def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
 def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
     status, _, stderr = call("survey", "me/model@v2", "--revision", "v3")
     assert status == 2
-    assert "me/model@v2 already names a revision: leave out --revision" in stderr
+    assert "me/model@v2 has a revision, and so has --revision: give one" in stderr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a@b").mkdir()
     assert "a@b is no checkpoint" in call("survey", "a@b")[2]

@@ -31,5 +31,5 @@ def test_additions_need_a_token_a_character_and_room() -> None:
     """Oracle: the words."""
     with pytest.raises(UsageError, match="use a --length from 4 to 33"):
         make_corpus("addition", character_tokenizer(CHARACTERS, 33), 34)
-    with pytest.raises(UsageError, match="one token a character"):
+    with pytest.raises(UsageError, match="one token per character"):
         make_corpus("addition", character_tokenizer("0123456789", 33), 33)

@@ -191,7 +191,7 @@ def test_the_spectrum_is_that_of_the_whole_matrix(family, subject, checkpoint):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "qwen3"])
-def test_the_brief_survey_is_part_of_the_whole_one(family, opened):
+def test_the_survey_of_heads_is_part_of_the_whole_one(family, opened):
     model = opened(family)
     corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
     brief, whole = survey_heads(model, corpus), survey(model, corpus)

@@ -215,7 +215,7 @@ def locater_command(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
-    parallel_map: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
+    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -240,7 +240,7 @@ def locater_command(
             vocabulary,
             seeds,
             steps,
-            parallel_map,
+            side_by_side,
             device,
         )
         _say(train_locater(out, options, _quiet_screen()), out, as_json)

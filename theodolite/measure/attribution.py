@@ -33,7 +33,7 @@ class Pattern:
 @dataclass(frozen=True)
 class Attribution:
     """Of some heads: their scores, and of each of `ATTRIBUTED` the share of logit variance, and the scores with it
-    only and without it. `uniform` are the scores of even attention over the keys that a query sees.
+    only and without it. `uniform` are the scores of uniform attention over the keys that a query sees.
     """
 
     score: Float[Tensor, "patterns heads"]

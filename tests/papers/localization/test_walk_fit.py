@@ -177,7 +177,7 @@ def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
     for exhibit in outcome.exhibits:
         figure = exhibit.draw(run)
         assert len(exhibit.choice.patch(run, exhibit.choice.options(run)[-1].key)) == len(figure.data)
-    with pytest.raises(UsageError, match="rereads the corpus of the run"):
+    with pytest.raises(UsageError, match="reads the text of the run again"):
         Study(run, model).outcome(TEXT_WALK[0])
 
 

@@ -33,7 +33,7 @@ class LocaterOptions:
         gradient: exact or published.
         vocabulary: tokens of the BPE, or `words`.
         seeds, steps: how many of each.
-        parallel_map: processes, a core for each.
+        side_by_side: processes, a core for each.
         device: of all of them.
     """
 
@@ -47,7 +47,7 @@ class LocaterOptions:
     vocabulary: str | None = None
     seeds: int = 3
     steps: int | None = None
-    parallel_map: int = 1
+    side_by_side: int = 1
     device: str = "cpu"
 
 
@@ -75,7 +75,7 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
     files = TextFiles(options.text, options.held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if options.steps is None else options.steps
     settings = grid.settings()
-    train_grid(Job(out, recipe, steps, options.device), settings, files, console, options.parallel_map)
+    train_grid(Job(out, recipe, steps, options.device), settings, files, console, options.side_by_side)
     names = {setting.name for setting in settings}
     unfinished = names - {
         point.setting.name

@@ -90,16 +90,16 @@ class Job:
 
 
 def train_grid(
-    job: Job, settings: list[Setting], files: TextFiles, console: Console, parallel_map: int = 1
+    job: Job, settings: list[Setting], files: TextFiles, console: Console, side_by_side: int = 1
 ) -> None:
-    """Bring every setting to `job.steps` steps, `parallel_map` of them at a time, each on a core of its own.
+    """Bring every setting to `job.steps` steps, `side_by_side` of them at a time, each on a core of its own.
 
     Raises:
         UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
         WorkError: a training failed (the others are finished), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
     """
-    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", parallel_map)):
+    for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
         if number < 1:
             raise UsageError(f"there is no {what} to train with: give at least one {what}.")
     for setting in settings:
@@ -110,7 +110,7 @@ def train_grid(
         kept_text(job.folder, files)
         _claim(job)
     console.print(
-        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {parallel_map} at a time"
+        f"{len(settings)} training runs of {job.steps} steps in {job.folder}, {side_by_side} at a time"
     )
 
     def say(line: str) -> None:
@@ -119,10 +119,10 @@ def train_grid(
     with interruptible(
         lambda: say("stopping after this step; press Ctrl-C again to stop at once")
     ) as pressed:
-        if parallel_map == 1:
+        if side_by_side == 1:
             failed = _train_all(settings, job, pressed, say)
         else:
-            shares = [settings[first::parallel_map] for first in range(parallel_map)]
+            shares = [settings[first::side_by_side] for first in range(side_by_side)]
             failed = _beside([share for share in shares if share], job, pressed, say)
         if pressed():
             raise KeyboardInterrupt
