@@ -59,7 +59,7 @@ def test_two_processes_give_the_bytes_of_one(files: TextFiles, tmp_path: Path) -
     """Oracle: one process. The second grid is also asked for fewer steps first, in shorter rounds."""
     train_grid(Job(tmp_path / "one", RECIPE, 5, "cpu"), SETTINGS, files, console())
     train_grid(Job(tmp_path / "two", RECIPE, 3, "cpu"), SETTINGS[:1], files, console())
-    train_grid(Job(tmp_path / "two", RECIPE, 5, "cpu"), SETTINGS, files, console(), parallel_map=2)
+    train_grid(Job(tmp_path / "two", RECIPE, 5, "cpu"), SETTINGS, files, console(), side_by_side=2)
     assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
 
 
