@@ -113,12 +113,14 @@ def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
     loss.backward()
     training.advance(1)
     rate = published_rate(8)
-    for before, after in zip(model.parameters(), training.model.parameters(), strict=True):
+    for (name, before), after in zip(model.named_parameters(), training.model.parameters(), strict=True):
         gradient = before.grad if before.grad is not None else torch.zeros_like(before)
         expected = before * (1 - rate * 0.1) - rate * gradient / (gradient.abs() + 1e-8)
-        near_zero = (gradient != 0) & (gradient.abs() < 1e-6)  # decided by rounding, as of the keys' biases
-        assert near_zero.float().mean() < 0.4
-        torch.testing.assert_close(after[~near_zero], expected[~near_zero], rtol=0, atol=0.01 * rate)
+        undecided = (gradient != 0) & (gradient.abs() < 1e-6)  # |g|/(|g| + 1e-8) is decided by rounding
+        if name.endswith("projections.bias"):
+            undecided[8:16] = True  # of the keys: no logit's softmax depends on them, so that g is rounding alone
+        assert undecided.float().mean() < 0.4
+        torch.testing.assert_close(after[~undecided], expected[~undecided], rtol=0, atol=0.01 * rate)
 
 
 def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
