@@ -46,17 +46,15 @@ class WeightsPass:
         self.inputs, self.mean, self.pos, self.normed = inputs, mean, pos, normed
         self.total = model.layers
         self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": []}
-        self._layers: list[State] = []
+        self._state: State = {}
 
     def state(self) -> State:
-        """The layers that were read, stacked."""
-        names = self._layers[0] if self._layers else ()
-        return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
+        """All layers; NaN where a layer is not read yet."""
+        return self._state
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
-        count = len(state["trace"])
-        self._layers = [{name: values[layer] for name, values in state.items()} for layer in range(count)]
+        self._state = {name: values.clone() for name, values in state.items()}
 
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
@@ -74,10 +72,13 @@ class WeightsPass:
         except NotAffine:
             pass
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
-        found = layer_spectra(weights, sigma, model.heads, model.head_width)
+        columns = layer_spectra(weights, sigma, model.heads, model.head_width)
         if self.pos is not None:
-            found |= self._positional(layer, head)
-        self._layers.append(found)
+            columns |= self._positional(layer, head)
+        for name, values in columns.items():
+            if name not in self._state:
+                self._state[name] = torch.full((self.total, *values.shape), math.nan, dtype=values.dtype)
+            self._state[name][layer] = values  # copied: a small tensor that is kept would pin the heap around it
         self.notes["spectrum_of"].append(head.projection if head else NO_MATRIX)
         self.notes["scaling"].append(head.scaling if head else 1.0)
 
