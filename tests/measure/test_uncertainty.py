@@ -101,7 +101,7 @@ def test_every_half_has_the_numbers_of_its_contexts_alone():
         kept = dense.Dense(h.double().numpy()[:, inside], np.empty(0), np.empty(0))
         expected = dense.layer_columns(kept, labels[inside].numpy())
         for layer in range(2):
-            got = grouped.statistics(layer, half)
+            got = grouped.statistics(layer, half[None])[0]
             for name, values in expected.items():
                 scale = 2 if name.startswith("massive") else 1
                 assert got[name] == pytest.approx(scale * values[layer], rel=2e-5, abs=1e-6, nan_ok=True), (
@@ -118,7 +118,7 @@ def test_all_groups_together_have_the_numbers_of_the_table(shape):
     columns, arrays = geometry(means, moments, outliers, sample, labels)
     grouped = Grouped(means, sketches, outliers, sample, labels, arrays["context_cluster"])
     for layer in range(2):
-        got = grouped.statistics(layer, torch.ones(8, dtype=torch.float64))
+        got = grouped.statistics(layer, torch.ones(1, 8, dtype=torch.float64))[0]
         assert got.keys() == columns.keys()
         for name, values in columns.items():
             if "random" not in name:

@@ -84,7 +84,7 @@ def standard_errors(
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
     columns: Columns = {}
     for layer in range(len(means["contexts"])):
-        rows = parallel_map(functools.partial(grouped.statistics, layer), list(drawn))
+        rows = grouped.statistics(layer, drawn)
         table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
         errors = half_sample_error(table) if len(drawn) > 1 else torch.full_like(table[0], math.nan)
         for name, error in zip(rows[0], errors.tolist(), strict=True):
@@ -107,13 +107,23 @@ class Grouped:
     labels: Int[Tensor, " sampled"]
     found: Int[Tensor, "layers sampled"]
 
-    def statistics(self, layer: int, chosen: Float[Tensor, " groups"]) -> dict[str, float]:
-        """Every column of one layer, of the groups whose weight is 1 in `chosen` (the others' is 0)."""
+    def statistics(self, layer: int, halves: Float[Tensor, "halves groups"]) -> list[dict[str, float]]:
+        """Every column of one layer, for each row of weights 0 and 1 of the groups."""
+        rows, squares = zip(
+            *parallel_map(functools.partial(self._statistics, layer), list(halves)), strict=True
+        )
+        ranks = _screenot_ranks(torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, 1:])
+        return [{"rank": rank} | row for rank, row in zip(ranks, rows, strict=True)]
+
+    def _statistics(
+        self, layer: int, chosen: Float[Tensor, " groups"]
+    ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
+        """All columns but the rank, and the squares of the positional basis' singular values."""
         contexts = chosen @ self.means["contexts"][layer]
         total = torch.tensordot(chosen, self.means["position_sum"][layer, :, 1:], dims=1) / contexts
         mean = total.mean(dim=0)
         p = total - mean
-        row = positional(p, float(contexts), self._largest(layer, chosen))
+        row, squares = positional(p, float(contexts), self._largest(layer, chosen))
         groups = Groups(len(self.sample.slot)).of(self.sample.kept)
         kept = chosen[groups] > 0
         ctx, labels = self.means["context_mean"][layer, kept] - mean, self.labels[kept]
@@ -122,7 +132,7 @@ class Grouped:
         row |= stream(self.means, self.outliers, layer, chosen)
         for name in ("massive_activations", "massive_activations_first"):  # counts, of the whole corpus
             row[name] *= float(self.means["contexts"][layer].sum() / contexts)
-        return row | clusters(ctx, labels, self.found[layer, kept])[0]
+        return row | clusters(ctx, labels, self.found[layer, kept])[0], squares
 
     def _largest(self, layer: int, chosen: Float[Tensor, " groups"]) -> float:
         """The largest eigenvalue of the chosen groups' centred second moment, as their sketches see it."""
@@ -135,8 +145,12 @@ class Grouped:
         return float(torch.linalg.eigvalsh(factor.T @ factor)[-1])
 
 
-def positional(p: Float[Tensor, "positions width"], contexts: float, largest: float) -> dict[str, float]:
-    """The columns of the positional basis P from one eigendecomposition, without its singular vectors.
+def positional(
+    p: Float[Tensor, "positions width"], contexts: float, largest: float
+) -> tuple[dict[str, float], Float[Tensor, " values"]]:
+    """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
+
+    One eigendecomposition, without singular vectors.
 
     Args:
         p: the positional basis, (T−1, d).
@@ -157,8 +171,7 @@ def positional(p: Float[Tensor, "positions width"], contexts: float, largest: fl
     squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
     low = lowest_frequencies(unit, max(CUTOFFS))
     energy = (low @ low.T).square().cumsum(0).cumsum(1)
-    return {
-        "rank": float(_screenot_rank(squares.sqrt(), p)),
+    columns = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
         "relative_norm": math.sqrt(contexts * float(squares[0]) / largest) if largest > 0 else math.nan,
         **{
@@ -167,11 +180,12 @@ def positional(p: Float[Tensor, "positions width"], contexts: float, largest: fl
         },
         **product_frequencies(p, squares),
     }
+    return columns, squares
 
 
-def _screenot_rank(values: Float[Tensor, " values"], p: Tensor) -> int:
-    """ScreeNOT's rank from singular values that are exact to √ε of the largest."""
-    rounding = math.sqrt(torch.finfo(torch.float64).eps * max(p.shape)) * values[0]
+def _screenot_ranks(values: Float[Tensor, "halves values"], p: Tensor) -> list[float]:
+    """ScreeNOT's ranks from singular values that are exact to √ε of the largest; of matrices shaped as `p`."""
+    rounding = math.sqrt(torch.finfo(torch.float64).eps * max(p.shape)) * values[:, 0]
     rows, columns = p.shape
     threshold = torch.maximum(screenot_threshold(values, (rows, columns), screenot_bound(p)), rounding)
-    return int((values > threshold).sum())
+    return (values > threshold[:, None]).sum(dim=1).double().tolist()
