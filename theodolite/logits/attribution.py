@@ -16,7 +16,7 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import repeated_random_tokens
 from theodolite.errors import WorkError
-from theodolite.logits.shares import working_dtype
+from theodolite.logits.shares import contexts_within, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, chosen_heads, pattern_scores
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
@@ -28,11 +28,13 @@ from theodolite.theory.decomposition import Decomposition, decompose_around
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
 SCORED_CONTEXTS = 8
-"""Repeated random sequences on which every head is scored."""
+SCORED_TOKENS = 1024
+"""Repeated random sequences on which every head is scored: 8, or fewer of more tokens than that, but 2."""
 
 CONTEXTS = 16
+ATTRIBUTED_TOKENS = 2048
 LONGEST = 256
-"""Repeated random sequences for the attribution, and their tokens at most: a fixed cost, one pass of 4096 tokens."""
+"""Repeated random sequences for the attribution, their tokens at most, and those of one of them."""
 
 BEST = 3
 """So many heads of each pattern are attributed whatever their score."""
@@ -58,7 +60,8 @@ class PatternPass:
 
     def __init__(self, model: OpenModel, length: int, seed: int) -> None:
         self.model = model
-        self.ids, self.patterns = repeated_patterns(model, length, SCORED_CONTEXTS, seed)
+        contexts = contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
+        self.ids, self.patterns = repeated_patterns(model, length, contexts, seed)
         self.total = model.layers
         self.notes: dict[str, Any] = {}
         size = (model.layers, len(PATTERNS), model.heads)
@@ -115,7 +118,9 @@ class AttributionPass:
         self.model = model
         self.mean = mean
         self.pos = pos
-        self.ids, self.patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
+        length = min(pos.shape[1], LONGEST)
+        contexts = contexts_within(ATTRIBUTED_TOKENS, length, 1, CONTEXTS)
+        self.ids, self.patterns = repeated_patterns(model, length, contexts, seed)
         self.chosen = _choose(scores) if self.patterns and not scores.isnan().any() else {}
         self.total = 1 + max(self.chosen, default=0)
         self.notes: dict[str, Any] = {"refused": {}}

@@ -20,7 +20,8 @@ from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, decompose_around
 
 SPLIT_CONTEXTS = 8
-"""Contexts of a corpus whose logits are split in a survey: a fixed cost, whatever the corpus."""
+SPLIT_TOKENS = 2048
+"""Contexts of a corpus whose logits are split in a survey: 8, or half as many where these are more tokens than that."""
 
 TOKENS_A_PASS = 2048
 """Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
@@ -37,7 +38,7 @@ class SharesPass:
     the norm in front of the layer's heads, as it is without one. Notes: `refused`, layer → why it could not be split.
 
     Args:
-        model, contexts: of which `SPLIT_CONTEXTS` are sampled.
+        model, contexts: of which `sample_of` takes some.
         seed: of the sample.
         mean, pos: μ and the positional basis of the residual layers, from all contexts.
     """
@@ -155,10 +156,20 @@ def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:
     return rows
 
 
+def contexts_within(tokens: int, length: int, least: int, most: int) -> int:
+    """So many contexts of `length` tokens as `tokens` allow, within bounds: a fixed cost, however long they are."""
+    return max(least, min(most, tokens // length))
+
+
+def split_contexts(length: int) -> int:
+    """Contexts of `length` tokens whose logits are split, where there are as many."""
+    return contexts_within(SPLIT_TOKENS, length, SPLIT_CONTEXTS // 2, SPLIT_CONTEXTS)
+
+
 def sample_of(contexts: Int[Tensor, "contexts positions"], seed: int) -> Int[Tensor, "sampled positions"]:
-    """A seeded sample of at most `SPLIT_CONTEXTS` contexts, in their order."""
+    """A seeded sample of at most `split_contexts` contexts, in their order."""
     order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(seed))
-    return contexts[order[:SPLIT_CONTEXTS].sort().values]
+    return contexts[order[: split_contexts(contexts.shape[1])].sort().values]
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:

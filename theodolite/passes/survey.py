@@ -16,7 +16,7 @@ from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.logits.attribution import AttributionPass, PatternPass
-from theodolite.logits.shares import SPLIT_CONTEXTS, SharesPass
+from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass, token_text
@@ -252,7 +252,7 @@ def _facts_of_text(
     described = describe_pass(model, corpus, seed, fingerprint)
     described["counts"] |= {
         "sampled_contexts": sample.size,
-        "split_contexts": min(contexts, SPLIT_CONTEXTS),
+        "split_contexts": min(contexts, split_contexts(length)),
     }
     text = token_text(model)
     named = torch.cat([attention["sink_tokens"][:, 2].long(), examples.flatten()]).unique().tolist()
