@@ -37,9 +37,9 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
     assert told(run, "Position") == (
         "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and "
         "lowest in layer 3 (10 %). Published for GPT-2: 84 %. "
-        "Its mean rank is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
-        "It is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix (GPT-2 99.7 %, a model "
-        "trained on addition about 50 %)."
+        "The mean rank of the positional basis is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
+        "The positional basis is smooth: the ten lowest frequencies hold 95 % of the energy of its "
+        "Gram matrix (GPT-2 99.7 %, a model trained on addition about 50 %)."
     )
 
 

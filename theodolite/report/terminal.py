@@ -36,7 +36,7 @@ SPECTRUM_COLUMNS = {
     "r": "r",
 }
 STRONGEST = 3
-WIDE = 140  # columns of a terminal from which a standard error stands beside its value, not below
+WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
 
 
 def show_run(run: Run, console: Console) -> None:
@@ -64,7 +64,7 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
-    """The layers with standard errors (±): beside their values in a wide terminal, below them in another."""
+    """The layers with standard errors (±): next to the values in a wide terminal, below them in a narrow one."""
     names = [name for name in LAYER_COLUMNS if name in layers.columns]
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in names)
     caption = (

@@ -1,4 +1,4 @@
-"""The exhibits of what logits are made of: shares of constituents by head, and the attribution of patterns."""
+"""The exhibits of the logits' constituents: shares by head, and the attribution of attention patterns."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _LOOKS = {
     "additive positions, relative position is in every group, the constant one included.",
     "induction": "a long bar for context alone and a short one with it ablated: the head matches tokens, whatever "
     "their positions.",
-    "same": "the same as for induction: context alone retains the score, and ablating it drops the score to uniform "
-    "attention.",
+    "same": "a long bar for context alone and a score near uniform attention with it ablated: the head matches tokens.",
 }
 _RECOMPUTED = "from the logits of one group of constituents alone, and with that group ablated"
 _GROUPS = (
@@ -76,7 +75,7 @@ CONSTITUENT_EXHIBITS = [
         geometry.inherited_smoothness,
         "Share of energy in the K × K lowest frequencies: of the positional basis with itself (PPᵀ, not "
         "normalised), of the same through the heads' weights (PWPᵀ), and of the logits on this text (QK); medians "
-        "over the heads of a layer, their range in the hover.",
+        "over the heads of a layer; hover for their range.",
         "PWPᵀ as high as PPᵀ: heads inherit the smoothness, so a query that attends to a position also attends to its "
         "neighbours.",
         f"{SONG}, section 4.2 and Table 3",
