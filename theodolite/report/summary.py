@@ -126,8 +126,8 @@ def _position(run: Run) -> list[str]:
         word = "smooth" if share >= SMOOTH else "only partly smooth" if share >= ROUGH else "not smooth"
         sentences.append(
             f"The positional basis is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the "
-            f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
-            f"{percent(published.LOW_FREQUENCY_ADDITION)})."
+            f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition "
+            f"about {percent(published.LOW_FREQUENCY_ADDITION)})."
         )
     return sentences
 
