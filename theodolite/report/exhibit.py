@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 
-GRID = 13  # residual layers drawn small, side by side: all of the twelve-block models of the paper
+GRID = 13  # residual layers drawn small, side by side: all of the papers' twelve-block models
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,18 @@ def by_name(
         lambda _: [Option(str(index), name) for index, name in enumerate(names)],
         lambda _, key: patch(int(key)),
         grid=(lambda _: [str(index) for index in evenly(len(names), GRID)]) if grid else None,
+    )
+
+
+def by_layer_of(
+    count: Callable[[Run], int], patch: Callable[[Run, int], list[Patch]], *, grid: bool = False
+) -> Choice:
+    """A picker over the layers that a run has, the first `GRID` of them, evenly chosen, also drawn small."""
+    return Choice(
+        "layer",
+        lambda run: [Option(str(layer), f"layer {layer}") for layer in range(count(run))],
+        lambda run, key: patch(run, int(key)),
+        grid=(lambda run: [str(layer) for layer in evenly(count(run), GRID)]) if grid else None,
     )
 
 

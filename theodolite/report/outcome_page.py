@@ -7,18 +7,17 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from plotly.offline import get_plotlyjs
 
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
 from theodolite.passes.run import Run
 from theodolite.report import content
+from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
@@ -51,7 +50,7 @@ def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
         "paper": experiment.paper,
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
-        "tables": {name: _records(table) for name, table in outcome.tables.items()},
+        "tables": {name: records(table) for name, table in outcome.tables.items()},
         "provenance": run.provenance,
         "other_runs": outcome.runs,
     }
@@ -180,11 +179,3 @@ def _shown(verdict: Verdict) -> dict[str, str]:
         "mark": MARKS[verdict.answer],
         "kind": KINDS[verdict.answer],
     }
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    def plain(value: Any) -> Any:
-        value = value.item() if hasattr(value, "item") else value
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.system.wording import for_plotly
@@ -47,6 +48,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 HEIGHT = 300
 NOTE_WIDTH = 104  # letters in a line of the note under a title
 TICKS = 8  # of a colour bar of whole numbers, about
+MOST_TICKS = 16  # whole numbers at an axis that are all written
 
 
 def _spread(colours: list[str]) -> Scale:
@@ -186,6 +188,35 @@ def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
         paper_bgcolor=NEUTRAL,
     )
     return shown
+
+
+def axis_suffix(panel: int) -> str:
+    """What Plotly appends to the axis names of a panel: nothing, then 2, 3, …"""
+    return str(panel + 1) if panel else ""
+
+
+def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:
+    """Symmetric error bars, of length 0 where there is no error; None where there is none at all."""
+    errors = np.asarray(errors, dtype=np.float32)
+    if not np.isfinite(errors).any():
+        return None
+    return {"type": "data", "array": np.nan_to_num(errors), "thickness": thickness, "width": width}
+
+
+def every_tick(count: int) -> dict[str, int]:
+    """A tick at each of `count` whole numbers where all can be read; else Plotly's own choice."""
+    return {"dtick": 1} if count <= MOST_TICKS else {}
+
+
+def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
+    """Layout of a map of heads (x) and layers (y, from top to bottom) with its height."""
+    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
+    return {
+        "xaxis": axis | every_tick(heads),
+        "yaxis": axis | {"autorange": "reversed"} | every_tick(layers),
+        "margin": {"r": 8},
+        "height": min(720, max(230, 90 + 28 * layers)),
+    }
 
 
 def depth_bar(layers: int) -> go.Scatter:

@@ -35,7 +35,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     for index, (name, patch) in enumerate(
         zip(pictures, attention_patch(list(pictures.values())), strict=True)
     ):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         length = len(patch["z"])
         left = index * (width + GAP)
         positions = np.arange(1, length + 1)

@@ -129,7 +129,7 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     bars = [style.colour_bar("", x=0.605), None, style.colour_bar("", x=1.01)]
     traces, layout = [], _panels([name for name, _, _ in panels], [0.0, 0.335, 0.74], 0.26)
     for index, ((name, colours, unit), grid, bar) in enumerate(zip(panels, grids, bars, strict=True)):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         traces.append(
             go.Heatmap(
                 z=grid.astype(np.float32),
@@ -179,7 +179,7 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
     for index, (side, patch) in enumerate(
         zip(("before", "after"), outliers_patch(table, dimensions, layers), strict=True)
     ):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         traces.append(
             go.Heatmap(
                 y=[str(dimension) for dimension in dimensions],
@@ -227,7 +227,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
     layout = _panels(titles, [index * (width + 2 * GAP) for index in range(3)], width)
     traces = []
     for index, title in enumerate(titles):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         curves = (
             {"overlap": style.GREEN, "curve": style.PURPLE}
             if index == 2
@@ -282,7 +282,7 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     layout = _panels(list(figures), starts, width, heights)
     traces = []
     for index, figure in enumerate(figures.values()):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         traces.append(figure.data[0].update(xaxis=f"x{suffix}", yaxis=f"y{suffix}", showscale=index == 0))
         for axis in ("xaxis", "yaxis"):
             layout[f"{axis}{suffix}"] |= _fewer_labels(figure.layout[axis].to_plotly_json())
@@ -314,7 +314,7 @@ def _panels(
     layout: dict[str, Any] = {"annotations": []}
     across = len(set(starts))
     for index, (title, start) in enumerate(zip(titles, starts, strict=True)):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         low, high = heights[index] if heights else (0.0, 1.0)
         axis = {"showgrid": False, "zeroline": False}
         layout[f"xaxis{suffix}"] = axis | {"domain": [start, start + width], "anchor": f"y{suffix}"}

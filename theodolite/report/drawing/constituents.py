@@ -64,7 +64,7 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
     # All blocks share one axis, so that their bars compare.
     top, bottom = max(1.05, 1.02 * float(high)), min(0.0, 1.05 * float(low))
     unit_line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    head_axis: dict[str, Any] = {"showgrid": False} | ({"dtick": 1} if heads_per_block(run) <= 16 else {})
+    head_axis: dict[str, Any] = {"showgrid": False} | style.every_tick(heads_per_block(run))
     return style.figure(
         traces,
         "head",
@@ -199,7 +199,7 @@ def attribution(run: Run, pattern: str) -> go.Figure:
     layout: dict[str, Any] = {"shapes": [], "annotations": [], "barmode": "group", "bargap": 0.28}
     for index, of_head in enumerate(heads):
         rows = of_head if has_additive else of_head[of_head["group"] != ADDITIVE]
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         traces += _attribution_bars(rows, suffix, legend=index == 0)
         top = 1 - index / len(heads)
         domain = [top - (1 - 22 / PANEL) / len(heads), top - 22 / PANEL / len(heads)]

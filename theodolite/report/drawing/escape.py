@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +14,7 @@ from theodolite.report import style
 
 COLUMNS = 3
 ROW = 250  # pixels
+TITLE_WIDTH = 34  # characters
 
 
 def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
@@ -26,7 +28,7 @@ def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[s
     figure = make_subplots(
         rows=rows,
         cols=COLUMNS,
-        subplot_titles=[_wrapped(title) for title in measures.values()],
+        subplot_titles=["<br>".join(textwrap.wrap(title, TITLE_WIDTH)) for title in measures.values()],
         vertical_spacing=0.12,
     )
     seeds = sorted(table["seed"].unique())
@@ -50,12 +52,3 @@ def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[s
     )
     figure.update_annotations(font_size=12)
     return figure
-
-
-def _wrapped(title: str, width: int = 34) -> str:
-    lines = [""]
-    for word in title.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "<br>".join(lines)

@@ -15,7 +15,8 @@ import plotly.graph_objects as go
 
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
-from theodolite.report.style import Patch, order_colour
+from theodolite.report.drawing.contexts import cosine_map
+from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 
 if TYPE_CHECKING:
@@ -28,20 +29,13 @@ LINE = 1.3
 PANEL_GAP = 0.035
 PANEL_ROW = 26  # pixels a row
 NARROW = 16  # characters in a line of an axis title
-LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
-
-
-def _error_bars(errors: Floats | None) -> dict[str, Any] | None:
-    if errors is None or not np.isfinite(errors).any():
-        return None
-    return {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1.2, "width": 3}
 
 
 def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **more: Any) -> go.Scatter:
     return go.Scatter(
         x=layers,
         y=values.astype(np.float32),
-        error_y=_error_bars(errors),
+        error_y=None if errors is None else style.error_bars(errors),
         name=name,
         mode="lines+markers",
         line={"color": THIS_MODEL, "width": 2.4} | more.pop("line", {}),
@@ -53,7 +47,7 @@ def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None
 
 def _layer_axis(layers: Floats) -> dict[str, Any]:
     axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    return axis | ({"dtick": 1} if len(layers) <= 14 else {})
+    return axis | style.every_tick(len(layers))
 
 
 def against_published(
@@ -99,13 +93,13 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
     traces: list[Any] = []
     layout: dict[str, Any] = {"showlegend": False}
     for index, quantity in enumerate(quantities):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
         traces.append(
             go.Scatter(
                 x=cells[:, 0].astype(np.float32),
                 y=names,
-                error_x=dict(_error_bars(cells[:, 1]) or {}, color=style.GREY),
+                error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
                 xaxis=f"x{suffix}",
                 mode="markers",
                 marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
@@ -165,81 +159,11 @@ def two_texts(
     return style.figure(traces, "layer", y, height=340, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
 
 
-def gram_by_label(cosines: Floats, positions: Sequence[int], labels: Sequence[str]) -> go.Figure:
-    """Normalised Gram matrix of positions, then of contexts in blocks of one label.
-
-    Args:
-        cosines: (n + m, n + m), n positions before m contexts.
-        positions: the n positions.
-        labels: the label of each of the m contexts, equal ones together.
-    """
-    first, size = len(positions), len(positions) + len(labels)
-    starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
-    ends = [*starts[1:], len(labels)]
-    rows = [f"position {position}" for position in positions]
-    rows += [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)]
-    named = [
-        (first + (start + end) / 2, for_plotly(_short(labels[start])))
-        for start, end in zip(starts, ends, strict=True)
-        if end - start >= LEAST_NAMED * size
-    ]
-    line = {"type": "line", "line": {"width": 1, "color": style.GREY}}
-    shapes = []
-    for border in (first + start - 0.5 for start in starts):
-        shapes += [
-            line | {"x0": border, "x1": border, "y0": -0.5, "y1": size - 0.5},
-            line | {"y0": border, "y1": border, "x0": -0.5, "x1": size - 0.5},
-        ]
-    drawn = _square(cosines, rows, "cosine", [(first / 2, "positions"), *named], shapes)
-    drawn.update_layout(
-        xaxis={
-            "tickvals": [first / 2, first + len(labels) / 2],
-            "ticktext": ["positions →", "contexts"],
-            "tickangle": 0,
-        }
-    )
-    return drawn
-
-
 def layer_cosines(cosines: Floats) -> go.Figure:
     """Mean cosine between a token's vectors at every two layers, (N, N)."""
     rows = [f"layer {layer}" for layer in range(len(cosines))]
     layers = range(0, len(rows), max(1, len(rows) // 12))
-    return _square(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers], [])
-
-
-def _square(
-    cosines: Floats,
-    rows: Sequence[str],
-    what: str,
-    ticks: Sequence[tuple[float, str]],
-    shapes: Sequence[dict[str, Any]],
-) -> go.Figure:
-    heat = go.Heatmap(
-        z=cosines.astype(np.float32),
-        x=list(rows),
-        y=list(rows),
-        zmin=-1,
-        zmax=1,
-        colorscale=style.SIGNED,
-        colorbar=style.colour_bar(what),
-        hovertemplate=f"%{{y}}<br>%{{x}}<br>{what} %{{z:.2f}}<extra></extra>",
-    )
-    axis = {
-        "type": "category",
-        "showgrid": False,
-        "tickmode": "array",
-        "tickvals": [position for position, _ in ticks],
-        "ticktext": [name for _, name in ticks],
-        "ticks": "",
-        "constrain": "domain",
-    }
-    layout = {
-        "xaxis": axis,
-        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"},
-        "shapes": list(shapes),
-    }
-    return style.figure([heat], height=470, layout=layout)
+    return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
 
 
 def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
@@ -291,12 +215,3 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
     return style.figure(
         traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": _layer_axis(layers), "yaxis": axis}
     )
-
-
-def cosine_patch(cosines: Floats) -> list[Patch]:
-    """What changes in `gram_by_label` for another layer."""
-    return [{"z": cosines.astype(np.float32)}]
-
-
-def _short(label: str, limit: int = 14) -> str:
-    return label if len(label) <= limit else label[: limit - 1] + "…"

@@ -346,5 +346,5 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
         traces,
         "layer",
         "share of energy",
-        layout={"xaxis": axis | ({"dtick": 1} if layers <= 13 else {}), "yaxis": {"range": [0, 1.05]}},
+        layout={"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}},
     )

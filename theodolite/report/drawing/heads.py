@@ -6,7 +6,8 @@ can hold all measures and draw one. Layer ℓ is block ℓ counted from 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import textwrap
+from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,6 +38,7 @@ REGIME_COLOURS = (
     style.REFERENCE,
     style.VERMILLION,
 )
+HOVER_WIDTH = 58  # characters in a line of a hover text
 NOTE_COLUMNS = (
     "entropy",
     "propagation",
@@ -89,15 +91,6 @@ def _regime_grid(run: Run, name: str) -> Floats:
         kind = regime_kind(value)
         grid[int(layer), int(head)] = kind if kind >= 0 else np.nan
     return grid
-
-
-def _wrapped(words: str, width: int = 58) -> str:
-    lines = [""]
-    for word in words.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "<br>".join(lines)
 
 
 def _kind_patch(run: Run, measure: Measure) -> Patch:
@@ -158,26 +151,18 @@ def head_map_traces(run: Run, measure: str) -> list[Patch]:
     unit = f" {described.unit}" if described.unit else ""
     patch["hovertemplate"] = (
         f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
-        f"<i>{_wrapped(described.meaning)}</i><br><br>%{{customdata}}<extra></extra>"
+        f"<i>{'<br>'.join(textwrap.wrap(described.meaning, HOVER_WIDTH))}</i><br><br>%{{customdata}}<extra></extra>"
     )
     return [patch]
 
 
 def head_map(run: Run, measure: str) -> go.Figure:
     """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
-    layers = blocks(run)
     heat = go.Heatmap(
         **head_map_traces(run, measure)[0], customdata=head_notes(run), xgap=1, ygap=1, hoverongaps=False
     )
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
-    head_axis = axis | ({"dtick": 1} if heads_per_block(run) <= 16 else {})
-    layer_axis = axis | {"autorange": "reversed"} | ({"dtick": 1} if layers <= 16 else {})
     return style.figure(
-        [heat],
-        "head",
-        "layer",
-        height=min(720, max(220, 90 + 28 * layers)),
-        layout={"xaxis": head_axis, "yaxis": layer_axis, "margin": {"r": 8}},
+        [heat], "head", "layer", layout=style.head_map_layout(blocks(run), heads_per_block(run))
     )
 
 

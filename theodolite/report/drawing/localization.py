@@ -123,7 +123,7 @@ def maps(
     traces, layout = [], {}
     annotations = []
     for index, (name, picture) in enumerate(pictures.items()):
-        suffix, start = (str(index + 1) if index else ""), index * (width + PANEL_GAP)
+        suffix, start = style.axis_suffix(index), index * (width + PANEL_GAP)
         low, high = (-largest, largest) if name in signed else limits
         traces.append(
             go.Heatmap(
@@ -229,7 +229,7 @@ def simulation_patch(
 ) -> list[Patch]:
     """What changes in `simulation` for another pair."""
     bars = [
-        {"type": "data", "array": error.astype(np.float32), "thickness": thickness, "width": width}
+        style.error_bars(error, width=width, thickness=thickness)
         for error, thickness, width in zip(errors, (2.5, 1.0), (0, 4), strict=True)
     ]
     y = simulated.astype(np.float32)
@@ -272,9 +272,7 @@ def entropies(
 
 def entropies_patch(values: Floats, errors: Floats) -> list[Patch]:
     """What changes in `entropies` for another covariance."""
-    bars = [
-        {"type": "data", "array": error.astype(np.float32), "thickness": 1.2, "width": 4} for error in errors
-    ]
+    bars = [style.error_bars(error) for error in errors]
     return [patch | {"error_y": bar} for patch, bar in zip(values_patch(list(values)), bars, strict=True)]
 
 

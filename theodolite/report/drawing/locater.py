@@ -49,7 +49,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
     traces: list[Any] = []
     layout: dict[str, Any] = {"annotations": [], "legend": {"y": 1.06}}
     for index, panel in enumerate(shown):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         row, column = divmod(index, ACROSS)
         left, top = column * (width + GAP), 1 - row * (height + DROP)
         for place, (name, at, line) in enumerate(zip(names, steps, panel.lines, strict=True)):

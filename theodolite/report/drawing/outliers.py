@@ -59,7 +59,7 @@ def ratio_map(
     column_axis: dict[str, Any] = {"type": "category", "showgrid": False}
     if len(columns) > LINES:
         column_axis |= {"tickangle": -90, "tickfont": {"size": 10}}
-    row_axis = {"showgrid": False, "autorange": "reversed"} | ({"dtick": 1} if len(shown) <= 16 else {})
+    row_axis = {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shown))
     height = min(640, max(260, 140 + 22 * len(shown)))
     return style.figure(
         [heat], titles[0], titles[1], height=height, layout={"xaxis": column_axis, "yaxis": row_axis}
@@ -106,7 +106,7 @@ def growth(
         )
     )
     layout = {
-        "xaxis": {"zeroline": False} | ({"dtick": 1} if length <= 16 else {}),
+        "xaxis": {"zeroline": False} | style.every_tick(length),
         "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
     }
     return style.figure(traces, "layer", "|value|", height=420, layout=layout)

@@ -181,7 +181,7 @@ def qk_panels(
     occupied = {(column, row) for column, row, _ in cells}
     for index, (column, row, name) in enumerate(cells):
         panel = panels[name]
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         traces.append(_heat(panel, names, suffix, raw))
         bottom = (column, row + 1) not in occupied
         layout |= _axes(suffix, (column, row, rows), short, bottom=bottom)
@@ -372,6 +372,6 @@ def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
         )
         for group, values in shares.items()
     ]
-    axis = {"zeroline": False} | ({"dtick": 1} if len(layers) <= 14 else {})
+    axis = {"zeroline": False} | style.every_tick(len(layers))
     layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
     return style.figure(bars, "layer", "mean share of logit variance", height=340, layout=layout)

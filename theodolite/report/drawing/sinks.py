@@ -62,8 +62,7 @@ def sinks_by_position(run: Run) -> go.Figure:
                 "tickvals": ticks,
                 "ticktext": [names[tick] for tick in ticks],
             },
-            "yaxis": {"showgrid": False, "autorange": "reversed"}
-            | ({"dtick": 1} if len(reduced) <= 16 else {}),
+            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(reduced)),
         },
     )
 
@@ -93,7 +92,6 @@ def outlier_shares(run: Run) -> go.Figure:
         height=min(640, max(240, 120 + 22 * len(shares))),
         layout={
             "xaxis": {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}},
-            "yaxis": {"showgrid": False, "autorange": "reversed"}
-            | ({"dtick": 1} if len(shares) <= 16 else {}),
+            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shares)),
         },
     )

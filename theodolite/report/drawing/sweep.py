@@ -46,7 +46,7 @@ def fronts(table: pd.DataFrame) -> go.Figure:
                 go.Scatter(
                     x=rows["bytes"],
                     y=rows[name],
-                    error_y={"array": rows[f"{name}_se"].fillna(0), "thickness": 1, "width": 3},
+                    error_y=style.error_bars(rows[f"{name}_se"]),
                     mode="markers",
                     marker={"size": 10, "color": colours[ratio]},
                     name=f"rank ratio {ratio:g}",
@@ -83,14 +83,14 @@ def plans(table: pd.DataFrame) -> go.Figure:
 
 
 def _axes(index: int) -> dict[str, str]:
-    suffix = str(index + 1) if index else ""
+    suffix = style.axis_suffix(index)
     return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
 
 
 def _figure(traces: list[Any], x_axis: dict[str, Any]) -> go.Figure:
     layout: dict[str, Any] = {}
     for index, (_, title) in enumerate(SIDES):
-        suffix = str(index + 1) if index else ""
+        suffix = style.axis_suffix(index)
         layout[f"xaxis{suffix}"] = {"domain": PANELS[index], "anchor": f"y{suffix}"} | x_axis
         layout[f"yaxis{suffix}"] = {"anchor": f"x{suffix}", "title": {"text": title}}
     return style.figure(traces, height=430, layout=layout)

@@ -110,7 +110,6 @@ def head_values(
 
     `notes`: further lines of each head's hover text.
     """
-    layers, heads = grid.shape
     colour_values, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
     if decades:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -144,16 +143,7 @@ def head_values(
         hoverongaps=False,
         hovertemplate="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>",
     )
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
-    head_axis = axis | ({"dtick": 1} if heads <= 16 else {})
-    layer_axis = axis | {"autorange": "reversed"} | ({"dtick": 1} if layers <= 16 else {})
-    return style.figure(
-        [heat],
-        "head",
-        "layer",
-        height=min(720, max(240, 90 + 28 * layers)),
-        layout={"xaxis": head_axis, "yaxis": layer_axis, "margin": {"r": 8}},
-    )
+    return style.figure([heat], "head", "layer", layout=style.head_map_layout(*grid.shape))
 
 
 def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
@@ -252,7 +242,7 @@ def factorisation(
         go.Scatter(
             x=levels.astype(np.float32),
             y=means.astype(np.float32),
-            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.2, "width": 3},
+            error_y=style.error_bars(errors),
             name=for_plotly(name),
             mode="lines+markers",
             line={"color": colour, "width": 2},
@@ -302,17 +292,11 @@ def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: 
     traces: list[Any] = []
     for index, (name, (values, errors)) in enumerate(curves.items()):
         baseline = bool(index % 2)
-        bars = {
-            "type": "data",
-            "array": np.nan_to_num(errors).astype(np.float32),
-            "thickness": 1.2,
-            "width": 3,
-        }
         traces.append(
             go.Scatter(
                 x=layers.astype(np.float32),
                 y=values.astype(np.float32),
-                error_y=bars if np.isfinite(errors).any() else None,
+                error_y=style.error_bars(errors),
                 name=for_plotly(name),
                 mode="lines" if baseline else "lines+markers",
                 line={
@@ -325,7 +309,7 @@ def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: 
             )
         )
     axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    axis |= {"dtick": 1} if len(layers) <= 14 else {}
+    axis |= style.every_tick(len(layers))
     return style.figure(
         traces, "layer", y, height=360, layout={"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
     )

@@ -114,7 +114,7 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
     dots = go.Scatter(
         x=heads["before"].to_numpy(np.float32),
         y=heads["released"].to_numpy(np.float32),
-        error_y={"array": heads["gain_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
+        error_y=style.error_bars(heads["gain_se"]),
         mode="markers",
         marker={
             "size": 8,

@@ -58,7 +58,7 @@ def measures_by_step(
     traces: list[Any] = []
     layout: dict[str, Any] = {"showlegend": False, "annotations": [], "shapes": []}
     for index, (title, (values, errors)) in enumerate(measures.items()):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         row, column = divmod(index, PANELS_ACROSS)
         left, top = column * (width + PANEL_GAP), 1 - row * (height + PANEL_DROP)
         axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
@@ -96,11 +96,10 @@ def measures_by_step(
 def _layer_line(
     log_steps: Floats, steps: Sequence[int], values: Floats, errors: Floats, layer: int, layers: int
 ) -> dict[str, Any]:
-    bars = {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1, "width": 2}
     return {
         "x": log_steps.astype(np.float32),
         "y": values.astype(np.float32),
-        "error_y": bars if np.isfinite(errors).any() else None,
+        "error_y": style.error_bars(errors),
         "customdata": list(steps),
         "mode": "lines+markers",
         "line": {"color": style.order_colour(layer / max(1, layers - 1)), "width": 1.6},
@@ -187,9 +186,7 @@ def accuracies(
         go.Scatter(
             x=list(names),
             y=values.astype(np.float32),
-            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.4, "width": 5}
-            if np.isfinite(errors).any()
-            else None,
+            error_y=style.error_bars(errors),
             name=name,
             mode="markers",
             marker={"size": 10, "color": colour, "symbol": symbol},

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
 
 import numpy as np
 
-from theodolite.report.data import column, evenly, residual_layers
+from theodolite.report.data import column, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import sinks as maps
-from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.exhibit import Exhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
-from theodolite.report.style import Patch
 
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
-
-GRID = 13  # all residual layers of the twelve-block models that the papers show
-
-
-def _by_layer(patch: Callable[[Run, int], list[Patch]], *, grid: bool = False) -> Choice:
-    return Choice(
-        "layer",
-        lambda run: [Option(str(layer), f"layer {layer}") for layer in range(residual_layers(run))],
-        lambda run, key: patch(run, int(key)),
-        grid=(lambda run: [str(layer) for layer in evenly(residual_layers(run), GRID)]) if grid else None,
-    )
-
+_by_layer = functools.partial(by_layer_of, residual_layers)
 
 _POSITION = [
     Exhibit(
