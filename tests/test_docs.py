@@ -192,6 +192,10 @@ def test_the_gallery_is_made_from_run_folders(tmp_path):
         assert f"### {other}\n" in made
 
 
+def test_the_page_of_errors_is_the_one_that_the_command_line_points_to():
+    assert (DOCS / "errors.md").read_text() == (ROOT / "theodolite" / "assets" / "errors.md").read_text()
+
+
 def test_the_citation_is_of_this_version():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

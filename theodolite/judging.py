@@ -1,4 +1,4 @@
-"""How a number is judged against a criterion: what became of a claim, and the numbers that say so.
+"""How a number is judged against a criterion: the verdict on a claim, and its evidence.
 
 A verdict always carries its number, the number's standard error where the run has one, and the criterion with
 where it comes from. Nothing here reads a run, draws or writes.
@@ -22,18 +22,18 @@ HOLDS: Answer = "holds"
 IN_PART: Answer = "in part"
 FAILS: Answer = "fails"
 UNDECIDED: Answer = "not decided"
-"""The number is there, and too near to its criterion."""
+"""The number is too close to its criterion."""
 UNTESTABLE: Answer = "not testable here"
-"""The number is not there."""
+"""The run has no such number."""
 OPEN = (UNDECIDED, UNTESTABLE)
 
 SIGMAS = 2.0
-"""A number nearer to its criterion than so many standard errors decides nothing."""
+"""A number within so many standard errors of its criterion decides nothing."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim of the paper, in its words where they are short; what became of it; the numbers that say so."""
+    """A claim of the paper, in its words where they are short, the answer, and the numbers behind it."""
 
     claim: str
     answer: Answer
@@ -73,15 +73,22 @@ class Criterion:
 
 def harmless(text: str, limit: int | None = None) -> str:
     """A sentence that may quote names from files, its control and direction characters made visible."""
-    return visible(text.replace("\u00a0", " "), limit)  # our own spaces between a number and its unit
+    return visible(
+        text.replace("\u00a0", " "), limit
+    )  # non-breaking spaces that theodolite puts between a number and its unit
 
 
 def reading_order(name: str) -> tuple[str, bool, str, int]:
     """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
-    group, _, own = name.rpartition("/")
-    kind = own.rstrip("0123456789")
-    numbered = kind in ("table", "figure")
-    return group, not numbered, {"table": "", "figure": " "}.get(kind, own), int(own[len(kind) :] or 0)
+    group, _, short_name = name.rpartition("/")
+    kind = short_name.rstrip("0123456789")
+    is_numbered = kind in ("table", "figure")
+    return (
+        group,
+        not is_numbered,
+        {"table": "", "figure": " "}.get(kind, short_name),
+        int(short_name[len(kind) :] or 0),
+    )
 
 
 def judge(claim: str, what: str, value: float, criterion: Criterion, error: float = math.nan) -> Verdict:
@@ -95,8 +102,8 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
     """
     if not math.isfinite(value):
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
-    known = math.isfinite(error)
-    evidence = f"{what}: {with_error(value, error)}{'' if known else ' (no standard error)'}; {criterion}"
+    has_error = math.isfinite(error)
+    evidence = f"{what}: {with_error(value, error)}{'' if has_error else ' (no standard error)'}; {criterion}"
     if criterion.near(value, error):
         near = f"within {SIGMAS:g} standard errors of it" if value != criterion.limit else "equal to it"
         return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
@@ -104,9 +111,9 @@ def judge(claim: str, what: str, value: float, criterion: Criterion, error: floa
 
 
 def error_of_share(count: float) -> float:
-    """Standard error of a share of `count` independent ones where half are such: the most that it can be.
+    """The largest standard error that a share of `count` independent trials can have, that of one half.
 
-    Against a criterion of one half that is the score test; and none or all of a few do not look certain.
+    Against a criterion of one half this is the score test; and 0 or n of few trials do not look certain.
     """
     return 0.5 / math.sqrt(count) if count > 0 else math.nan
 
@@ -124,18 +131,18 @@ def judge_layers(
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
     near = finite & criterion.near(values, errors)
     met, total = finite & criterion.met(values) & ~near, int(finite.sum())
-    yes, no = int(met.sum()), int((finite & ~near & ~met).sum())
+    meeting, failing = int(met.sum()), int((finite & ~near & ~met).sum())
     spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
-    known = np.isfinite(errors).any()
-    error = f", standard errors up to {number(np.nanmax(errors), 2)}" if known else ", no standard errors"
-    evidence = (
-        f"{what}: in {yes} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
+    has_errors = np.isfinite(errors).any()
+    error = (
+        f", standard errors up to {number(np.nanmax(errors), 2)}" if has_errors else ", no standard errors"
     )
+    evidence = f"{what}: in {meeting} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
     if near.any():
         evidence += f"; {int(near.sum())} within {SIGMAS:g} standard errors of it"
-    if 2 * yes > total:
+    if 2 * meeting > total:
         return Verdict(claim, HOLDS, evidence)
-    return Verdict(claim, FAILS if 2 * no >= total else UNDECIDED, evidence)
+    return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:

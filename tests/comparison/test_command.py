@@ -76,8 +76,8 @@ def test_without_a_trace_beside_each_tags_are_left_out(folders, tmp_path):
     assert "sinks" in names
     assert "tags" not in names
     stdout = call("compare", folders / "dense", alone, "--out", tmp_path / "out")[1]
-    assert "tags  Not compared: not every folder has one beside it, FOLDER-sinks" in stdout
-    assert "head outputs  Not compared: not every folder has one beside it, FOLDER-outputs" in stdout
+    assert "tags  Not compared: not every survey has a run FOLDER-sinks" in stdout
+    assert "head outputs  Not compared: not every survey has a run FOLDER-outputs" in stdout
     assert "Head outputs were not compared." in stdout
 
 

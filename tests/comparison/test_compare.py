@@ -400,7 +400,7 @@ def test_refusals(pair):
         ((run, weights_only(run)), "spectra of weights only; give a survey of a text"),
         ((run, run, trace), "give both or neither"),
         ((run, run, trace, run), "this is not a trace of sinks"),
-        ((run, run, trace, pair("noisy").trace), "the trace beside it is of another model than the survey"),
+        ((run, run, trace, pair("noisy").trace), "its trace is of another model than the survey"),
         ((run, written), "these are outputs of heads; give the survey"),
     ]
     for arguments, words in cases:
@@ -408,7 +408,7 @@ def test_refusals(pair):
             compare(*arguments)
     for outputs, words in (
         ((written, run), "these are not outputs of heads"),
-        ((written, pair("noisy").outputs), "the outputs beside it are of another model"),
+        ((written, pair("noisy").outputs), "its outputs are of another model"),
     ):
         with pytest.raises(UsageError, match=words):
             compare(run, run, outputs_of=outputs)
@@ -439,5 +439,5 @@ def test_an_intervention_is_named(damaged, pair):
     assert "under attention_knockout(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
     assert audit.part("spectra").exact
-    with pytest.raises(UsageError, match="the trace beside it is of another model than the survey"):
+    with pytest.raises(UsageError, match="its trace is of another model than the survey"):
         compare(pair().run, run, pair().trace, pair().trace)  # this trace is without the intervention

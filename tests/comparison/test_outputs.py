@@ -63,7 +63,7 @@ def test_a_head_that_is_cut_off_is_named(pair):
         own = audit.part(name).table.query("layer == 0 and head == 2")
         assert own["status"].tolist() == ["survived"], name
     assert part.answer == audit.answer == IN_PART
-    assert "L0H2 (writes nothing any more)" in part.sentence
+    assert "L0H2 (no longer writes anything)" in part.sentence
     assert "L0H2 (head outputs)" in audit.summary or "L0H2 (" in audit.summary.partition("Hit hardest")[2]
     assert f"Next-token loss: {outputs.loss(first.outputs, first.outputs).before:.3g}" in audit.summary
 

@@ -128,7 +128,7 @@ def test_outputs_of_several_models_have_the_same_dimensions():
     first[:, 90], second[:, 4] = 50, -70
     both = np.concatenate([first, second])
     figures = [
-        figures_prompt.by_dimension(vectors, list("abcde"), [0], like=both).data[0]
+        figures_prompt.by_dimension(vectors, list("abcde"), [0], scale_of=both).data[0]
         for vectors in (first, second)
     ]
     assert figures[0].customdata[0] == figures[1].customdata[0]

@@ -124,7 +124,7 @@ class Opened:
 
     def look(self, prompt: str) -> None:
         self.page.fill("#prompt textarea", prompt)
-        self.page.click("#look")
+        self.page.click("#run")
 
     def click_head(self, layer: int, head: int, side: int = 0) -> None:
         x, y = self.page.evaluate(
@@ -237,7 +237,7 @@ def test_a_refused_prompt_leaves_the_page_as_it_is(shown_page):
     opened.after(ATTENTION, lambda: opened.look("a good prompt"))
     assert opened.page.locator(".refused").count() == 0
     assert opened.page.locator(".sides").evaluate("one => getComputedStyle(one).opacity") == "1"
-    assert opened.page.input_value("#picked input") == ""  # what was typed is none of the prompts to pick
+    assert opened.page.input_value("#preset input") == ""  # what was typed is none of the prompts to pick
 
 
 def test_figures_are_drawn_in_their_own_column(shown_page):

@@ -54,7 +54,7 @@ def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
         figure = exhibit.draw(run)
         assert figure.data
         assert exhibit.shows
-        assert exhibit.look
+        assert exhibit.look_for
         assert exhibit.source.startswith("Song & Zhong 2024")
         if exhibit.choice:
             options = exhibit.choice.options(run)

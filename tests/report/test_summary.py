@@ -37,9 +37,9 @@ def test_position_gives_means_extremes_and_the_published_numbers(run: Run) -> No
     assert told(run, "Position") == (
         "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and "
         "lowest in layer 3 (10 %). Published for GPT-2: 84 %. "
-        "Its mean rank is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
-        "It is smooth: the ten lowest frequencies hold 95 % of the energy of its Gram matrix (GPT-2 99.7 %, a model "
-        "trained on addition about 50 %)."
+        "The mean rank of the positional basis is 10 (9 to 12 by layer); published for GPT-2: 11.4. "
+        "The positional basis is smooth: the ten lowest frequencies hold 95 % of the energy of its "
+        "Gram matrix (GPT-2 99.7 %, a model trained on addition about 50 %)."
     )
 
 
@@ -60,7 +60,7 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
     )
     position, context = told(run, "Position"), told(run, "Context")
     assert "positional basis is 60 ± 2 % on average" in position
-    assert "mean rank is 10 ± 0.5 (9 to 12 by layer)" in position
+    assert "mean rank of the positional basis is 10 ± 0.5 (9 to 12 by layer)" in position
     assert "hold 95.1 ± 0.4 % of the energy" in position
     assert "vectors is 0.40 ± 0.10 within labels" in context
     assert "recovers the labels with an adjusted Rand index of 0.60 ± 0.04" in context
@@ -94,7 +94,7 @@ def test_context_words_follow_the_ratio_of_similarities(run: Run) -> None:
 def test_regimes_are_counted(run: Run) -> None:
     names = ["uniform"] * 7 + ["late-site"] * 5
     text = told(with_heads(run, regime=names, regime_data=names[::-1]), "Localization")
-    assert "theory predicts from W_QK Σ̂, of 12 heads: 7 uniform and 5 late-site." in text
+    assert "Regimes predicted from W_QK Σ̂, of 12 heads: 7 uniform and 5 late-site." in text
 
 
 def test_entropy_is_a_share_of_the_mean_of_ln_t(run: Run) -> None:

@@ -1,6 +1,6 @@
-"""`compare`: what of one run's mechanism survives in another run on the same text, in tables and sentences.
+"""`compare`: how much of one run's mechanism survives in another run on the same text, in tables and sentences.
 
-It reads runs and sees no model: so it works for any two models of one shape: pruned, retrained, quantised, or under
+It reads runs and sees no model, so it works for any two models of one shape: pruned, retrained, quantised, or under
 an intervention.
 """
 
@@ -24,9 +24,11 @@ from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed
 
-HARDEST, LEAST_PARTS = 3, 2
-"""Heads that are named as hit hardest, where no more are alike, and the parts that one must lose something of, if its
-output is not among them."""
+MOST_HARDEST = 3
+"""If more heads than this tie for hit hardest, none is named."""
+
+LEAST_PARTS = 2
+"""Parts of which a head must lose something to count as hit hard, unless it loses its output."""
 
 OF_HEADS = ("sinks", "tags", outputs.NAME, "entropies", "head types", "spectra")
 
@@ -39,7 +41,7 @@ SHAPE = {
     "width": "dimensions of the residual stream",
     "vocabulary": "tokens in the vocabulary",
 }
-"""What two models must have alike, as the provenance calls it and as a message does."""
+"""What two models must have in common: key in the provenance → name in messages."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,33 +129,33 @@ def compare(
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
-    given = [reference, other, *(run for run in (reference_trace, other_trace) if run is not None)]
-    if wrong := [run for run in given if not isinstance(run, Run)]:
+    all_runs = [reference, other, *(run for run in (reference_trace, other_trace) if run is not None)]
+    if not_runs := [run for run in all_runs if not isinstance(run, Run)]:
         raise UsageError(
-            f"runs are compared, from survey(…) or Run.load(FOLDER); this is {type(wrong[0]).__name__}"
+            f"runs are compared, from survey(…) or Run.load(FOLDER); this is {type(not_runs[0]).__name__}"
         )
     if names is not None and len(names) != 2:
         raise UsageError(f"two models are compared, and names has {len(names)}: give two")
     if (reference_trace is None) != (other_trace is None):
         raise UsageError("tags are compared between two traces: give both or neither")
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
-    called = names or (name_of(reference), name_of(other))
-    written = list(outputs_of or ())
-    _check([reference, other], traces, written, called)
+    model_names = names or (name_of(reference), name_of(other))
+    outputs_pair = list(outputs_of or ())
+    _check([reference, other], traces, outputs_pair, model_names)
     parts = (
         sinks.sinks(reference, other),
         *([sinks.tags(*traces)] if traces else []),
         stream.outlier_dimensions(reference, other),
         stream.massive_activations(reference, other),
         stream.positions(reference, other),
-        *([outputs.head_outputs(*written)] if written else []),
+        *([outputs.head_outputs(*outputs_pair)] if outputs_pair else []),
         heads.entropies(reference, other),
         heads.head_types(reference, other),
         heads.spectra(reference, other),
     )
-    runs = {name: run.provenance for name, run in zip(called, (reference, other), strict=True)}
-    loss = outputs.loss(*written) if written else None
-    return Audit(*called, parts, summarise(parts, called[1], loss), runs, loss)
+    runs = {name: run.provenance for name, run in zip(model_names, (reference, other), strict=True)}
+    loss = outputs.loss(*outputs_pair) if outputs_pair else None
+    return Audit(*model_names, parts, summarise(parts, model_names[1], loss), runs, loss)
 
 
 def name_of(run: Run) -> str:
@@ -162,43 +164,45 @@ def name_of(run: Run) -> str:
     return " under ".join([str(run.provenance["model"]["id"]), *(str(edit) for edit in edits)])
 
 
-def _check(surveys: list[Run], traces: list[Run], written: list[Run], names: tuple[str, str]) -> None:
+def _check(surveys: list[Run], traces: list[Run], outputs_pair: list[Run], names: tuple[str, str]) -> None:
     """Refuse what cannot be compared."""
     for run, name in zip(surveys, names, strict=True):
         if run.is_trace:
-            raise UsageError(f"{name}: this is a trace of sinks; give the survey, and the trace beside it")
+            raise UsageError(
+                f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
+            )
         if run.is_outputs:
             raise UsageError(
-                f"{name}: these are outputs of heads; give the survey, and the outputs beside it"
+                f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
             )
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
     for run, name in zip(traces, names, strict=False):
         if not run.is_trace:
             raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
-    for run, name in zip(written, names, strict=False):
+    for run, name in zip(outputs_pair, names, strict=False):
         if not run.is_outputs:
             raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
     first = surveys[0].provenance
-    for run, name in zip([*surveys, *traces, *written], names * 3, strict=False):
+    for run, name in zip([*surveys, *traces, *outputs_pair], names * 3, strict=False):
         refuse_shapes((names[0], shape_of(first)), (name, shape_of(run.provenance)))
         if run.provenance["corpus"]["sha256"] != first["corpus"]["sha256"]:
             raise UsageError(
                 f"{name} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
                 "and --contexts; models with different tokenizers cannot be compared"
             )
-    for what, verb, beside in (("trace", "is", traces), ("outputs", "are", written)):
-        for survey, run, name in zip(surveys, beside, names, strict=False):
-            models = [of.provenance["model"]["sha256"] for of in (survey, run)]
-            edits = [provenance(of, "fingerprint", "edits") for of in (survey, run)]
+    for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", outputs_pair)):
+        for survey, run, name in zip(surveys, companions, names, strict=False):
+            models = [source.provenance["model"]["sha256"] for source in (survey, run)]
+            edits = [provenance(source, "fingerprint", "edits") for source in (survey, run)]
             if models[0] != models[1] or edits[0] != edits[1]:
                 raise UsageError(
-                    f"{name}: the {what} beside it {verb} of another model than the survey: make it anew"
+                    f"{name}: its {noun} {verb} of another model than the survey: make the {noun} again"
                 )
 
 
 def shape_of(provenance: Mapping[str, Any]) -> dict[str, object]:
-    """What two models must have alike."""
+    """What two models must have in common."""
     return {key: provenance["model"].get(key) for key in SHAPE}
 
 
@@ -225,7 +229,7 @@ def answer_of(parts: Sequence[Survival]) -> Answer:
 
 
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
-    """What survived and what did not, the heads that were hit hardest, the loss, and what was not looked at."""
+    """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
     same = loss is None or loss.unchanged
     clauses = [_verdict(parts, other, same)]
     if hardest := hit_hardest(parts):
@@ -239,28 +243,26 @@ def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None)
 
 def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     """One sentence, in the words of each part's `answer`."""
-    there = [part for part in parts if part.answer not in OPEN]
+    decided = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survives exactly: no number differs."
     if answer_of(parts) == FAILS:
-        return (
-            f"Nothing survives: neither {listed([part.name for part in there], 9).replace(' and ', ' nor ')}."
-        )
+        return f"Nothing survives: neither {listed([part.name for part in decided], 9).replace(' and ', ' nor ')}."
     groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
-    for part in there:
+    for part in decided:
         groups[VERBS[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
     clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
     text = f"{other} {'; it '.join(clauses)}"
-    added = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
-    if added:
-        text += f"; it has {listed(added, 9)}"
+    new_units = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
+    if new_units:
+        text += f"; it has {listed(new_units, 9)}"
     if answer_of(parts) == HOLDS:
         text = f"Everything survives: {text}"
     return f"{text}."
 
 
 def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
-    """The heads that lost something in most parts, each with these parts; none where many are alike.
+    """The heads that lost something in the most parts, each with these parts; none where many tie.
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.
     """
@@ -270,14 +272,12 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
             rows = part.table[part.table["status"] == LOST]
             for layer, head in sorted(set(zip(rows["layer"], rows["head"], strict=True))):
                 lost.setdefault((int(layer), int(head)), []).append(part.name)
-    lost = {
-        place: names for place, names in lost.items() if len(names) >= LEAST_PARTS or outputs.NAME in names
-    }
-    most = max(map(len, lost.values()), default=0)
-    hit = [(place, names) for place, names in sorted(lost.items()) if len(names) == most]
-    if len(hit) > HARDEST:
+    lost = {head: names for head, names in lost.items() if len(names) >= LEAST_PARTS or outputs.NAME in names}
+    most_parts = max(map(len, lost.values()), default=0)
+    hardest = [(head, names) for head, names in sorted(lost.items()) if len(names) == most_parts]
+    if len(hardest) > MOST_HARDEST:
         return []
-    return [f"{head_name(*place)} ({listed(names, len(OF_HEADS))})" for place, names in hit]
+    return [f"{head_name(*head)} ({listed(names, len(OF_HEADS))})" for head, names in hardest]
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """The models of a comparison: surveyed and traced on one text, and one head of each traced on one prompt.
 
-One after another, so that no two need be in memory at once. An intervention makes a candidate of its own: a model
-without the low-rank term of a layer (Zhang et al. 2025, Fig. 4), and its control.
+Models are opened one after another, so that no two are in memory at once. A model under an intervention is a candidate
+of its own: without the low-rank term of a layer (Zhang et al. 2025, Fig. 4), and the control.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from theodolite.sinks.interventions import Factors, without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 
 PROMPT = "inference"
-"""The prompt that the package carries of the kind that Fig. 5 shows."""
+"""The shipped prompt of the kind that Fig. 5 shows."""
 
 CONTROL_SEED = 0
 
@@ -76,12 +76,12 @@ class Measured:
 
 
 def candidates_of(sources: Sequence[str]) -> list[Candidate]:
-    """One of each checkpoint, called by the last part of its path, numbered where two are called alike."""
+    """One per checkpoint, named by the last part of its path, numbered where two share a name."""
     candidates: list[Candidate] = []
     for source in sources:
         short = Path(source).name or source
-        alike = sum(Path(candidate.source).name == Path(source).name for candidate in candidates)
-        name = f"{short}-{alike + 1}" if alike else short
+        same_name = sum(Path(candidate.source).name == Path(source).name for candidate in candidates)
+        name = f"{short}-{same_name + 1}" if same_name else short
         candidates.append(Candidate(name, name, source))
     return candidates
 
@@ -111,22 +111,22 @@ def without_term(place: int, candidate: Candidate, layer: int, rank: int | None)
             f"{candidate.name} was not pruned to sparse + low-rank: give the --rank of the leading part of W_Q, W_K "
             "and W_V that is to be taken out"
         )
-    what = "its low-rank term" if rank is None else f"rank {rank}"
-    make = functools.partial(without_low_rank, layer=layer, rank=rank, factors=factors)
-    ends = {
-        f"layer {layer} without {what}": (f"without-low-rank-{layer}", None),
+    description = "its low-rank term" if rank is None else f"rank {rank}"
+    intervention = functools.partial(without_low_rank, layer=layer, rank=rank, factors=factors)
+    variants = {
+        f"layer {layer} without {description}": (f"without-low-rank-{layer}", None),
         f"layer {layer} without a random part": (f"without-random-{layer}", CONTROL_SEED),
     }
     return [
         Candidate(
-            f"{candidate.name}, {end}",
+            f"{candidate.name}, {variant}",
             f"{candidate.folder}-{folder}",
             candidate.source,
-            functools.partial(make, control=seed),
+            functools.partial(intervention, control=seed),
             place,
             layer,
         )
-        for end, (folder, seed) in ends.items()
+        for variant, (folder, seed) in variants.items()
     ]
 
 
@@ -167,13 +167,13 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
         UsageError: models of several shapes, or that read the text as different tokens; no such layer, head, rank or
             low-rank term; a prompt that a model cannot read.
     """
-    opened: list[tuple[dict[str, object], str]] = []
+    shapes_and_tokens: list[tuple[dict[str, object], str]] = []
 
-    def checked(candidate: Candidate, model: OpenModel) -> None:
-        opened.append((shape_of(describe_model(model)), work.read(model).sha256))
-        shape, tokens = opened[-1]
-        refuse_shapes((candidates[0].name, opened[0][0]), (candidate.name, shape))
-        if tokens != opened[0][1]:
+    def check_one(candidate: Candidate, model: OpenModel) -> None:
+        shapes_and_tokens.append((shape_of(describe_model(model)), work.read(model).sha256))
+        shape, tokens = shapes_and_tokens[-1]
+        refuse_shapes((candidates[0].name, shapes_and_tokens[0][0]), (candidate.name, shape))
+        if tokens != shapes_and_tokens[0][1]:
             raise UsageError(
                 f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
                 "tokenizer and enough positions for the same --length can be compared"
@@ -186,31 +186,37 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
         with candidate.edit(model):
             pass
 
-    _each(candidates, work.opened, checked)
+    _for_each(candidates, work.opened, check_one)
 
 
 def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
     """Survey and trace each candidate, and read what its heads write."""
 
-    def measured(candidate: Candidate, model: OpenModel) -> Measured:
+    def measure_one(candidate: Candidate, model: OpenModel) -> Measured:
         corpus = work.read(model)
         with candidate.edit(model) as taken:
-            of = (candidate, model, corpus)
-            return Measured(candidate, work.survey(*of), work.trace(*of), work.outputs(*of), taken)
+            candidate_and_text = (candidate, model, corpus)
+            return Measured(
+                candidate,
+                work.survey(*candidate_and_text),
+                work.trace(*candidate_and_text),
+                work.outputs(*candidate_and_text),
+                taken,
+            )
 
-    return _each(candidates, work.opened, measured)
+    return _for_each(candidates, work.opened, measure_one)
 
 
-def _each(
-    candidates: Sequence[Candidate], opened: Open, work: Callable[[Candidate, OpenModel], Result]
+def _for_each(
+    candidates: Sequence[Candidate], opened: Open, measure_one: Callable[[Candidate, OpenModel], Result]
 ) -> list[Result]:
     """What `work` gives for every candidate; neighbours of one checkpoint share it, and it is gone before the next."""
 
-    def of_one(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
-        return [work(candidate, model) for candidate in group]
+    def on_model(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
+        return [measure_one(candidate, model) for candidate in group]
 
     by_source = groupby(candidates, key=lambda candidate: candidate.source)
-    return [result for source, group in by_source for result in of_one(opened(source), group)]
+    return [result for source, group in by_source for result in on_model(opened(source), group)]
 
 
 @dataclass(frozen=True)
@@ -233,13 +239,13 @@ def trace_head(
     """
     tokens: list[str] = []
 
-    def work(candidate: Candidate, model: OpenModel) -> PromptTrace:
+    def trace_one(candidate: Candidate, model: OpenModel) -> PromptTrace:
         ids = _ids(model, prompt)
         tokens[:] = token_texts(model, ids)
         with candidate.edit(model):
             return trace_prompt(model, ids, layer, head)
 
-    traces = _each(candidates, opened, work)
+    traces = _for_each(candidates, opened, trace_one)
     return HeadOnPrompt(
         layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)}
     )

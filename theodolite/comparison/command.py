@@ -16,7 +16,7 @@ from rich.table import Table
 from theodolite.comparison.audit import Audit, compare, most_lost
 from theodolite.comparison.candidates import Work, candidates_of, check, measure, trace_head, without_term
 from theodolite.comparison.outputs import NAME
-from theodolite.comparison.page import TERM, experiment_of, outcome
+from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, harmless
 from theodolite.passes.prompts import Focus
@@ -52,29 +52,32 @@ def is_run(source: str) -> bool:
 def compare_folders(folders: Sequence[str]) -> Compared:
     """Compare surveys with the first of them.
 
-    Tags too, where a trace lies beside each, as FOLDER-sinks; what heads write and the loss, where outputs do, as
-    FOLDER-outputs.
+    Tags too, where each has a trace FOLDER-sinks; head outputs and the loss, where each has FOLDER-outputs.
 
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
     names = [candidate.name for candidate in candidates_of(folders)]
     runs = [Run.load(folder) for folder in folders]
-    traces, written = (_beside(folders, ending) for ending in ("sinks", "outputs"))
+    traces, written = (_runs_ending_in(folders, ending) for ending in ("sinks", "outputs"))
     audits = []
-    for place in range(1, len(runs)):
-        pair = [traces[0], traces[place]] if traces else []
-        outputs = (written[0], written[place]) if written else None
+    for index in range(1, len(runs)):
+        pair = [traces[0], traces[index]] if traces else []
+        outputs = (written[0], written[index]) if written else None
         audits.append(
-            compare(runs[0], runs[place], *pair, outputs_of=outputs, names=(names[0], names[place]))
+            compare(runs[0], runs[index], *pair, outputs_of=outputs, names=(names[0], names[index]))
         )
     return Compared(audits, outcome(audits), runs[0])
 
 
-def _beside(folders: Sequence[str], ending: str) -> list[Run]:
+def _runs_ending_in(folders: Sequence[str], ending: str) -> list[Run]:
     """The runs called FOLDER-ending, if every folder has one."""
-    beside = [Path(f"{Path(folder)}-{ending}") for folder in folders]
-    return [Run.load(folder) for folder in beside] if all(map(is_run, map(str, beside))) else []
+    folders_of_kind = [Path(f"{Path(folder)}-{ending}") for folder in folders]
+    return (
+        [Run.load(folder) for folder in folders_of_kind]
+        if all(map(is_run, map(str, folders_of_kind)))
+        else []
+    )
 
 
 def compare_models(
@@ -108,9 +111,11 @@ def compare_models(
         outputs = (reference.outputs, other.outputs)
         runs = (reference.run, other.run, reference.trace, other.trace)
         audits.append(compare(*runs, outputs_of=outputs, names=names))
-    place = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
-    place = place or most_lost(audits, layer)
-    traced = None if place is None else trace_head(candidates, work.opened, focus.prompt, *place)
+    head_to_trace = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
+    head_to_trace = head_to_trace or most_lost(audits, layer)
+    traced = (
+        None if head_to_trace is None else trace_head(candidates, work.opened, focus.prompt, *head_to_trace)
+    )
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 
 
@@ -166,11 +171,13 @@ def show(compared: Compared, console: Console) -> None:
         for name, ending in (("tags", "sinks"), (NAME, "outputs")):
             if name not in [part.name for part in audit.parts]:
                 console.print(
-                    f"[bold]{name}[/bold]  Not compared: not every folder has one beside it, FOLDER-{ending}."
+                    f"[bold]{name}[/bold]  Not compared: not every survey has a run FOLDER-{ending}."
                 )
     for verdict in compared.outcome.verdicts:
-        if verdict.claim == TERM:
-            line = f"{MARKS[verdict.answer]} {TERM}: {verdict.answer}\n  {harmless(verdict.evidence)}"
+        if verdict.claim == LOW_RANK_CLAIM:
+            line = (
+                f"{MARKS[verdict.answer]} {LOW_RANK_CLAIM}: {verdict.answer}\n  {harmless(verdict.evidence)}"
+            )
             console.print(f"\n{line}", markup=False, highlight=False)
 
 
@@ -181,7 +188,7 @@ def _counts(audit: Audit) -> Table:
     for row in audit.tables["parts"].to_dict("records"):
         counts = (str(row[name]) for name in ("survived", "lost", "new", "undecided"))
         by_chance = f"{row['by_chance']:.1f}" if row["by_chance"] else ""
-        there = row["answer"] != UNTESTABLE  # else the reference has nothing of the part
+        there = row["answer"] != UNTESTABLE  # else the reference lacks the part
         answer = f"{MARKS[row['answer']]} {row['answer']}" if there else ""
         table.add_row(row["part"], answer, *counts, by_chance, percent(row["left"]))
     return table

@@ -29,8 +29,8 @@ TENTH = 0.1
 """An entropy survives that changes by at most this share of the maximum (ours)."""
 
 RANGES = np.array(["collapsed", "", "uniform"])
-"""A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the highest
-entropy."""
+"""A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the
+maximum entropy."""
 
 NAMED = 4
 """Heads that a sentence names."""
@@ -39,16 +39,16 @@ ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
 def entropies(reference: Run, other: Run) -> Survival:
-    """Mean attention entropy of every head, its share of the highest possible, and propagation."""
+    """Mean attention entropy of every head, its share of the maximum, and propagation."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     before, after = (_values(run, "entropy") for run in (reference, other))
     highest = np.maximum(entropy_limits(reference).mean(axis=1), 1e-9)[table["layer"]]
     table = table.join(changes(before, after))
     table["se"] = np.hypot(_values(reference, "entropy_se"), _values(other, "entropy_se"))
     table["share_before"], table["share_after"] = before / highest, after / highest
-    moved = changes(_values(reference, "propagation"), _values(other, "propagation"))
-    table = table.join(moved.add_prefix("propagation_"))
-    table["left_range"] = _left_range(table["share_before"], table["share_after"])
+    propagation_changes = changes(_values(reference, "propagation"), _values(other, "propagation"))
+    table = table.join(propagation_changes.add_prefix("propagation_"))
+    table["left_range"] = _entered_range(table["share_before"], table["share_after"])
     table = table[table["difference"].notna()].reset_index(drop=True)
     first, second = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     ranges = _range(first)[:, None] == _range(second)
@@ -76,8 +76,8 @@ def _range(share: Floats | pd.Series) -> np.ndarray:
     return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM_ATTENTION.threshold])
 
 
-def _left_range(before: pd.Series, after: pd.Series) -> np.ndarray:
-    """What a head has become that it was not."""
+def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
+    """The range of `RANGES` that a head has newly entered."""
     return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
 
 
@@ -97,19 +97,19 @@ def _entropies_sentence(part: Survival) -> str:
     if len(lost):
         order = lost["difference"].abs().sort_values(ascending=False, kind="stable").index
         clauses.append(
-            f"largest changes: {listed([_moved(row) for _, row in lost.loc[order].iterrows()], NAMED)}"
+            f"largest changes: {listed([_entropy_change(row) for _, row in lost.loc[order].iterrows()], NAMED)}"
         )
     return "; ".join(clauses) + "."
 
 
-def _moved(row: pd.Series) -> str:
-    became = f", now {row['left_range']}" if row["left_range"] else ""
-    moved = f"{number(row['before'])} → {number(row['after'])}{became}"
-    return f"{head_name(row['layer'], row['head'])} ({moved})"
+def _entropy_change(row: pd.Series) -> str:
+    entered = f", now {row['left_range']}" if row["left_range"] else ""
+    change = f"{number(row['before'])} → {number(row['after'])}{entered}"
+    return f"{head_name(row['layer'], row['head'])} ({change})"
 
 
 def head_types(reference: Run, other: Run) -> Survival:
-    """Heads that follow a pattern or rest on sinks, by the report's thresholds."""
+    """Heads that follow a pattern or attend to sinks, by the report's thresholds."""
     tables = []
     for role in ROLES:
         least = role.threshold
@@ -146,9 +146,11 @@ def _types_sentence(part: Survival) -> str:
     else:
         clauses.append("No head of the reference has a role: no score reaches its threshold")
     for status in (LOST, NEW):
-        chosen = [name for name, is_it in zip(names, table["status"] == status, strict=True) if is_it]
-        if chosen:
-            clauses.append(f"{status}: {listed(chosen, NAMED)}")
+        heads_of_status = [
+            name for name, has_status in zip(names, table["status"] == status, strict=True) if has_status
+        ]
+        if heads_of_status:
+            clauses.append(f"{status}: {listed(heads_of_status, NAMED)}")
     return "; ".join(clauses) + "."
 
 
@@ -166,9 +168,9 @@ def spectra(reference: Run, other: Run) -> Survival:
             table[f"{name}_after"] = other.heads[name].to_numpy()
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"].to_numpy() for side in ("before", "after"))
-    alike = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
-    sized = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
-    holds: Flags = alike & sized
+    same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
+    similar_norm = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
+    holds: Flags = same_regime & similar_norm
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
     part = Survival(
         "spectra",
@@ -188,26 +190,30 @@ def _spectra_sentence(part: Survival) -> str:
         return "No head has a W_QK to compare: queries and keys are not affine in the input."
     if part.exact:
         return f"W_QK of all {counted(len(table), 'head')} is unchanged."
-    changed = round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0  # no −0 %
+    median_change = (
+        round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0
+    )  # no −0 %
     regimes = (table["regime_before"] == table["regime_after"]).sum()
     clauses = [
         f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its norm and regime "
-        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(changed)}, mean trace "
+        f"({part.by_chance:.1f} by chance): median change of the Frobenius norm {percent(median_change)}, mean trace "
         f"{number(table['trace_before'].mean())} → {number(table['trace_after'].mean())}, same regime in "
         f"{regimes}"
     ]
     if "regime_data_before" in table:
-        same = (table["regime_data_before"] == table["regime_data_after"]).sum()
-        clauses[0] += f" ({same} with the covariance of what the head reads)"
+        same_with_data = (table["regime_data_before"] == table["regime_data_after"]).sum()
+        clauses[0] += f" ({same_with_data} with the covariance of what the head reads)"
     lost = table[table["status"] == LOST]
     if len(lost) > 0:
         order = np.argsort((lost["frobenius_after"] / lost["frobenius_before"]).to_numpy(), kind="stable")
-        clauses.append(f"lost: {listed([_resized(row) for _, row in lost.iloc[order].iterrows()], NAMED)}")
+        clauses.append(
+            f"lost: {listed([_spectrum_change(row) for _, row in lost.iloc[order].iterrows()], NAMED)}"
+        )
     return "; ".join(clauses) + "."
 
 
-def _resized(row: pd.Series) -> str:
-    moved = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
+def _spectrum_change(row: pd.Series) -> str:
+    change = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
     if row["regime_before"] != row["regime_after"]:
-        moved += f", {row['regime_before']} → {row['regime_after']}"
-    return f"{head_name(row['layer'], row['head'])} ({moved})"
+        change += f", {row['regime_before']} → {row['regime_after']}"
+    return f"{head_name(row['layer'], row['head'])} ({change})"

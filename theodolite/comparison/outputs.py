@@ -1,8 +1,8 @@
-"""What each head adds to the residual stream, and the next-token loss: read in a pass of their own, and compared.
+"""What each head adds to the residual stream, and the next-token loss: read in a separate pass, and compared.
 
-Sinks, entropies, head types and W_QK depend on queries and keys alone: of a head whose output never reaches the stream
-they say nothing. So here are the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss of each
-context. Whether they survive is decided by the rule of `survival.py`.
+Sinks, entropies, head types and W_QK depend on queries and keys alone, so they cannot tell that a head's output no
+longer reaches the stream. This pass reads the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss
+of each context. Whether they survive is decided by the rule of `survival.py`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 NAME = "head outputs"
 
 TOKENS = 512
-"""At which outputs are kept, as many of each context; where there are more contexts, one of each of so many."""
+"""Tokens at which outputs are kept, equally many per context; with more contexts than that, one in each of so many."""
 
 DIRECTIONS = 128
-"""Along which outputs are kept, random ones where the stream has more: ‖·‖² is then off by √(2/128) = 1/8 at most."""
+"""Random directions along which wider streams' outputs are kept: ‖·‖² is then off by √(2/128) = 1/8 at most."""
 
 SEED = 0
 """Of the tokens and of the directions, the same for all models."""
@@ -56,7 +56,7 @@ NAMED = 4
 
 
 class Outputs:
-    """What is kept of the contexts read so far.
+    """Head outputs and losses of the contexts read so far.
 
     Attributes:
         context, position: of each token at which outputs are kept.
@@ -65,12 +65,14 @@ class Outputs:
     """
 
     def __init__(self, layers: int, heads: int, width: int, contexts: int, length: int) -> None:
-        each = max(1, min(length - 1, TOKENS // contexts))
+        per_context = max(1, min(length - 1, TOKENS // contexts))
         generator = torch.Generator().manual_seed(SEED)
         chosen = torch.tensor(evenly(contexts, TOKENS))
-        places = [1 + torch.randperm(length - 1, generator=generator)[:each].sort().values for _ in chosen]
-        self.context: Int[Tensor, " tokens"] = chosen.repeat_interleave(each)
-        self.position: Int[Tensor, " tokens"] = torch.cat(places)
+        positions = [
+            1 + torch.randperm(length - 1, generator=generator)[:per_context].sort().values for _ in chosen
+        ]
+        self.context: Int[Tensor, " tokens"] = chosen.repeat_interleave(per_context)
+        self.position: Int[Tensor, " tokens"] = torch.cat(positions)
         self.written: Float[Tensor, "layers heads tokens directions"] = torch.zeros(
             layers, heads, len(self.context), min(width, DIRECTIONS)
         )
@@ -188,7 +190,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
     _, context = torch.unique(reference.arrays["context"], return_inverse=True)
     layers = [
-        _of_layer(*pair, context)
+        _compare_layer(*pair, context)
         for pair in zip(reference.arrays["written"], other.arrays["written"], strict=True)
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
@@ -206,25 +208,27 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     return replace(part, sentence=_sentence(part))
 
 
-def _of_layer(
+def _compare_layer(
     old: Float[Tensor, "heads tokens directions"],
     new: Float[Tensor, "heads tokens directions"],
     context: Int[Tensor, " tokens"],
 ) -> pd.DataFrame:
     """One row per head; a head that wrote nothing has `before` 0, and `after` 1 if it writes now."""
     old, new = old.double(), new.double()
-    squares = [_by_context(each.square().sum(dim=2), context) for each in (new - old, old, new)]
-    changed, whole = squares[:2]
-    sums = [changed, whole, changed.square(), changed * whole, whole.square()]
-    lost, error = (each.numpy() for each in ratio(torch.stack([each.sum(dim=1) for each in sums], dim=-1)))
-    sizes = [(each.sum(dim=1) / len(context)).sqrt().numpy() for each in squares]
-    there = sizes[1] > 0
+    squares = [_by_context(values.square().sum(dim=2), context) for values in (new - old, old, new)]
+    difference, total = squares[:2]
+    sums = [difference, total, difference.square(), difference * total, total.square()]
+    lost, error = (
+        values.numpy() for values in ratio(torch.stack([values.sum(dim=1) for values in sums], dim=-1))
+    )
+    sizes = [(values.sum(dim=1) / len(context)).sqrt().numpy() for values in squares]
+    writes = sizes[1] > 0
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = sizes[0] / sizes[1]
     table = pd.DataFrame({"head": range(len(old))})
-    table = table.join(changes(there.astype(float), np.where(there, 1 - lost, sizes[2] > 0)))
-    table["se"] = np.where(there, error, np.nan)
-    table["relative_difference"] = np.where(there, relative, np.nan)
+    table = table.join(changes(writes.astype(float), np.where(writes, 1 - lost, sizes[2] > 0)))
+    table["se"] = np.where(writes, error, np.nan)
+    table["relative_difference"] = np.where(writes, relative, np.nan)
     return table.join(changes(sizes[1], sizes[2]).add_prefix("norm_"))
 
 
@@ -242,23 +246,23 @@ def _sentence(part: Survival) -> str:
     if part.exact:
         return f"The outputs of all {counted(len(table), 'head')} are unchanged."
     survived = part.count(SURVIVED)
-    middle = table.loc[table["before"] > 0, "relative_difference"].median()
+    median = table.loc[table["before"] > 0, "relative_difference"].median()
     clauses = [
         f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
-        f"median relative difference is {number(float(middle))}"
+        f"median relative difference is {number(float(median))}"
     ]
     lost = table[table["status"] == LOST].sort_values("after", kind="stable")
     if len(lost):
-        clauses.append(f"lost: {listed([_named(row) for _, row in lost.iterrows()], NAMED)}")
+        clauses.append(f"lost: {listed([_described_head(row) for _, row in lost.iterrows()], NAMED)}")
     return "; ".join(clauses) + "."
 
 
-def _named(row: pd.Series) -> str:
+def _described_head(row: pd.Series) -> str:
     if row["norm_after"] == 0:
-        return f"{head_name(row['layer'], row['head'])} (writes nothing any more)"
+        return f"{head_name(row['layer'], row['head'])} (no longer writes anything)"
     retained = percent(row["after"]) if row["after"] > 0 else "nothing"
-    size = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
-    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {size})"
+    norms = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
+    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {norms})"
 
 
 @dataclass(frozen=True)
@@ -274,10 +278,8 @@ class Loss:
     def __str__(self) -> str:
         if self.unchanged:
             return f"Next-token loss: {number(self.before)} nats, unchanged"
-        moved = f"{number(self.before)} → {number(self.after)} nats"
-        return (
-            f"Next-token loss: {moved}, difference {with_error(self.difference, self.se)} (paired by context)"
-        )
+        before_after = f"{number(self.before)} → {number(self.after)} nats"
+        return f"Next-token loss: {before_after}, difference {with_error(self.difference, self.se)} (paired by context)"
 
 
 def loss(reference: Run, other: Run) -> Loss | None:

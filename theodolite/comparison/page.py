@@ -1,4 +1,4 @@
-"""The page of a comparison: a verdict on each part, figures before and after, all tables, one head side by side."""
+"""The page of a comparison: a verdict on each part, figures before and after, tables, one head in every model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ COMPARED = Heading(
 )
 """The heading of the page, which `theodolite compare` writes."""
 
-OF_THE_TERM = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
-TERM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
+PAPER_ON_LOW_RANK = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
+LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
 FEWEST_SINKS = 8
-"""Times that keys of the layer are sinks in the text, below which nothing is said of them."""
+"""Sink occurrences in the layer (head × context pairs) below which nothing is tested."""
 
 
 def outcome(
@@ -53,8 +53,8 @@ def outcome(
     ]
     tables = {}
     for name in audits[0].tables:
-        having = [(audit, audit.tables[name]) for audit in audits if name in audit.tables]
-        named = [_named(audit, table) if several else table for audit, table in having]
+        pairs = [(audit, audit.tables[name]) for audit in audits if name in audit.tables]
+        named = [_with_model_names(audit, table) if several else table for audit, table in pairs]
         tables[name] = pd.concat([table for table in named if len(table)] or named[:1], ignore_index=True)
     ablated = [model for model in measured if model.candidate.layer is not None]
     if ablated:
@@ -69,19 +69,19 @@ def outcome(
 def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
     """The page's head: which models it is of, and what the paper says where a low-rank term was taken out."""
     first, *others = (visible(name, 60) for name in [audits[0].reference, *(audit.other for audit in audits)])
-    taken_out = any(verdict.claim == TERM for verdict in content.verdicts)
+    is_ablation = any(verdict.claim == LOW_RANK_CLAIM for verdict in content.verdicts)
     title = f"What survives of {first} in {listed(others, 4)}"
-    return replace(COMPARED, title=title, paper=OF_THE_TERM if taken_out else "")
+    return replace(COMPARED, title=title, paper=PAPER_ON_LOW_RANK if is_ablation else "")
 
 
 def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
     """On the whole mechanism, and on each part; `explain` what survives."""
     parts = [part for part in audit.parts if len(part.table)]
-    whole = Verdict(
+    overall = Verdict(
         f"The mechanism of {audit.reference} survives in {audit.other}", audit.answer, audit.summary
     )
     return [
-        whole,
+        overall,
         *(
             Verdict(
                 f"{audit.other}, {part.name}",
@@ -93,7 +93,7 @@ def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
     ]
 
 
-def _named(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
+def _with_model_names(audit: Audit, table: pd.DataFrame) -> pd.DataFrame:
     """With the names of the two models in front."""
     return table.assign(before_in=audit.reference, after_in=audit.other)[["before_in", "after_in", *table]]
 
@@ -103,7 +103,7 @@ def _audits_of(ablated: Sequence[Measured], audits: Sequence[Audit]) -> list[Aud
 
 
 def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
-    """The sinks of the layer with its low-rank term, without it, and without a random part as large."""
+    """The sinks of the layer with its low-rank term, without it, and without a random part of the same size."""
     table: pd.DataFrame | None = None
     for audit, name in zip(_audits_of(ablated, audits), ("without_term", "without_random_part"), strict=True):
         sinks = audit.part("sinks").table
@@ -118,12 +118,14 @@ def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.Da
 
 
 def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdict:
-    """Whether the sinks of a layer go with its low-rank term, and stay where as much is taken at random."""
+    """Whether ablating a layer's low-rank term removes its sinks, and a random part of the same size does not."""
     layer, contexts = ablated[0].candidate.layer, ablated[0].run.provenance["corpus"]["contexts"]
     table = _of_the_layer(ablated, audits)
     before = float(table["with_term"].sum())
     if before * contexts < FEWEST_SINKS:
-        return Verdict(TERM, UNTESTABLE, f"layer {layer} has too few sinks in this text, with the term")
+        return Verdict(
+            LOW_RANK_CLAIM, UNTESTABLE, f"layer {layer} has too few sinks in this text, with the term"
+        )
     without, at_random = (
         float(np.minimum(table["with_term"], table[name]).sum()) / before
         for name in ("without_term", "without_random_part")
@@ -135,35 +137,38 @@ def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdi
         "criterion: less than half without the term, at least half without the random part, by more than two "
         "standard errors (ours)"
     )
-    near = SIGMAS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
-    if abs(without - HALF) <= near:
-        return Verdict(TERM, UNDECIDED, f"{evidence}; within two standard errors of it")
+    margin = SIGMAS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
+    if abs(without - HALF) <= margin:
+        return Verdict(LOW_RANK_CLAIM, UNDECIDED, f"{evidence}; within two standard errors of it")
     if without > HALF:
-        return Verdict(TERM, FAILS, evidence)
-    if at_random < HALF + near:
+        return Verdict(LOW_RANK_CLAIM, FAILS, evidence)
+    if at_random < HALF + margin:
         return Verdict(
-            TERM, UNDECIDED, f"{evidence}; ablating a random part of the same size may remove them, too"
+            LOW_RANK_CLAIM,
+            UNDECIDED,
+            f"{evidence}; ablating a random part of the same size may remove them, too",
         )
-    return Verdict(TERM, HOLDS, evidence)
+    return Verdict(LOW_RANK_CLAIM, HOLDS, evidence)
 
 
 def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
     head = head_name(on_prompt.layer, on_prompt.head)
     sinks = {
-        name: [int(place) for place in trace.sinks if place >= 0] for name, trace in on_prompt.traces.items()
+        name: [int(position) for position in trace.sinks if position >= 0]
+        for name, trace in on_prompt.traces.items()
     }
     attention = {
         name: figures_prompt.attention(trace.attention.numpy(), on_prompt.tokens, sinks[name])
         for name, trace in on_prompt.traces.items()
     }
     outputs = {name: trace.output.numpy() for name, trace in on_prompt.traces.items()}
-    together = np.concatenate(list(outputs.values()))
+    all_outputs = np.concatenate(list(outputs.values()))
     output = {
-        name: figures_prompt.by_dimension(vectors, on_prompt.tokens, sinks[name], like=together)
+        name: figures_prompt.by_dimension(vectors, on_prompt.tokens, sinks[name], scale_of=all_outputs)
         for name, vectors in outputs.items()
     }
     listed_by_model = "; ".join(
-        f"{name}: {_listed_sinks(places, on_prompt.tokens)}" for name, places in sinks.items()
+        f"{name}: {_listed_sinks(positions, on_prompt.tokens)}" for name, positions in sinks.items()
     )
     return [
         exhibit(
@@ -190,9 +195,9 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
     ]
 
 
-def _listed_sinks(places: Sequence[int], tokens: Sequence[str]) -> str:
-    named = [f"{place} “{token_text(tokens[place])}”" for place in places]
-    return f"{counted(len(named), 'sink')} ({listed(named)})" if named else "no sink"
+def _listed_sinks(positions: Sequence[int], tokens: Sequence[str]) -> str:
+    names = [f"{position} “{token_text(tokens[position])}”" for position in positions]
+    return f"{counted(len(names), 'sink')} ({listed(names)})" if names else "no sink"
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ class _Drawing:
     draw: Callable[[pd.DataFrame], go.Figure]
     patch: Callable[[pd.DataFrame], list[Patch]]
     shows: str
-    look: str
+    look_for: str
     source: str
     wide: bool = False
 
@@ -216,13 +221,13 @@ class _Drawing:
         if not any(map(len, tables)):
             return None
         names = [audit.other for audit in having]
-        choice = by_name("model", names, lambda place: self.patch(tables[place]))
+        choice = by_name("model", names, lambda index: self.patch(tables[index]))
         return exhibit(
             key,
             self.title,
             self.draw(tables[0]),
             self.shows,
-            self.look,
+            self.look_for,
             self.source,
             choice=choice if len(names) > 1 else None,
             wide=self.wide,
@@ -259,7 +264,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
             lambda table: drawing.scatter_patch(table, drawing.OUTPUT_DOTS),
             "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
-            "dots at the lower edge, which no longer write anything. A lost dot near the line writes something else.",
+            "dots at the lower edge: heads that write nothing any more. A lost head near the line writes other things.",
             "ours",
         ),
         _Drawing(
@@ -268,7 +273,7 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             drawing.entropies,
             drawing.entropies_patch,
             "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
-            "deep colours on the right: heads that attend to fewer keys (blue) or more (orange) than before.",
+            "strong colours on the right: heads that attend to fewer keys (blue) or more (orange) than before.",
             f"{BAO}, section 5",
             wide=True,
         ),

@@ -38,7 +38,7 @@ NAMED = 4
 
 def sinks(reference: Run, other: Run) -> Survival:
     """Sinks by layer, head, kind and token: share of contexts before and after."""
-    table = _joined(_shares(reference), _shares(other), ["share"])
+    table = _outer_join(_shares(reference), _shares(other), ["share"])
     table = table[(table["share_before"] >= LEAST_SHARE) | (table["share_after"] >= LEAST_SHARE)]
     change = changes(table["share_before"], table["share_after"])
     contexts = reference.provenance["corpus"]["contexts"]
@@ -67,7 +67,7 @@ def _shares(run: Run) -> pd.DataFrame:
     return rows.groupby(KEY, as_index=False).agg(token=("token", "first"), share=("share", "sum"))
 
 
-def _joined(before: pd.DataFrame, after: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+def _outer_join(before: pd.DataFrame, after: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
     """Rows of either, by `KEY`; the columns 0 where a sink is none."""
     names = [*KEY, "token", *columns]
     # An empty column of pyarrow's texts cannot be merged with another.
@@ -94,12 +94,14 @@ def _sinks_sentence(part: Survival) -> str:
     else:
         decided = table[table["status"].isin([SURVIVED, LOST])]
         by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
-        keeping = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
-        clauses = [f"{part.counts()}; {keeping}"]
-    return "; ".join(clauses + _named(table, "after", _moved)) + "."
+        by_head_text = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
+        clauses = [f"{part.counts()}; {by_head_text}"]
+    return "; ".join(clauses + _lost_and_new(table, "after", _share_changes)) + "."
 
 
-def _named(table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], list[str]]) -> list[str]:
+def _lost_and_new(
+    table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], list[str]]
+) -> list[str]:
     """What was lost, in the table's order, and what is new, the largest first by the column `after`."""
     clauses = []
     for status in (LOST, NEW):
@@ -110,7 +112,7 @@ def _named(table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], l
     return clauses
 
 
-def _moved(rows: pd.DataFrame) -> list[str]:
+def _share_changes(rows: pd.DataFrame) -> list[str]:
     return [
         f"{sink_name(row)} ({percent(row['before'])} → {percent(row['after'])} of contexts)"
         for _, row in rows.iterrows()
@@ -120,12 +122,12 @@ def _moved(rows: pd.DataFrame) -> list[str]:
 def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
     values = ["share", "tag", "tag_se", "released", "released_se", "tagged", "row"]
-    table = _joined(_tagging(reference), _tagging(other), values)
-    units = [
+    table = _outer_join(_tagging(reference), _tagging(other), values)
+    are_tags = [
         (table[f"tag_{side}"] >= TAGGED) & (table[f"share_{side}"] >= LEAST_SHARE)
         for side in ("before", "after")
     ]
-    table = table[units[0] | units[1]].reset_index(drop=True)
+    table = table[are_tags[0] | are_tags[1]].reset_index(drop=True)
     change = changes(table["tag_before"], table["tag_after"])
     release = changes(table["released_before"], table["released_after"]).add_prefix("released_")
     tags_table = table[[*KEY, "token", "share_before", "share_after"]].join(change)
@@ -135,11 +137,11 @@ def tags(reference: Run, other: Run) -> Survival:
     tags_table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     tags_table["tagged_before"], tags_table["tagged_after"] = table["tagged_before"], table["tagged_after"]
     status = statuses(tags_table, TAGGED)
-    turned = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
-    unknown = tags_table["cosine"].isna() & ~_clearly_moved(
+    rotated = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
+    undirected = tags_table["cosine"].isna() & ~_clearly_moved(
         tags_table, reference.provenance["corpus"]["contexts"]
     )
-    tags_table["status"] = np.where(unknown, UNDECIDED, np.where(turned, LOST, status))
+    tags_table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
     tags_table = tags_table.sort_values(
         ["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4
     )
@@ -200,18 +202,18 @@ def _tags_sentence(part: Survival) -> str:
             name: float(np.average(decided[name], weights=weights))
             for name in ("before", "after", "released_before", "released_after")
         }
-        both = decided["cosine"].dropna()
+        cosines = decided["cosine"].dropna()
         clauses = [
             part.counts(),
             f"η² in the head's output {number(means['before'])} → {number(means['after'])} on average, its maximum in "
             f"later layers {number(means['released_before'])} → {number(means['released_after'])}",
         ]
-        if len(both):
-            clauses[-1] += f", median cosine of the directions {number(float(both.median()))}"
-    return "; ".join(clauses + _named(table, "tagged_after", _retagged)) + "."
+        if len(cosines):
+            clauses[-1] += f", median cosine of the directions {number(float(cosines.median()))}"
+    return "; ".join(clauses + _lost_and_new(table, "tagged_after", _tag_changes)) + "."
 
 
-def _retagged(rows: pd.DataFrame) -> list[str]:
+def _tag_changes(rows: pd.DataFrame) -> list[str]:
     named = []
     for _, row in rows.iterrows():
         if row["status"] == LOST and row["after"] >= HALF * row["before"]:

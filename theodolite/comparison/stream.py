@@ -1,4 +1,4 @@
-"""What survives of the residual stream's geometry: outliers, massive activations, positions."""
+"""What survives of the residual stream's geometry: outliers, massive activations, positional basis."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
     if not len(table):
         return f"Neither model has {'an' if noun[0] in 'aeiou' else 'a'} {noun}."
     if part.exact:
-        places = table.groupby("dimension")["layer"].count()
+        layers_by_dimension = table.groupby("dimension")["layer"].count()
         return (
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
-            f"(of {listed([str(d) for d in places.index], NAMED)})."
+            f"(of {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
         )
     clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
     for status in (LOST, NEW):
@@ -106,8 +106,8 @@ def positions(reference: Run, other: Run) -> Survival:
         change = changes(value_of(reference, name), value_of(other, name)).add_prefix(f"{name}_")
         table = table.join(change)
         table[f"{name}_se"] = np.hypot(error_of(reference, name), error_of(other, name))
-    shared, chance = overlap(reference, other)
-    table["overlap"], table["curve"] = shared, _curves(reference, other)
+    overlaps, chance = overlap(reference, other)
+    table["overlap"], table["curve"] = overlaps, _curves(reference, other)
     norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
     table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
     part = Survival(

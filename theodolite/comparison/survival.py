@@ -1,4 +1,4 @@
-"""The one rule by which something survives, and what of one part of the mechanism did. No run is read here."""
+"""The rule of what counts as surviving, and its result for one part of the mechanism. No run is read here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HALF = 0.5
 """What survives retains at least this share (ours)."""
 
 HARDLY_ANY = 0.1
-"""A part is lost with less left."""
+"""A part of which less than this share is left is lost."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -42,9 +42,9 @@ class Survival:
         unit: what is counted, in the singular.
         criterion: when a unit survives, and what is a unit.
         table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
-        sentence: what became of the part, with its numbers.
+        sentence: the result in words, with its numbers.
         weight: the column by which units count; empty: each counts once.
-        by_chance: of how many units the criterion holds where heads are matched at random; 0: of none.
+        by_chance: how many units would survive if heads were matched at random; 0: none.
     """
 
     name: str

@@ -45,17 +45,17 @@ def opening_head(run: Run) -> tuple[int, int]:
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     """Every role with the head's scores, those that it has first."""
-    every = [
+    rows = [
         Evidence(role, _value(run, role.column, layer, head), _value(measured, role.column, layer, head))
         for role in ROLES
     ]
-    known = [
+    scored = [
         row
-        for row in every
+        for row in rows
         if not (math.isnan(row.on_text) and math.isnan(row.on_prompt))
         and not (row.role is LEARNED_SINK and not (row.on_text or row.on_prompt))
     ]
-    return sorted(known, key=lambda row: not row.holds)
+    return sorted(scored, key=lambda row: not row.holds)
 
 
 def roles_of(rows: list[Evidence]) -> str:
@@ -74,15 +74,16 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
             "This family normalises queries and keys after projecting them: the eigenvalues are those of the "
             "projection before the norm, and do not predict propagation."
         )
-    data = "_data" if "regime_data" in row else ""
-    regime, of = str(row[f"regime{data}"]), "W_QK Σ̂" if data else "W_QK"
+    suffix = "_data" if "regime_data" in row else ""
+    regime, matrix = str(row[f"regime{suffix}"]), "W_QK Σ̂" if suffix else "W_QK"
     if regime == UNDEFINED:
-        return f"The spectrum of {of} falls into no regime."
+        return f"The spectrum of {matrix} falls into no regime."
     numbers = ", ".join(
-        f"{symbol} = {number(row[f'{name}_symmetric{data}'])}" for symbol, name in (("ξ", "xi"), ("η", "eta"))
+        f"{symbol} = {number(row[f'{name}_symmetric{suffix}'])}"
+        for symbol, name in (("ξ", "xi"), ("η", "eta"))
     )
-    margin = number(row[f"regime_margin{data}"], 2)
-    return f"Predicted regime: {regime}, from {of} ({numbers}; {margin} from the nearest threshold)."
+    margin = number(row[f"regime_margin{suffix}"], 2)
+    return f"Predicted regime: {regime}, from {matrix} ({numbers}; {margin} from the nearest threshold)."
 
 
 def shares_line(run: Run, layer: int, head: int) -> str:

@@ -1,4 +1,4 @@
-"""Figures of the page that the reports do not have: a head's attention with its switches, the map with a choice.
+"""Figures that only the explorer has: a head's attention with its switches, and the head map with one head framed.
 
 They take plain numbers and return Plotly figures in the report's style.
 """
@@ -26,8 +26,8 @@ LABELLED = 40  # tokens written at an axis at most
 NAMED = 10  # characters of each
 MARK = "▼"
 COLOUR_AXES = ("coloraxis", "coloraxis2")
-APART = 0.15  # decades between the last tick and the end of the colours, for the end to be written
-ROOM = 0.06  # of an axis, beyond its outermost points
+END_TICK_GAP = 0.15  # decades between the last tick and the end of the colours, for the end to be written
+AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
 
 
 def hidden_keys(view: HeadView) -> list[int]:
@@ -79,15 +79,15 @@ def _decades(most: float) -> tuple[float, float, dict[str, Any]]:
     high = max(math.log10(most), low + 1.0)
     decades: list[float] = list(range(low, math.floor(high) + 1))
     names = [f"{10.0**decade:g}" for decade in decades]
-    if high - decades[-1] > APART:  # the upper end has a number, too
+    if high - decades[-1] > END_TICK_GAP:  # the upper end has a number, too
         decades, names = [*decades, high], [*names, f"{10.0**high:.2g}"]
     return low, high, {"tickvals": decades, "ticktext": [f"≤ {names[0]}", *names[1:]]}
 
 
 def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
-    apart = -(-len(tokens) // LABELLED)  # tokens from one label to the next
-    free = [i for i in evenly(len(tokens), LABELLED) if all(abs(i - sink) >= apart for sink in sinks)]
-    ticks = sorted({*free, *sinks})
+    spacing = -(-len(tokens) // LABELLED)  # tokens from one label to the next
+    unmarked = [i for i in evenly(len(tokens), LABELLED) if all(abs(i - sink) >= spacing for sink in sinks)]
+    ticks = sorted({*unmarked, *sinks})
     return {
         "type": "category",
         "showgrid": False,
@@ -95,20 +95,20 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
         "ticks": "",
         "tickmode": "array",
         "tickvals": ticks,
-        "ticktext": [for_plotly(_short(tokens[tick], tick in sinks)) for tick in ticks],
+        "ticktext": [for_plotly(_tick_text(tokens[tick], tick in sinks)) for tick in ticks],
         "tickfont": {"size": 9},
         "constrain": "domain",
         "automargin": False,  # the map stays where it is when a switch is turned
     }
 
 
-def _short(token: str, sink: bool) -> str:
+def _tick_text(token: str, sink: bool) -> str:
     text = token_text(token)
-    cut = text if len(text) <= NAMED else text[: NAMED - 1] + "…"
-    return f"{MARK} {cut}" if sink else cut
+    shown = text if len(text) <= NAMED else text[: NAMED - 1] + "…"
+    return f"{MARK} {shown}" if sink else shown
 
 
-def chosen_map(run: Run, measure: str, layer: int, head: int) -> go.Figure:
+def framed_map(run: Run, measure: str, layer: int, head: int) -> go.Figure:
     """The layer × head map of a measure, with a frame around one head."""
     drawn = head_map(run, measure)
     frame = {"type": "rect", "x0": head - 0.5, "x1": head + 0.5, "y0": layer - 0.5, "y1": layer + 0.5}
@@ -135,21 +135,21 @@ def _share(scales: Sequence[Any], letter: str) -> None:
     scales = [scale for scale in scales if scale[high] is not None]
     if not scales:
         return
-    least, farthest = min(scale[low] for scale in scales), max(scales, key=lambda scale: scale[high])
+    lowest, widest = min(scale[low] for scale in scales), max(scales, key=lambda scale: scale[high])
     for scale in scales:
-        scale.update({low: least, high: farthest[high], "colorbar": farthest.colorbar})
+        scale.update({low: lowest, high: widest[high], "colorbar": widest.colorbar})
 
 
 def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
     """An axis of numbers from the least to the most of all points."""
     values = [trace[axis] for figure in drawn for trace in figure.data if trace.type == "scatter"]
-    finite = [part[np.isfinite(part)] for part in map(np.asarray, values)]
-    if not any(part.size for part in finite):
+    finite = [points[np.isfinite(points)] for points in map(np.asarray, values)]
+    if not any(points.size for points in finite):
         return
     low, high = (
-        min(part.min() for part in finite if part.size),
-        max(part.max() for part in finite if part.size),
+        min(points.min() for points in finite if points.size),
+        max(points.max() for points in finite if points.size),
     )
-    room = ROOM * (float(high - low) or 1.0)
+    margin = AXIS_MARGIN * (float(high - low) or 1.0)
     for figure in drawn:
-        figure.layout[f"{axis}axis"].range = [float(low) - room, float(high) + room]
+        figure.layout[f"{axis}axis"].range = [float(low) - margin, float(high) + margin]

@@ -89,14 +89,14 @@ class _Settings:
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
     """The page of one model, or of two side by side."""
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
-        _words(panel_html.title([s.name for s in subjects], [s.run for s in subjects]))
+        _html(panel_html.title([s.name for s in subjects], [s.run for s in subjects]))
         prompts = offered_prompts(subjects)
-        prompt, picked, look = _prompt_row(prompts)
-        message = _words(elem_id="message")
+        prompt, preset, run_button = _prompt_row(prompts)
+        message = _html(elem_id="message")
         controls = _control_row(subjects)
         with gr.Row(elem_classes="sides"):
             sides = [_side(subject, alone=len(subjects) == 1) for subject in subjects]
-        _wire(page, subjects, prompts, (prompt, picked, look, message), controls, sides)
+        _wire(page, subjects, prompts, (prompt, preset, run_button, message), controls, sides)
     return page
 
 
@@ -112,9 +112,9 @@ def _prompt_row(prompts: dict[str, str]) -> tuple[gr.Textbox, gr.Dropdown, gr.Bu
             info="Enter starts a new line; Shift+Enter or Run runs the model.",
         )
         with gr.Column(scale=1, min_width=170):
-            picked = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="picked")
-            look = gr.Button("Run", variant="primary", elem_id="look")
-    return prompt, picked, look
+            preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
+            run_button = gr.Button("Run", variant="primary", elem_id="run")
+    return prompt, preset, run_button
 
 
 def _control_row(subjects: Sequence[Subject]) -> _Controls:
@@ -147,21 +147,21 @@ def _control_row(subjects: Sequence[Subject]) -> _Controls:
 def _side(subject: Subject, *, alone: bool) -> _ModelPanels:
     panels_by_name: dict[str, gr.HTML] = {}
     with gr.Column(elem_classes="side"):
-        unseen = " only-heard" if alone else ""  # one model's name is the page's own heading
-        _words(f'<h2 class="side-name{unseen}">{panel_html.escaped(subject.name)}</h2>')
+        hidden = " only-heard" if alone else ""  # one model's name is the page's own heading
+        _html(f'<h2 class="side-name{hidden}">{panel_html.escaped(subject.name)}</h2>')
         with gr.Row(elem_classes="pair"):
             with _panel("Heads", "Rows are layers, columns heads. Click a head to show it."):
                 panels_by_name["map"] = _figure("layer × head map", picks=True)
-                panels_by_name["head"] = _words(elem_classes="head-panel")
+                panels_by_name["head"] = _html(elem_classes="head-panel")
             with _panel(
                 "Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks."
             ):
                 panels_by_name["attention"] = _figure("attention map of the head", kind="square")
         with gr.Row(elem_classes="pair"):
-            panels_by_name["sinks"] = _words(elem_classes="sinks-panel")
-            panels_by_name["tags"] = _words(elem_classes="tags-panel")
+            panels_by_name["sinks"] = _html(elem_classes="sinks-panel")
+            panels_by_name["tags"] = _html(elem_classes="tags-panel")
         with _panel("Constituents of the logits", _CONSTITUENTS):
-            panels_by_name["not_split"] = _words()
+            panels_by_name["not_split"] = _html()
             panels_by_name["constituents"] = _figure(
                 "constituents of the head's logits", kind="tiled", elem_classes="wide-figure"
             )
@@ -183,11 +183,11 @@ def _wire(
     controls: _Controls,
     sides: list[_ModelPanels],
 ) -> None:
-    prompt, picked, look, message = prompt_row
-    quick = [panel for side in sides for panel in side.quick]
-    slow = [panel for side in sides for panel in side.slow]
-    asked = controls.all()
-    event = functools.partial(_event, message)
+    prompt, preset, run_button, message = prompt_row
+    quick_panels = [panel for side in sides for panel in side.quick]
+    slow_panels = [panel for side in sides for panel in side.slow]
+    inputs = controls.all()
+    on = functools.partial(_event, message)
 
     def read(text: str, *values: Any) -> Iterator[Any]:
         ids = prompt_ids(subjects, text)
@@ -214,30 +214,30 @@ def _wire(
         head = str(evt._data["head"])
         yield from (head, *_quick(subjects, _Settings.of(values[0], head, *values[2:])))
 
-    reads = [controls.ids, controls.window, picked, *quick]
-    for trigger in (look.click, prompt.submit, page.load):
-        event(trigger, read, [prompt, *asked], reads).then(**_then(message, parts, asked, slow))
-    picked.input(prompts.__getitem__, picked, prompt, show_progress="hidden", api_visibility="private").then(
-        **_then(message, read, [prompt, *asked], reads, first=True)
-    ).then(**_then(message, parts, asked, slow))
-    event(controls.head.input, show, asked, quick).then(**_then(message, parts, asked, slow))
+    reads = [controls.ids, controls.window, preset, *quick_panels]
+    for trigger in (run_button.click, prompt.submit, page.load):
+        on(trigger, read, [prompt, *inputs], reads).then(**_then(message, parts, inputs, slow_panels))
+    preset.input(prompts.__getitem__, preset, prompt, show_progress="hidden", api_visibility="private").then(
+        **_then(message, read, [prompt, *inputs], reads, first=True)
+    ).then(**_then(message, parts, inputs, slow_panels))
+    on(controls.head.input, show, inputs, quick_panels).then(**_then(message, parts, inputs, slow_panels))
     for side in sides:
-        event(side.map.select, choose, asked, [controls.head, *quick]).then(
-            **_then(message, parts, asked, slow)
+        on(side.map.select, choose, inputs, [controls.head, *quick_panels]).then(
+            **_then(message, parts, inputs, slow_panels)
         )
-    event(controls.measure.input, maps, asked, [side.map for side in sides])
+    on(controls.measure.input, maps, inputs, [side.map for side in sides])
     for switch in (controls.log, controls.hide):
-        event(switch.input, attention, asked, [side.attention for side in sides])
-    event(controls.window.input, parts, asked, slow)
+        on(switch.input, attention, inputs, [side.attention for side in sides])
+    on(controls.window.input, parts, inputs, slow_panels)
 
 
 def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
-    of = (subjects, settings.ids, settings.selection)
+    shown = (subjects, settings.ids, settings.selection)
     quick = [
-        panels.head_map(*of),
-        panels.head(*of),
-        panels.attention(*of, settings.switches),
-        panels.sinks(*of),
+        panels.head_map(*shown),
+        panels.head(*shown),
+        panels.attention(*shown, settings.switches),
+        panels.sinks(*shown),
         panels.spectrum(subjects, settings.selection),
         panels.propagation(subjects, settings.selection),
     ]
@@ -246,8 +246,8 @@ def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
 
 
 def _slow(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
-    of = (subjects, settings.ids, settings.selection)
-    for parts, tags in zip(panels.constituents(*of, settings.first), panels.tags(*of), strict=True):
+    shown = (subjects, settings.ids, settings.selection)
+    for parts, tags in zip(panels.constituents(*shown, settings.first), panels.tags(*shown), strict=True):
         yield from (*parts, tags)
 
 
@@ -267,14 +267,14 @@ def _then(
     """
 
     @functools.wraps(work)
-    def answered(*values: Any) -> list[Any]:
+    def answer(*values: Any) -> list[Any]:
         try:
             return ["" if first else gr.skip(), *work(*values)]
         except TheodoliteError as error:
             return [panel_html.message(str(error)), *(gr.skip() for _ in outputs)]
 
     return {
-        "fn": answered,
+        "fn": answer,
         "inputs": inputs,
         "outputs": [message, *outputs],
         "show_progress": "minimal",
@@ -285,7 +285,7 @@ def _then(
     }
 
 
-def _words(value: str = "", **more: Any) -> gr.HTML:
+def _html(value: str = "", **more: Any) -> gr.HTML:
     return gr.HTML(
         value,
         # Not the default, which would read what stands in the value as a template.
@@ -299,7 +299,7 @@ def _words(value: str = "", **more: Any) -> gr.HTML:
 def _panel(title: str, lead: str) -> gr.Column:
     panel = gr.Column(elem_classes="panel")
     with panel:
-        _words(f'<h3>{title}</h3><p class="lead">{lead}</p>')
+        _html(f'<h3>{title}</h3><p class="lead">{lead}</p>')
     return panel
 
 

@@ -75,36 +75,36 @@ def text_line(run: Run) -> str:
 
 
 def most_received(views: Sequence[HeadView]) -> float:
-    """The most that any token of any of the models gets."""
+    """The most attention that any token receives in any of the models."""
     return max((float(value) for view in views for value in view.received if value > 0), default=1.0)
 
 
 def sinks_html(view: HeadView, most: float) -> str:
-    """The prompt's tokens, shaded by the attention that they get, sinks marked; and each sink in a sentence.
+    """The prompt's tokens, shaded by the attention that they receive, sinks marked; and each sink in a sentence.
 
     `most`: what the deepest shade means.
     """
     shades = np.nan_to_num(view.received) / most
-    tokens = [_token(view, place, f"--a:{shade:.2f}") for place, shade in enumerate(shades)]
+    tokens = [_token(view, position, f"--a:{shade:.2f}") for position, shade in enumerate(shades)]
     learned = float(view.learned.mean())
     return _render(
         "sinks.html.j2",
         tokens=tokens,
         most=number(most, 2),
-        sinks=[_sink_line(view, index) for index in range(len(view.sinks))],
+        sinks=[_sink_sentence(view, index) for index in range(len(view.sinks))],
         learned=f"{learned:.2f}" if learned > 0 else "",
         uncaught=int((view.group == UNCAUGHT).sum()),
     )
 
 
-def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, why_not: str) -> str:
+def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, reason: str) -> str:
     """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
-    tokens = [_token(view, place, _coloured(colour)) for place, colour in enumerate(colours)]
+    tokens = [_token(view, position, _background(colour)) for position, colour in enumerate(colours)]
     return _render(
         "tags.html.j2",
         tokens=tokens,
-        why_not=visible(why_not),
-        line="" if tags is None else _tag_line(view, tags),
+        reason=visible(reason),
+        line="" if tags is None else _tag_sentence(view, tags),
     )
 
 
@@ -147,23 +147,23 @@ def _row(evidence: Evidence) -> Row:
     )
 
 
-def _token(view: HeadView, place: int, style: str) -> Token:
-    text = flowing(view.tokens[place])
+def _token(view: HeadView, position: int, style: str) -> Token:
+    text = flowing(view.tokens[position])
     line = text.rstrip("\n")
     sinks = [sink.position for sink in view.sinks]
-    mark = f"▼{sinks.index(place) + 1}" if place in sinks else ""
-    group = int(view.group[place])
+    mark = f"▼{sinks.index(position) + 1}" if position in sinks else ""
+    group = int(view.group[position])
     caught = group not in (UNCAUGHT, LEFT_OUT)
-    received = float(view.received[place])
-    hint = f"{place}: {token_text(view.tokens[place])}"
+    received = float(view.received[position])
+    hint = f"{position}: {token_text(view.tokens[position])}"
     hint += " · seen by too few tokens" if math.isnan(received) else f" · receives {received:.3f}"
     hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
     return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
 
 
-def _sink_line(view: HeadView, index: int) -> tuple[str, str]:
+def _sink_sentence(view: HeadView, index: int) -> tuple[str, str]:
     sink = view.sinks[index]
-    name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_named(view, sink)}”"
+    name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_token_of(view, sink)}”"
     local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
     return f"▼{index + 1}", (
         f"{name} receives {sink.received:.2f} of the attention on average and catches "
@@ -171,19 +171,19 @@ def _sink_line(view: HeadView, index: int) -> tuple[str, str]:
     )
 
 
-def _named(view: HeadView, sink: Sink) -> str:
+def _token_of(view: HeadView, sink: Sink) -> str:
     return token_text(view.tokens[sink.position])
 
 
-def _coloured(colour: np.ndarray) -> str:
-    red, green, blue = (int(part) for part in colour)
+def _background(colour: np.ndarray) -> str:
+    red, green, blue = (int(channel) for channel in colour)
     share = colour / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
     luminance = linear @ (0.2126, 0.7152, 0.0722)
     return f"background:rgb({red},{green},{blue});color:{'#000' if luminance >= LIGHT else '#fff'}"
 
 
-def _tag_line(view: HeadView, tags: Tags) -> str:
+def _tag_sentence(view: HeadView, tags: Tags) -> str:
     if math.isnan(tags.explained):
         return (
             "No sink groups these tokens, so there is no tag to measure: the colours show the leading principal "

@@ -1,4 +1,4 @@
-"""Every panel of the page as the string that the browser gets, one a model: words as HTML, figures as JSON.
+"""Every panel of the page as the string that the browser gets, one per model: text as HTML, figures as JSON.
 
 Models that stand side by side share their scales, so that a colour or a height means the same in both.
 Between the numbers of a view and the page; gradio is not known here, so that all of it can be tested without.
@@ -18,7 +18,7 @@ from theodolite.explore.view import tag_colours
 from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.drawing.qk import MOST, qk_panels
+from theodolite.report.drawing.qk import MOST_POSITIONS, qk_panels
 from theodolite.report.measures import HEAD_MEASURES
 from theodolite.report.payload import figure_json
 from theodolite.system.wording import head_name, visible
@@ -69,17 +69,17 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
-    known = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
-    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in known)]
+    measured = [{measure.column for measure in head_measures(subject.run)} for subject in subjects]
+    on_text = [name for name in HEAD_MEASURES if all(name in of_model for of_model in measured)]
     learned = any(
         bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
         for subject in subjects
     )
     on_prompt = [name for name in ON_PROMPT if learned or name != LEARNED_SINK.column]
-    both = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
+    sources = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
     return [
         (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")
-        for where, names, label in both
+        for where, names, label in sources
         for name in names
     ]
 
@@ -89,7 +89,7 @@ def head_map(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> lis
     where, measure = selection.measure
     try:
         drawn = [
-            figures.chosen_map(
+            figures.framed_map(
                 subject.run if where == TEXT else subject.read(ids).measured,
                 measure,
                 selection.layer,
@@ -99,8 +99,8 @@ def head_map(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> lis
         ]
     except UsageError:
         return [""] * len(subjects)
-    of = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
-    return _sent(drawn, f"layer × head map of {of}, {_name(selection)} framed")
+    title = f"{HEAD_MEASURES[measure].title} on {'the text' if where == TEXT else 'this prompt'}"
+    return _payloads(drawn, f"layer × head map of {title}, {_head_name(selection)} framed")
 
 
 def head(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
@@ -117,7 +117,7 @@ def attention(subjects: Sequence[Subject], ids: Ids, selection: Selection, switc
     """The head's attention map."""
     views = [subject.view(ids, selection.layer, selection.head) for subject in subjects]
     drawn = [figures.attention_map(view, log=switches.log, hide_sinks=switches.hide_sinks) for view in views]
-    return _sent(drawn, f"attention map of {_name(selection)} on this prompt")
+    return _payloads(drawn, f"attention map of {_head_name(selection)} on this prompt")
 
 
 def sinks(subjects: Sequence[Subject], ids: Ids, selection: Selection) -> list[str]:
@@ -149,15 +149,15 @@ def constituents(
         )
         if detail.split:
             drawn.append(qk_panels(detail.split, selection.head, subject.read(ids).tokens, first=first))
-    sent = iter(_sent(drawn, f"constituents of the logits of {_name(selection)} on this prompt"))
-    return [("", why) if why else (next(sent), "") for why in refused]
+    payloads = iter(_payloads(drawn, f"constituents of the logits of {_head_name(selection)} on this prompt"))
+    return [("", reason) if reason else (next(payloads), "") for reason in refused]
 
 
 def windows(ids: Ids) -> list[tuple[str, int]]:
     """The windows of positions that constituents are drawn of: (label, first position)."""
     return [
-        (f"positions {first} to {min(first + MOST, len(ids)) - 1}", first)
-        for first in range(1, len(ids), MOST)
+        (f"positions {first} to {min(first + MOST_POSITIONS, len(ids)) - 1}", first)
+        for first in range(1, len(ids), MOST_POSITIONS)
     ]
 
 
@@ -172,7 +172,7 @@ def spectrum(subjects: Sequence[Subject], selection: Selection) -> list[str]:
         )
         for subject in subjects
     ]
-    return _sent(drawn, f"eigenvalues of the query-key matrix of {_name(selection)}")
+    return _payloads(drawn, f"eigenvalues of the query-key matrix of {_head_name(selection)}")
 
 
 def propagation(subjects: Sequence[Subject], selection: Selection) -> list[str]:
@@ -180,14 +180,14 @@ def propagation(subjects: Sequence[Subject], selection: Selection) -> list[str]:
     drawn = [
         figures_spectra.propagation(subject.run, selection.layer, selection.head) for subject in subjects
     ]
-    return _sent(drawn, f"signal propagation of {_name(selection)}, predicted and measured")
+    return _payloads(drawn, f"signal propagation of {_head_name(selection)}, predicted and measured")
 
 
-def _name(selection: Selection) -> str:
+def _head_name(selection: Selection) -> str:
     return head_name(selection.layer, selection.head)
 
 
-def _sent(drawn: Sequence[go.Figure], label: str) -> list[str]:
+def _payloads(drawn: Sequence[go.Figure], label: str) -> list[str]:
     """The figures of all models on one scale, as JSON with what a screen reader says of them."""
     figures.share_scales(drawn)
     return [figure_json(figure.update_layout(meta=label), {}) for figure in drawn]

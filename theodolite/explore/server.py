@@ -40,8 +40,8 @@ def listen(port: int | None) -> socket.socket:
     """
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
-    tried = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
-    for number in tried:
+    ports = range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]
+    for number in ports:
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

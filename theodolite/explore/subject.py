@@ -1,6 +1,6 @@
-"""A model that is explored with its survey, and what was computed of the prompts that were looked at last.
+"""A model that is explored with its survey, and cached results of the latest prompts.
 
-Prompts are checked here: what is refused, is refused in one line that the page can show.
+Prompts are checked here; a refusal is one line that the page can show.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 
 @dataclass(frozen=True, eq=False)
 class ConstituentsAndTags:
-    """What is asked for apart; None with a reason where it cannot be had."""
+    """What is computed separately because it takes longer; None, with the reason, where it is unavailable."""
 
     split: Constituents | None
     tags: Tags | None
@@ -56,10 +56,10 @@ class ConstituentsAndTags:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """One model, the survey of it, and what is remembered of the last prompts; safe to ask from several threads.
+    """One model, its survey, and cached results of the latest prompts; thread-safe.
 
     Attributes:
-        name: what it is called on the page.
+        name: shown on the page.
         model: from `open_model`.
         run: a survey of it on a text.
     """
@@ -68,12 +68,12 @@ class Subject:
     model: OpenModel
     run: Run
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _memory: dict[str, Any] = field(default_factory=dict, repr=False)
+    _caches: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """The forward pass of a prompt."""
         with self._lock:
-            return self._remembered("read", KEPT_PROMPTS, self._read)(ids)
+            return self._cached("read", KEPT_PROMPTS, self._read)(ids)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
         """A head on the prompt.
@@ -88,17 +88,17 @@ class Subject:
     def constituents_and_tags(self, ids: tuple[int, ...], layer: int, head: int) -> ConstituentsAndTags:
         """A layer's constituents on the prompt, and what the head writes."""
         with self._lock:
-            read, view = self.read(ids), self.view(ids, layer, head)
-            split, not_split = _or_reason(
-                lambda: self._remembered("split", KEPT_LAYERS, self._split)(ids, layer)
+            forward_pass, view = self.read(ids), self.view(ids, layer, head)
+            split, not_split = _or_error(lambda: self._cached("split", KEPT_LAYERS, self._split)(ids, layer))
+            tags, no_tags = _or_error(
+                lambda: head_tags(self.model, forward_pass, self._caught(ids, layer), view)
             )
-            tags, no_tags = _or_reason(lambda: head_tags(self.model, read, self._caught(ids, layer), view))
             return ConstituentsAndTags(
                 split, tags, not_split, no_tags or ("" if tags else "too few tokens besides the sinks")
             )
 
     def _caught(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
-        return self._remembered("caught", KEPT_LAYERS, self._catch)(ids, layer)
+        return self._cached("caught", KEPT_LAYERS, self._catch)(ids, layer)
 
     def _read(self, ids: tuple[int, ...]) -> PromptPass:
         return read_prompt(self.model, torch.tensor(ids))
@@ -109,11 +109,11 @@ class Subject:
     def _split(self, ids: tuple[int, ...], layer: int) -> Constituents:
         return split_logits(self.model, self.read(ids), layer, self.run)
 
-    def _remembered(self, name: str, most: int, work: Any) -> Any:
-        return self._memory.setdefault(name, functools.lru_cache(most)(work))
+    def _cached(self, name: str, most: int, work: Any) -> Any:
+        return self._caches.setdefault(name, functools.lru_cache(most)(work))
 
 
-def _or_reason(work: Any) -> tuple[Any, str]:
+def _or_error(work: Any) -> tuple[Any, str]:
     try:
         return work(), ""
     except TheodoliteError as error:
@@ -139,8 +139,8 @@ def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
         raise UsageError(_DIFFERENT.format(*(subject.name for subject in subjects)))
     most = longest_prompt(subjects)
     if len(first) > most:
-        why = "" if most == MOST_TOKENS else ", the number of positions of the model"
-        raise UsageError(f"the prompt is {len(first)} tokens long: at most {most} can be shown{why}")
+        reason = "" if most == MOST_TOKENS else ", the number of positions of the model"
+        raise UsageError(f"the prompt is {len(first)} tokens long: at most {most} can be shown{reason}")
     if len(first) < LEAST_LENGTH:
         raise UsageError(f"the prompt is {counted(len(first), 'token')} long: type at least {LEAST_LENGTH}")
     return first
@@ -174,10 +174,10 @@ def check_pair(subjects: Sequence[tuple[str, OpenModel]]) -> None:
     """
     (name, model), *others = subjects
     text = "\n".join(map(shipped_prompt, PROMPTS))
-    own = _ids(model, text)
+    ids = _ids(model, text)
     for other_name, other in others:
         refuse_shapes((name, shape_of(describe_model(model))), (other_name, shape_of(describe_model(other))))
-        if _ids(other, text) != own:
+        if _ids(other, text) != ids:
             raise UsageError(_DIFFERENT.format(name, other_name))
 
 
@@ -188,10 +188,10 @@ def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
     """
     surveyed = (subject.run.arrays["positional_basis"].shape[1] for subject in subjects)
     most = min(longest_prompt(subjects), *surveyed)
-    return {name: _ending(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
+    return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
 
 
-def _ending(model: OpenModel, text: str, most: int) -> str:
+def _last_words(model: OpenModel, text: str, most: int) -> str:
     """The last words, of at most so many tokens; one at least."""
     words = re.findall(r"\S+\s*", text)
     while len(words) > 1 and len(_ids(model, "".join(words))) > most:

@@ -1,6 +1,6 @@
-"""What must be so before gradio is imported: that it is there, and that nothing is told to anyone.
+"""Checks that gradio is installed and switches its telemetry off, before it is imported.
 
-Its history of runs is switched off too, for prompts are the reader's own. Nothing heavy is imported.
+Its run history is switched off too: prompts are private. Nothing heavy is imported.
 """
 
 from __future__ import annotations

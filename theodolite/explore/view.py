@@ -1,7 +1,7 @@
 """What the page shows of one head on one prompt, as plain numbers. Nothing here draws, and nothing knows gradio.
 
-A prompt is read once, for all heads; then a head's attention follows from the queries and keys that were kept. What
-takes longer (constituents, and the output through W_O) is asked for apart, so that a head can be shown at once.
+A prompt is read once, for all heads; a head's attention follows from the stored queries and keys. What takes longer
+(constituents, and the output through W_O) is computed separately, so that a head can be shown at once.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class LayerCatch:
 
 @dataclass(frozen=True)
 class Sink:
-    """A sink of the head: its position (−1: a learned column), the mean attention it gets, how many it catches.
+    """A sink of the head: its position (−1: a learned column), its mean received attention, how many tokens it catches.
 
-    `stretch`: it catches a part of the prompt without being paid enough on average.
+    `stretch`: a local sink, which dominates a contiguous span without enough attention on average.
     """
 
     position: int
@@ -79,7 +79,7 @@ class HeadView:
         tokens: their text.
         attention: (T, T), queries by keys; NaN where the query does not see the key.
         learned: (T) what each query pays to a learned sink column; zeros where the model has none.
-        received: (T) what each key gets on average from the queries that see it; NaN where too few do for a sink.
+        received: (T) mean attention from the queries that see the key; NaN where too few see it for a sink.
         sinks: of the head, by position.
         group: (T) the sink that caught each token, as an index into `sinks`; `UNCAUGHT`, or `LEFT_OUT`.
     """
@@ -102,7 +102,7 @@ class Tags:
         scores: (T, 3), on three principal components of the output in the residual stream.
         counted: (T) the tokens that count for them: all but the first and the sinks.
         explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
-        before: the same of the stream that enters the block.
+        before: η² in the stream that enters the block.
         chance: what a random grouping explains on average.
     """
 
@@ -121,7 +121,7 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """
     layers: list[LayerPass] = []
     visit_layers(model, ids[None], range(model.layers), layers.append)
-    if not all(bool(torch.isfinite(seen.stream).all()) for seen in layers):
+    if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
         raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
     return PromptPass(ids, tuple(token_texts(model, ids)), tuple(layers), _measured(model, ids, layers))
 
@@ -130,18 +130,18 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run
     statistics = AttentionStatistics(model.layers, model.heads, len(ids), examples=0)
     tokens = Tokens.of(ids[None], model.device)
     with torch.inference_mode():
-        for of_layer in layers:
-            statistics.update(of_layer.layer, of_layer.inputs, tokens, first_context=0)
+        for layer_pass in layers:
+            statistics.update(layer_pass.layer, layer_pass.inputs, tokens, first_context=0)
     state, heads = statistics.state(), range(model.heads)
-    places = {
-        "layer": [of_layer.layer for of_layer in layers for _ in heads],
+    head_names = {
+        "layer": [layer_pass.layer for layer_pass in layers for _ in heads],
         "head": [head for _ in layers for head in heads],
     }
     columns = head_columns(state)
     del columns["entropy_se"]  # of one context there is none
     empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}
-    return Run(empty, pd.DataFrame(places | columns), empty, empty, empty, arrays, {})
+    return Run(empty, pd.DataFrame(head_names | columns), empty, empty, empty, arrays, {})
 
 
 def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
@@ -157,7 +157,7 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
     positions, group = groups_of(caught.catches, head, len(read.ids))
-    chosen = (caught.catches.head == head).nonzero().flatten()
+    rows = (caught.catches.head == head).nonzero().flatten()
     sinks = [
         Sink(
             int(position),
@@ -165,7 +165,7 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
             int(caught.catches.caught[row].sum()),
             bool(caught.catches.stretch[row]),
         )
-        for position, row in zip(positions.tolist(), chosen.tolist(), strict=True)
+        for position, row in zip(positions.tolist(), rows.tolist(), strict=True)
     ]
     learned = 1 - weights.sum(dim=-1) if inputs.sink is not None else torch.zeros(len(read.ids))
     return HeadView(
@@ -218,9 +218,9 @@ def head_tags(
 
 
 def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
-    """Each model's tags as colours (T, 3), 0 to 255, turned as near as may be to those of the first that has some.
+    """Each model's tags as colours (T, 3), 0 to 255, rotated as close as possible to those of the first that has any.
 
-    Empty for None. Turned by the tokens that count in both; where too few do, a model's colours are its own.
+    Empty for None. The rotation is fitted to the tokens that count in both; with too few of them there is none.
     """
     first = next((of_model for of_model in tags if of_model is not None), None)
     colours = []
@@ -228,8 +228,8 @@ def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
         if of_model is None or first is None:
             colours.append(np.zeros((0, 3), np.uint8))
             continue
-        shared = of_model.counted & first.counted
-        alone = of_model is first or int(shared.sum()) <= COLOURS
-        scores = of_model.scores if alone else turned(of_model.scores, first.scores, shared)
+        counted_in_both = of_model.counted & first.counted
+        unrotated = of_model is first or int(counted_in_both.sum()) <= COLOURS
+        scores = of_model.scores if unrotated else turned(of_model.scores, first.scores, counted_in_both)
         colours.append(rgb(scores, of_model.counted).numpy())
     return colours

@@ -56,7 +56,7 @@ CARDS |= dict.fromkeys((ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL), 
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number with its name and one line that puts it in place."""
+    """A key number with its name and a line of context, such as a published value."""
 
     label: str
     value: str
@@ -102,7 +102,7 @@ def tiles(run: Run) -> list[Tile]:
     reference = published.AVERAGES[model]
     numbers: list[Tile] = []
 
-    def add(name: str, label: str, note: str, *, share: bool = False) -> None:
+    def add_tile(name: str, label: str, note: str, *, share: bool = False) -> None:
         mean_and_error = layer_mean(run, name)
         if mean_and_error is None:
             return
@@ -116,13 +116,13 @@ def tiles(run: Run) -> list[Tile]:
             spread += "\u00a0%"
         numbers.append(Tile(label, value, note, spread))
 
-    add("rank", "positional rank", f"{model} {reference.rank[0]:g}")
+    add_tile("rank", "positional rank", f"{model} {reference.rank[0]:g}")
     norm = f"{model} {percent(reference.relative_norm[0])}"
-    add("relative_norm", "relative norm of the positional basis", norm, share=True)
-    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}, published for no other"
-    add("low_frequency_10", "smoothness of the positional basis", smooth, share=True)
-    add("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
-    add("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}")
+    add_tile("relative_norm", "relative norm of the positional basis", norm, share=True)
+    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}; not published for other models"
+    add_tile("low_frequency_10", "smoothness of the positional basis", smooth, share=True)
+    add_tile("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
+    add_tile("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}")
     share = entropy_share(run)
     if share is not None:
         numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
@@ -168,15 +168,15 @@ def sink_texts(run: Run) -> list[list[Token]]:
 
 def _token(row: dict[Any, Any]) -> Token:
     received = float(row["received"]) if row["received"] is not None else math.nan
-    known = math.isfinite(received)
-    where = f"position {int(row['position'])}"
-    if known and not (pd.isna(row["layer"]) or pd.isna(row["head"])):
-        where += f" · receives {received:.2f} from {head_name(int(row['layer']), int(row['head']))}"
-    shown = round(min(max(received, 0.0), 1.0), 2) if known and received >= FAINT else None
+    has_attention = math.isfinite(received)
+    hint = f"position {int(row['position'])}"
+    if has_attention and not (pd.isna(row["layer"]) or pd.isna(row["head"])):
+        hint += f" · receives {received:.2f} from {head_name(int(row['layer']), int(row['head']))}"
+    shade = round(min(max(received, 0.0), 1.0), 2) if has_attention and received >= FAINT else None
     sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
     text = flowing(row["token"])
     line = text.rstrip("\n")
-    return Token(line, text[len(line) :], shown, sink, where + (" · sink" if sink else ""))
+    return Token(line, text[len(line) :], shade, sink, hint + (" · sink" if sink else ""))
 
 
 def sink_tokens(run: Run) -> Table | None:
@@ -205,7 +205,7 @@ def sink_tokens(run: Run) -> Table | None:
     ]
     names = [
         ("token", "spaces are shown as ␣, line breaks as ↵"),
-        ("position", "where it is when it is a sink"),
+        ("position", "its mean position in the contexts where it is a sink"),
         ("times a sink", "head × context pairs"),
         ("heads", "heads for which it is a sink"),
         ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
@@ -242,13 +242,13 @@ def layers_table(run: Run) -> Table | None:
     table = frame_table(frame[measured])
     if table is None:
         return None
-    for place, name in enumerate(measured):
+    for index, name in enumerate(measured):
         if f"{name}_se" not in frame.columns:
             continue
         for row, error in zip(table.rows, frame[f"{name}_se"], strict=True):
-            cell = row[place]
+            cell = row[index]
             if cell.value is not None:
-                row[place] = Cell(with_error(cell.value, float(error)), cell.value)
+                row[index] = Cell(with_error(cell.value, float(error)), cell.value)
     return table
 
 
@@ -272,8 +272,8 @@ def _with_head_names(frame: pd.DataFrame) -> Table | None:
     table = frame_table(frame.drop(columns=["layer", "head"]))
     if table is None:
         return None
-    places = [(int(layer), int(head)) for layer, head in zip(frame["layer"], frame["head"], strict=True)]
-    names = [Cell(head_name(layer, head), float(layer * 10_000 + head)) for layer, head in places]
+    pairs = [(int(layer), int(head)) for layer, head in zip(frame["layer"], frame["head"], strict=True)]
+    names = [Cell(head_name(layer, head), float(layer * 10_000 + head)) for layer, head in pairs]
     rows = [[name, *row] for name, row in zip(names, table.rows, strict=True)]
     return Table([("head", "block and head, both counted from 0"), *table.headings], rows)
 
@@ -305,7 +305,7 @@ def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
     return cards
 
 
-def provenance_rows(whence: dict[str, Any]) -> list[tuple[str, str]]:
+def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Where the run comes from: (name, value) pairs, nested names joined by dots."""
     rows: list[tuple[str, str]] = []
 
@@ -317,7 +317,7 @@ def provenance_rows(whence: dict[str, Any]) -> list[tuple[str, str]]:
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             rows.append((visible(prefix), visible(shown, LONG_VALUE)))
 
-    walk("", {key: value for key, value in whence.items() if key != "fingerprint"})
+    walk("", {key: value for key, value in record.items() if key != "fingerprint"})
     return rows
 
 
@@ -326,7 +326,7 @@ def subtitle(run: Run) -> str:
     model = provenance(run, "model") or {}
     if model.get("layers") == 0:
         trained = model.get("architecture") not in (None, "no model")
-        return visible(model["architecture"], 60) if trained else "theory, or training runs of its own"
+        return visible(model["architecture"], 60) if trained else "theory or its own training runs"
     shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
@@ -342,10 +342,10 @@ def text_line(run: Run) -> str:
     """One line on the text that was read, or that none was."""
     corpus = provenance(run, "corpus")
     if provenance(run, "grid"):
-        return "read from what the training runs measured on their own held-out text"
+        return "measured by the training runs on their own held-out text"
     for source, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
         if provenance(run, source):
-            return f"the models of a folder of training runs, measured on {text}"
+            return f"models from a folder of training runs, measured on {text}"
     if provenance(run, "model", "layers") == 0:
         return "no model or text was read"
     if provenance(run, "reads"):

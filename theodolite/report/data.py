@@ -6,6 +6,7 @@ Nothing here changes a run, and nothing here draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,16 @@ def entropy_share(run: Run) -> Floats | None:
     highest = entropy_limits(run).mean(axis=1)
     shares: Floats = entropy / np.maximum(highest, 1e-9)[run.heads["layer"].to_numpy()]
     return shares
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as plain JSON values; NaN and infinities as None."""
+
+    def plain(value: Any) -> Any:
+        value = value.item() if hasattr(value, "item") else value
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""What an exhibit of the page is: a figure, its caption, its picker, and when the run can show it.
+"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it.
 
 A caption says what is drawn, what to look for, what is unhealthy, and where the formula comes from. No HTML,
-no drawing, and no exhibit itself is here.
+no drawing, and no particular exhibit is here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 
-GRID = 13  # residual layers drawn small, side by side: all of the twelve-block models of the paper
+GRID = 13  # residual layers drawn small, side by side: all of the papers' twelve-block models
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Exhibit:
     needs: tuple[str, ...]
     draw: Callable[[Run], go.Figure]
     shows: str
-    look: str
+    look_for: str
     source: str
     unhealthy: str = ""
     choice: Choice | None = None
@@ -84,14 +84,14 @@ def exhibit(
     title: str,
     figure: go.Figure,
     shows: str,
-    look: str,
+    look_for: str,
     source: str,
     *,
     choice: Choice | None = None,
     wide: bool = False,
 ) -> Exhibit:
-    """An exhibit of a figure that is drawn already."""
-    return Exhibit(key, "", title, (), lambda _: figure, shows, look, source, choice=choice, wide=wide)
+    """The exhibit of a finished figure."""
+    return Exhibit(key, "", title, (), lambda _: figure, shows, look_for, source, choice=choice, wide=wide)
 
 
 def by_name(
@@ -100,9 +100,21 @@ def by_name(
     """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
     return Choice(
         kind,
-        lambda _: [Option(str(place), name) for place, name in enumerate(names)],
+        lambda _: [Option(str(index), name) for index, name in enumerate(names)],
         lambda _, key: patch(int(key)),
-        grid=(lambda _: [str(place) for place in evenly(len(names), GRID)]) if grid else None,
+        grid=(lambda _: [str(index) for index in evenly(len(names), GRID)]) if grid else None,
+    )
+
+
+def by_layer_of(
+    count: Callable[[Run], int], patch: Callable[[Run, int], list[Patch]], *, grid: bool = False
+) -> Choice:
+    """A picker over the layers that a run has, the first `GRID` of them, evenly chosen, also drawn small."""
+    return Choice(
+        "layer",
+        lambda run: [Option(str(layer), f"layer {layer}") for layer in range(count(run))],
+        lambda run, key: patch(run, int(key)),
+        grid=(lambda run: [str(layer) for layer in evenly(count(run), GRID)]) if grid else None,
     )
 
 

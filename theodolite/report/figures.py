@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
-_NAMES: dict[str, Sequence[object]] = {
+_CHOICES: dict[str, Sequence[object]] = {
     "measure": tuple(HEAD_MEASURES),
     "pattern": tuple(ATTENTION_PATTERNS),
     "cutoff": figures_geometry.CUTOFFS,
@@ -62,28 +62,28 @@ def _key(name: str) -> str:
     return _KEYS.get(name, name.replace("_", "-"))
 
 
-def _described(name: str, given: dict[str, Any]) -> tuple[str, str]:
+def _title_and_note(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     """Title of a figure drawn with these arguments, and what to look for."""
-    key, of = _key(name), ""
-    if "pattern" in given:
-        key += f"-{given['pattern']}"
-    if given.get("suffix") or given.get("name") == "spectrum_data":
+    key, subject = _key(name), ""
+    if "pattern" in arguments:
+        key += f"-{arguments['pattern']}"
+    if arguments.get("suffix") or arguments.get("name") == "spectrum_data":
         key += "-data"
-    if "head" in given:
-        of = head_name(given["layer"], given["head"])
-    elif "layer" in given:
-        of = f"layer {given['layer']}"
-    elif "measure" in given:
-        of = HEAD_MEASURES[given["measure"]].title
-    elif "cutoff" in given:
-        of = f"K = {given['cutoff']}"
+    if "head" in arguments:
+        subject = head_name(arguments["layer"], arguments["head"])
+    elif "layer" in arguments:
+        subject = f"layer {arguments['layer']}"
+    elif "measure" in arguments:
+        subject = HEAD_MEASURES[arguments["measure"]].title
+    elif "cutoff" in arguments:
+        subject = f"K = {arguments['cutoff']}"
     exhibit = _EXHIBITS[key]
-    return exhibit.title + (f" · {of}" if of else ""), f"Look for {exhibit.look}"
+    return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"
 
 
-def _check(given: dict[str, Any], *, of_block: bool) -> None:
+def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
     """Refuse arguments for which there is nothing to draw: no run, no such layer or head, an unknown name."""
-    run = given["run"]
+    run = arguments["run"]
     if not isinstance(getattr(run, "heads", None), pd.DataFrame):
         raise UsageError(
             f"figures are drawn of a Run, such as Run.load(FOLDER); this is {type(run).__name__}"
@@ -92,17 +92,17 @@ def _check(given: dict[str, Any], *, of_block: bool) -> None:
         ("layer", blocks(run) if of_block else len(run.layers)),
         ("head", heads_per_block(run)),
     ):
-        value = given.get(name, 0)
+        value = arguments.get(name, 0)
         if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
-    for name, known in _NAMES.items():
-        if name in given and given[name] not in known:
+    for name, choices in _CHOICES.items():
+        if name in arguments and arguments[name] not in choices:
             raise UsageError(
-                f"no {name} {given[name]!r}: there are {listed([repr(one) for one in known], 60)}"
+                f"no {name} {arguments[name]!r}: there are {listed([repr(choice) for choice in choices], 60)}"
             )
 
 
-def _alone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
+def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
     signature = inspect.signature(draw)
 
     @functools.wraps(draw)
@@ -112,42 +112,42 @@ def _alone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
         _check(
             bound.arguments, of_block="head" in bound.arguments or draw is figures_constituents.head_shares
         )
-        return style.alone(draw(*args, **kwargs), *_described(draw.__name__, bound.arguments))
+        return style.alone(draw(*args, **kwargs), *_title_and_note(draw.__name__, bound.arguments))
 
     return drawn
 
 
-spiral = _alone(figures_geometry.spiral)
-waves = _alone(figures_geometry.waves)
-singular_values = _alone(figures_geometry.singular_values)
-gram = _alone(figures_geometry.gram)
-dct = _alone(figures_geometry.dct)
-rank = _alone(figures_layers.rank)
-stable_rank = _alone(figures_layers.stable_rank)
-relative_norm = _alone(figures_layers.relative_norm)
-low_frequency = _alone(figures_layers.low_frequency)
-similarity = _alone(figures_layers.similarity)
-incoherence = _alone(figures_layers.incoherence)
-clusters = _alone(figures_layers.clusters)
-norm = _alone(figures_layers.norm)
-cosine_previous = _alone(figures_layers.cosine_previous)
-rank_collapse = _alone(figures_layers.rank_collapse)
-head_map = _alone(figures_heads.head_map)
-entropy_by_position = _alone(figures_spectra.entropy_by_position)
-regime_plane = _alone(figures_heads.regime_plane)
-head_shares = _alone(figures_constituents.head_shares)
-attribution = _alone(figures_constituents.attribution)
-inherited_smoothness = _alone(figures_geometry.inherited_smoothness)
-constituents = _alone(figures_constituents.constituents)
-spectrum = _alone(figures_spectra.spectrum)
-propagation = _alone(figures_spectra.propagation)
-head_entropy = _alone(figures_spectra.head_entropy)
-sinks_by_position = _alone(figures_sinks.sinks_by_position)
-massive_activations = _alone(figures_layers.massive_activations)
-outlier_dimensions = _alone(figures_layers.outlier_dimensions)
-outlier_shares = _alone(figures_sinks.outlier_shares)
+spiral = _standalone(figures_geometry.spiral)
+waves = _standalone(figures_geometry.waves)
+singular_values = _standalone(figures_geometry.singular_values)
+gram = _standalone(figures_geometry.gram)
+dct = _standalone(figures_geometry.dct)
+rank = _standalone(figures_layers.rank)
+stable_rank = _standalone(figures_layers.stable_rank)
+relative_norm = _standalone(figures_layers.relative_norm)
+low_frequency = _standalone(figures_layers.low_frequency)
+similarity = _standalone(figures_layers.similarity)
+incoherence = _standalone(figures_layers.incoherence)
+clusters = _standalone(figures_layers.clusters)
+norm = _standalone(figures_layers.norm)
+cosine_previous = _standalone(figures_layers.cosine_previous)
+rank_collapse = _standalone(figures_layers.rank_collapse)
+head_map = _standalone(figures_heads.head_map)
+entropy_by_position = _standalone(figures_spectra.entropy_by_position)
+regime_plane = _standalone(figures_heads.regime_plane)
+head_shares = _standalone(figures_constituents.head_shares)
+attribution = _standalone(figures_constituents.attribution)
+inherited_smoothness = _standalone(figures_geometry.inherited_smoothness)
+constituents = _standalone(figures_constituents.constituents)
+spectrum = _standalone(figures_spectra.spectrum)
+propagation = _standalone(figures_spectra.propagation)
+head_entropy = _standalone(figures_spectra.head_entropy)
+sinks_by_position = _standalone(figures_sinks.sinks_by_position)
+massive_activations = _standalone(figures_layers.massive_activations)
+outlier_dimensions = _standalone(figures_layers.outlier_dimensions)
+outlier_shares = _standalone(figures_sinks.outlier_shares)
 
-_DRAWN: tuple[Callable[..., go.Figure], ...] = (
+_IN_PAGE_ORDER: tuple[Callable[..., go.Figure], ...] = (
     # Position
     spiral,
     waves,
@@ -186,7 +186,7 @@ _DRAWN: tuple[Callable[..., go.Figure], ...] = (
     outlier_shares,
 )
 
-FIGURES = {draw.__name__: draw for draw in _DRAWN}
+FIGURES = {draw.__name__: draw for draw in _IN_PAGE_ORDER}
 """All of them by name, in the order of the page."""
 
 __all__ = ["FIGURES", "available", *FIGURES]

@@ -1,7 +1,7 @@
 """Health checks of a run, each with its threshold.
 
 A check is made only where the run has its numbers, and reports that it passed: silence is not health. The thresholds
-are conventions for a first look, not verdicts; what each is measured against is written beside it.
+are conventions for a first look, not verdicts; the comment at each says what it compares.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def checks(run: Run) -> list[Check]:
         _constant_logits,
         _massive,
         _missing,
-        _not_split,
+        _not_decomposed,
         _unknown_tokens,
     )
     return [check for check_of in every if (check := check_of(run)) is not None]
 
 
-def _named(run: Run, chosen: npt.NDArray[np.bool_]) -> str:
-    return listed([name for name, keep in zip(head_labels(run), chosen, strict=True) if keep])
+def _named(run: Run, flags: npt.NDArray[np.bool_]) -> str:
+    return listed([name for name, flag in zip(head_labels(run), flags, strict=True) if flag])
 
 
 def _rank_collapse(run: Run) -> Check | None:
@@ -93,31 +93,31 @@ def _entropy_collapse(run: Run) -> Check | None:
         values = column(run.heads, role.column)
         if values is not None:
             explained |= low & (values >= role.explains_low_entropy)
-    rest = low & ~explained
-    heads = counted(int(low.sum()), "head")
-    text = f"{heads} with less than {limit} of the maximum entropy: {_named(run, low)}."
-    if not rest.any():
+    unexplained = low & ~explained
+    heads = f"{counted(int(low.sum()), 'head')} {'has' if low.sum() == 1 else 'have'}"
+    text = f"{heads} less than {limit} of the maximum entropy: {_named(run, low)}."
+    if not unexplained.any():
         return Check(
             "entropy collapse",
             f"{text} All are first-token sink heads or have one fixed role, as is common.",
             False,
         )
     if explained.any():
-        text += f" Neither a first-token sink nor a fixed role explains {_named(run, rest)}."
+        text += f" Neither a first-token sink nor a fixed role explains {_named(run, unexplained)}."
     return Check("entropy collapse", f"Entropy collapse: {text}", True)
 
 
 def _vanishing(run: Run) -> Check | None:
-    reach = column(run.heads, "propagation")
-    if reach is not None:
-        gone = reach < VANISHING
-        if gone.any():
+    propagation = column(run.heads, "propagation")
+    if propagation is not None:
+        vanished = propagation < VANISHING
+        if vanished.any():
             text = (
                 f"Vanishing signal: fewer than {percent(VANISHING)} of the keys propagate in "
-                f"{counted(int(gone.sum()), 'head')}: {_named(run, gone)}."
+                f"{counted(int(vanished.sum()), 'head')}: {_named(run, vanished)}."
             )
             return Check("vanishing signal", text, True)
-        lowest = percent(float(np.nanmin(reach)))
+        lowest = percent(float(np.nanmin(propagation)))
         return Check(
             "vanishing signal",
             f"No vanishing signal: at least {lowest} of the keys propagate in every head.",
@@ -138,19 +138,19 @@ def _dead_heads(run: Run) -> Check | None:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
-    dead = size <= DEAD_SHARE * float(np.nanmedian(size))
+    zero = size <= DEAD_SHARE * float(np.nanmedian(size))
     share = entropy_share(run)
-    plain = (
-        np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~dead
+    uniform = (
+        np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~zero
     )
     causes = []
-    if dead.any():
-        causes.append(f"W_QK is numerically zero in {_named(run, dead)}")
-    if plain.any():
-        causes.append(f"attention is uniform in {_named(run, plain)}")
+    if zero.any():
+        causes.append(f"W_QK is numerically zero in {_named(run, zero)}")
+    if uniform.any():
+        causes.append(f"attention is uniform in {_named(run, uniform)}")
     if causes:
         return Check("dead heads", f"Dead heads: {'; '.join(causes)}.", True)
-    return Check("dead heads", "No dead heads: no W_QK is negligible beside the others.", False)
+    return Check("dead heads", "No dead heads: no W_QK is negligible compared with the others.", False)
 
 
 def _constant_logits(run: Run) -> Check | None:
@@ -164,18 +164,22 @@ def _constant_logits(run: Run) -> Check | None:
             f"{percent(1 - CONSTANT)} of the logits' variance depends on position or context."
         )
         return Check("constant logits", text, False)
-    resting = column(run.heads, FIRST_TOKEN_SINK.column)
-    rest = constant if resting is None else constant & ~(resting >= FIRST_TOKEN_SINK.explains_low_entropy)
+    sink_scores = column(run.heads, FIRST_TOKEN_SINK.column)
+    unexplained = (
+        constant
+        if sink_scores is None
+        else constant & ~(sink_scores >= FIRST_TOKEN_SINK.explains_low_entropy)
+    )
     text = (
         f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone account for at least "
         f"{percent(CONSTANT)} of the logits' variance, independent of position and context: {_named(run, constant)}."
     )
-    if not rest.any():
+    if not unexplained.any():
         text += " All are first-token sink heads, as is common."
-    return Check("constant logits", text, bool(rest.any()))
+    return Check("constant logits", text, bool(unexplained.any()))
 
 
-def _not_split(run: Run) -> Check | None:
+def _not_decomposed(run: Run) -> Check | None:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
@@ -189,11 +193,11 @@ def _massive(run: Run) -> Check | None:
     if later is None:
         return None
     layers = run.layers["layer"].to_numpy(dtype=int)
-    have = layers[np.nan_to_num(later) > 0]
-    if len(have):
+    affected = layers[np.nan_to_num(later) > 0]
+    if len(affected):
         text = (
-            f"Massive activations after the first token in {counted(len(have), 'layer')} (first in layer "
-            f"{have.min()}): "
+            f"Massive activations after the first token in {counted(len(affected), 'layer')} (first in layer "
+            f"{affected.min()}): "
             "common in large models, harmful to low-precision formats."
         )
         return Check("massive activations", text, True)
@@ -201,15 +205,13 @@ def _massive(run: Run) -> Check | None:
 
 
 def _missing(run: Run) -> Check | None:
-    """Numbers that should be there and are not: all of a measured column NaN while the text was read."""
+    """Heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
     unknown = run.heads["entropy"].isna().to_numpy()
     if not unknown.any():
         return None
-    return Check(
-        "unmeasured heads", f"Not measured: the attention of {_named(run, unknown)} could not be read.", True
-    )
+    return Check("unmeasured heads", f"The attention of {_named(run, unknown)} could not be read.", True)
 
 
 def _unknown_tokens(run: Run) -> Check | None:

@@ -39,7 +39,7 @@ Scale = Literal["share", "balance", "amount", "decades", "signed", "kind"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One column: how it is called (`name` within its group, `title` anywhere), what it says, its colours.
+    """One column: its `name` within its group and `title` anywhere, its meaning, its colours.
 
     `scale`: "share" (0 to 1), "balance" (shares that can be negative, −1 to 1), "amount" (from 0 or the lowest
     value up), "decades" (colour by log10), "signed" (around 0), "kind" (names).
@@ -55,7 +55,7 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """The name that is right outside of the measure's group too."""
+        """The name, unambiguous outside the measure's group."""
         return f"{self.name} (with Σ̂)" if self.group == SPECTRUM_DATA else self.name
 
 
@@ -128,7 +128,7 @@ _CONSTITUENTS = [
         "share_cross",
         "logit share: both",
         CONSTITUENTS,
-        "The share with position on one side and what is neither mean nor position on the other.",
+        "The share with position on one side and context, what is neither mean nor position, on the other.",
         "balance",
         f"{SONG}, section 5.2",
     ),
@@ -190,8 +190,8 @@ _SPECTRAL = [
         "regime",
         "predicted regime",
         SPECTRUM,
-        "Which tokens' signal the spectrum lets through: early, middle or late in the context, all equally "
-        "(uniform), or none (vanishing). Empty where undefined.",
+        "Where in the context signal propagates, as the spectrum predicts: early, middle or late positions, all "
+        "equally (uniform), or none (vanishing). Empty where undefined.",
         "kind",
         f"{BAO}, Lemma 2",
     ),
@@ -323,11 +323,11 @@ OTHER_TITLES: dict[str, str] = {
     for name, title in (("pwp", "PWPᵀ"), ("qk", "QK"))
     for cutoff in (1, 3, 5)
 } | {"entropy_se": "entropy, standard error"}
-"""Columns of the heads table that are no measures of their own: K = 10 stands for them, or what they are of."""
+"""Columns of the heads table that no picker offers: other cutoffs of a measure shown at K = 10, standard errors."""
 
 
 def heading(column: str) -> str:
-    """How a column is called in a table: its measure's title, or its own name spaced out."""
+    """The heading of a column in a table: its measure's title, or its name with spaces."""
     if column in HEAD_MEASURES:
         return HEAD_MEASURES[column].title
     return LAYER_TITLES.get(column) or OTHER_TITLES.get(column) or column.replace("_", " ")

@@ -1,4 +1,4 @@
-"""How a run shows itself in a notebook: a short summary as HTML that needs nothing else, no script, no page.
+"""A run in a notebook: a short summary as HTML without scripts.
 
 Every string of the run is escaped. Colours follow the reader's light or dark setting; nothing here is interactive.
 """

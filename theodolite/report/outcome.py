@@ -1,4 +1,4 @@
-"""What a page of verdicts holds: its heading, numbers beside published ones, verdicts, tables and figures."""
+"""What a page of verdicts holds: its heading, numbers next to published ones, verdicts, tables and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Heading:
     Attributes:
         name: `geometry/table1`.
         title: what it shows.
-        paper: the paper's own finding in a sentence, with its place.
+        paper: the paper's own finding in a sentence, with its section or figure.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Reading:
-    """One quantity as measured here, as shown, and what the paper prints of it (“…”: its words; empty: nothing)."""
+    """A quantity as measured here and as the paper prints it (“…”: in its words; empty: not printed), as shown."""
 
     quantity: str
     here: str
@@ -39,11 +39,11 @@ class Outcome:
     """What an experiment gives.
 
     Attributes:
-        readings: the few numbers to see first, beside the paper's where it prints them.
+        readings: the headline numbers, next to the paper's where it prints them.
         verdicts: on each claim that the experiment decides.
         tables: name → table, with every number behind the figures.
         exhibits: the figures with their captions.
-        runs: what was surveyed besides the run itself: name → provenance.
+        runs: further runs that were surveyed: name → provenance.
     """
 
     readings: list[Reading]

@@ -7,18 +7,17 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from plotly.offline import get_plotlyjs
 
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
 from theodolite.passes.run import Run
 from theodolite.report import content
+from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
@@ -37,9 +36,9 @@ KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", U
 SCHEMA_VERSION = 2
 
 
-def folder_of(name: str, place: Path) -> Path:
-    """Where the outcome of an experiment lies below `place`."""
-    return place / name.replace("/", "-")
+def folder_of(name: str, root: Path) -> Path:
+    """The folder of an experiment's outcome below `root`."""
+    return root / name.replace("/", "-")
 
 
 def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
@@ -51,22 +50,22 @@ def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
         "paper": experiment.paper,
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
-        "tables": {name: _records(table) for name, table in outcome.tables.items()},
+        "tables": {name: records(table) for name, table in outcome.tables.items()},
         "provenance": run.provenance,
         "other_runs": outcome.runs,
     }
 
 
-def write_outcome(experiment: Heading, outcome: Outcome, run: Run, place: str | Path) -> Path:
-    """Write `place`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
+def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | Path) -> Path:
+    """Write `root`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
 
-    What was there by that name is replaced, at once or not at all; Plotly's script lies in `place`, shared.
+    An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
 
     Raises:
         WorkError: the folder cannot be written.
     """
-    place = Path(place)
-    folder = folder_of(experiment.name, place)
+    root = Path(root)
+    folder = folder_of(experiment.name, root)
     temporary, old = (folder.with_name(f"{folder.name}.{state}") for state in ("writing", "old"))
     page = render(experiment, outcome, run)
     text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
@@ -75,8 +74,8 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, place: str | 
             shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            if not (place / PLOTLY).is_file():
-                write_text(place / PLOTLY, get_plotlyjs())
+            if not (root / PLOTLY).is_file():
+                write_text(root / PLOTLY, get_plotlyjs())
             (temporary / "index.html").write_text(page, encoding="utf-8")
             (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
             for name, table in outcome.tables.items():
@@ -122,27 +121,27 @@ def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
     )
 
 
-def write_index(place: str | Path) -> Path | None:
-    """Write `place`/index.html, which links every outcome below it with its verdicts; None where there is none.
+def write_index(root: str | Path) -> Path | None:
+    """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
 
     Raises:
         WorkError: it cannot be written.
     """
-    place = Path(place)
-    found = [entry for path in sorted(place.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
-    if not found:
+    root = Path(root)
+    entries = [entry for path in sorted(root.glob(f"*/{RESULT}")) if (entry := _entry(path)) is not None]
+    if not entries:
         return None
-    found.sort(key=lambda entry: reading_order(entry["name"]))
+    entries.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
     values = {
-        "entries": found,
-        "model": found[0]["model"],
-        "report": report if (place / report).is_file() else "",
+        "entries": entries,
+        "model": entries[0]["model"],
+        "report": report if (root / report).is_file() else "",
     }
     page = rendered("experiments.html.j2", values)
-    with disk_errors(place):
-        write_text(place / "index.html", page)
-    return place / "index.html"
+    with disk_errors(root):
+        write_text(root / "index.html", page)
+    return root / "index.html"
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
@@ -164,12 +163,12 @@ def _tally(verdicts: list[Verdict]) -> str:
     """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
     counts = {answer: sum(verdict.answer == answer for verdict in verdicts) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
-    told = ", ".join(
+    counted = ", ".join(
         f"{count} {many.get(answer, answer) if count > 1 else answer}"
         for answer, count in counts.items()
         if count
     )
-    return f"{len(verdicts)} claims: {told}" if len(verdicts) > 1 else ""
+    return f"{len(verdicts)} claims: {counted}" if len(verdicts) > 1 else ""
 
 
 def _shown(verdict: Verdict) -> dict[str, str]:
@@ -180,11 +179,3 @@ def _shown(verdict: Verdict) -> dict[str, str]:
         "mark": MARKS[verdict.answer],
         "kind": KINDS[verdict.answer],
     }
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    def plain(value: Any) -> Any:
-        value = value.item() if hasattr(value, "item") else value
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]

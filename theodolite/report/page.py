@@ -1,6 +1,6 @@
-"""`write_report`: a run as one page that opens from disk with no network, and Plotly's script beside it.
+"""`write_report`: a run as one page that opens from disk with no network, and Plotly's script in the same folder.
 
-The page's strings come from anybody's files: the template escapes all of them, data blocks are made safe by
+The page's strings come from untrusted files: the template escapes all of them, data blocks are made safe by
 `payload`, and a content security policy lets only our two scripts run. The same run gives the same bytes.
 """
 
@@ -59,9 +59,7 @@ class Block:
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
-    """Write `folder`/index.html and Plotly's script beside it, and return the page's path.
-
-    Files that are there already are replaced, each at once or not at all.
+    """Write `folder`/index.html and Plotly's script, and return the page's path; existing files are replaced.
 
     Raises:
         WorkError: the folder cannot be written.
@@ -88,7 +86,7 @@ def render(run: Run) -> str:
     checks = [finding for finding in findings if finding.topic == HEALTH]
     flagged = [finding for finding in checks if finding.status == "flagged"]
     sinks = content.sink_texts(run), content.sink_tokens(run)
-    shown = {section for section, found in blocks.items() if found} | ({"sinks"} if any(sinks) else set())
+    shown = {section for section, drawn in blocks.items() if drawn} | ({"sinks"} if any(sinks) else set())
     return rendered(
         "page.html.j2",
         {
@@ -128,17 +126,17 @@ def render(run: Run) -> str:
 def rendered(template: str, values: dict[str, Any]) -> str:
     """A template with the style, the script and the themes that all pages share; without a `plotly`, no script.
 
-    The nonce is the digest of the page without it: fixed for a page, and nothing that a text could know.
+    The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
     css, *js = map(static_text, STATIC)
     shared = {"css": css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
-    loaded = environment().get_template(template)
-    whole = shared | values
-    bare = loaded.render(whole, nonce="")
-    if not whole["plotly"]:
-        return bare
-    digest = hashlib.sha256(bare.encode("utf-8", "surrogatepass")).hexdigest()
-    return loaded.render(whole, nonce=digest[:32])
+    jinja_template = environment().get_template(template)
+    context = shared | values
+    page = jinja_template.render(context, nonce="")
+    if not context["plotly"]:
+        return page
+    digest = hashlib.sha256(page.encode("utf-8", "surrogatepass")).hexdigest()
+    return jinja_template.render(context, nonce=digest[:32])
 
 
 def static_text(name: str) -> str:
@@ -162,28 +160,28 @@ def block_of(run: Run, exhibit: Exhibit) -> Block:
     figure, choice = exhibit.draw(run), exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
     if choice is None:
-        return Block(exhibit, figure_json(figure, {}), height, _broad(figure), [], None, [])
+        return Block(exhibit, figure_json(figure, {}), height, _side_by_side(figure), [], None, [])
     options = choice.options(run)
     json = figure_json(figure, {option.key: choice.patch(run, option.key) for option in options})
     groups: dict[str, list[Option]] = {}
     for option in options:
         groups.setdefault(option.group, []).append(option)
-    small = choice.grid(run) if choice.grid else []
+    thumbnails = choice.grid(run) if choice.grid else []
     by_key = {option.key: option for option in options}
     first = options[len(options) // 2 if choice.name == "layer" else 0]
     return Block(
         exhibit,
         json,
         height,
-        _broad(figure),
+        _side_by_side(figure),
         list(groups.items()),
         first,
-        [by_key[key] for key in small if key in by_key],
+        [by_key[key] for key in thumbnails if key in by_key],
     )
 
 
-def _broad(figure: go.Figure) -> bool:
-    """Whether axes begin at several places: panels side by side, which a phone must not squeeze."""
+def _side_by_side(figure: go.Figure) -> bool:
+    """Whether panels are side by side, which a phone must not squeeze: x axes begin at several places."""
     domains = [axis.domain for axis in figure.select_xaxes()]
     return len({domain[0] for domain in domains if domain is not None}) > 1
 
@@ -193,9 +191,10 @@ def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, li
     topics: dict[str, list[Finding]] = {}
     for finding in findings:
         topics.setdefault(finding.topic, []).append(finding)
-    places = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
+    sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
     return [
-        (topic, places[topic] if places[topic] in shown else "", found) for topic, found in topics.items()
+        (topic, sections[topic] if sections[topic] in shown else "", topic_findings)
+        for topic, topic_findings in topics.items()
     ]
 
 

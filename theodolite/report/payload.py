@@ -34,20 +34,21 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
 
     `variants`: key → one patch a trace, laid over the trace's own entries.
     """
-    drawn = figure.to_plotly_json()
-    drawn["layout"].pop("template", None)
-    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in drawn["data"]]
+    content = figure.to_plotly_json()
+    content["layout"].pop("template", None)
+    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
     data = [
-        _packed_cosines(trace) if small else trace
-        for trace, small in zip(drawn["data"], cosines, strict=True)
+        _packed_cosines(trace) if is_cosine else trace
+        for trace, is_cosine in zip(content["data"], cosines, strict=True)
     ]
     packed = {
         key: [
-            _packed_cosines(patch) if small else patch for patch, small in zip(patches, cosines, strict=True)
+            _packed_cosines(patch) if is_cosine else patch
+            for patch, is_cosine in zip(patches, cosines, strict=True)
         ]
         for key, patches in variants.items()
     }
-    return script_json(_plain({"data": data, "layout": drawn["layout"], "variants": packed}))
+    return script_json(_plain({"data": data, "layout": content["layout"], "variants": packed}))
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +64,9 @@ def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
 
 def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
     """A numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
-    kept = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
-    if kept is not None:
-        values = values.astype(kept, copy=False)
+    dtype = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
+    if dtype is not None:
+        values = values.astype(dtype, copy=False)
     spec: dict[str, Any] = {
         "dtype": f"{values.dtype.kind}{values.dtype.itemsize}",
         "bdata": base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii"),

@@ -1,4 +1,4 @@
-"""The page of one pruned model: what was asked, what was lost in each matrix, how many bytes are left."""
+"""The page of one pruned model: settings, error of each matrix, bytes on disk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
 
-LOOK_FOR = "matrices that stand out: there, fewer zeros or (OATS) another share of rank would keep more."
+OUTLYING_MATRICES = (
+    "matrices that stand out: a lower sparsity or (OATS) another rank ratio there would retain more."
+)
 
 
 PRUNING = Heading(
     "sinks/prune",
-    "A pruned model: what was lost in each matrix",
+    "A pruned model: the error of each matrix",
     "Pruning that keeps no low-rank part of the weights loses sinks and outliers, and with them few-shot accuracy "
     "(section 3)",
 )
@@ -33,7 +35,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     readings = [
         Reading("method", _method(pruning)),
         Reading("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}"),
-        Reading("removed of their entries", percent(1 - density)),
+        Reading("share of entries removed", percent(1 - density)),
         Reading("relative error of outputs, scaled norm", _spread(table["error_scaled"])),
     ]
     if table["error"].notna().any():
@@ -46,7 +48,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         ("left dense", listed(list(pruning["left_dense"]), 3)),
         ("fallbacks", listed(list(table.loc[table["fallback"] != "", "fallback"].unique()))),
     ]
-    readings += [Reading(name, said) for name, said in notes if said]
+    readings += [Reading(name, text) for name, text in notes if text]
     return Outcome(readings, [], {"matrices": table}, _exhibits(table))
 
 
@@ -71,12 +73,11 @@ def page_at(folder: Path) -> Path:
 def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
     scaled = exhibit(
         "error-scaled",
-        "What was lost in each matrix, in the scaled norm",
+        "Error of each matrix in the scaled norm",
         drawing.error_map(table, "error_scaled"),
         "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
-        "pruned blocks before it gave them. The norm in which Wanda and OATS prune; inputs count as if they were "
-        "uncorrelated.",
-        LOOK_FOR,
+        "pruned blocks before it give them: the norm in which Wanda and OATS prune, as if inputs were uncorrelated.",
+        OUTLYING_MATRICES,
         "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2",
         wide=True,
     )
@@ -84,11 +85,11 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
         return [scaled]
     exact = exhibit(
         "error",
-        "What was lost in the outputs of each matrix",
+        "Error of the outputs of each matrix",
         drawing.error_map(table, "error"),
-        "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their whole second moments. What "
-        "SparseGPT keeps small.",
-        LOOK_FOR,
+        "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
+        "SparseGPT minimises.",
+        OUTLYING_MATRICES,
         "Frantar & Alistarh 2023, eq. 1",
         wide=True,
     )

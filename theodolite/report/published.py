@@ -1,4 +1,4 @@
-"""The published numbers that a run is shown beside, each with the table that it was read from.
+"""The published numbers that a run is compared with, each with the table that it was read from.
 
 All are from Song & Zhong 2024, "Uncovering hidden geometry in Transformers via disentangling position and
 context". Values are as printed; ranges and means that are computed from them say so. Nothing here reads a

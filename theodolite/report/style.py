@@ -1,10 +1,10 @@
 """How every figure looks: three colour scales with one meaning each, roles, the light and dark templates.
 
-- MAGNITUDE (paper to plum): how much, from nothing, which is the page's own background, up.
-- SIGNED (blue – paper – vermillion): which sign and how much; zero is the page's own background too.
-- ORDER (violet to green): which comes first: positions, layers, components; never an amount.
+- MAGNITUDE (paper to plum): amounts, from zero, which is the page's own background, up.
+- SIGNED (blue – paper – vermillion): sign and amount; zero is the page's own background too.
+- ORDER (violet to green): positions, layers or components in order; never an amount.
 - Roles: a colour that stands for one thing in every figure of a survey's report (MEASURED, POSITION, …).
-- CATEGORIES: kinds that only one figure has.
+- CATEGORIES: categories of a single figure.
 Colour-blind readers tell them apart (`tests/report/test_style.py` has the distances). Figures name no text or grid
 colour of their own: those come from the template, which the page swaps with the reader's light or dark setting.
 This module must not read a run.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.system.wording import for_plotly
@@ -31,8 +32,8 @@ CATEGORIES = [BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY]
 
 MEASURED = INK  # of the model that the report is of
 POSITION, CONTEXT, BOTH = BLUE, VERMILLION, PURPLE  # parts of hidden states and of logits
-PREDICTED = ORANGE  # what theory says from the weights
-REFERENCE = GREY  # what is published, random, even, constant, or a limit
+PREDICTED = ORANGE  # by theory, from the weights
+REFERENCE = GREY  # published, random, uniform, constant, or a limit
 
 # The page's backgrounds: no amount, no sign.
 NEUTRAL, DARK_NEUTRAL = "#fdfcf9", "#15191f"
@@ -47,6 +48,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 HEIGHT = 300
 NOTE_WIDTH = 104  # letters in a line of the note under a title
 TICKS = 8  # of a colour bar of whole numbers, about
+MOST_TICKS = 16  # whole numbers at an axis that are all written
 
 
 def _spread(colours: list[str]) -> Scale:
@@ -93,10 +95,10 @@ def dark_swaps() -> dict[str, str]:
 
 def order_colour(share: float) -> str:
     """The ORDER scale at `share` of its way, as a hexadecimal colour between its two nearest stops."""
-    place = min(max(share, 0.0), 1.0) * (len(ORDER) - 1)
-    low = min(int(place), len(ORDER) - 2)
+    position = min(max(share, 0.0), 1.0) * (len(ORDER) - 1)
+    low = min(int(position), len(ORDER) - 2)
     stops = [[int(ORDER[low + step][1][start : start + 2], 16) for start in (1, 3, 5)] for step in (0, 1)]
-    mixed = [round(first + (second - first) * (place - low)) for first, second in zip(*stops, strict=True)]
+    mixed = [round(first + (second - first) * (position - low)) for first, second in zip(*stops, strict=True)]
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
@@ -154,7 +156,7 @@ def figure(
     if layout:
         drawn.update_layout(layout)
     maps = list(drawn.select_traces({"type": "heatmap"}))
-    if maps:  # nothing looks like the page, so that a map needs an edge
+    if maps:  # zero looks like the page, so a map needs a frame
         drawn.update_xaxes(showline=True, mirror=True)
         drawn.update_yaxes(showline=True, mirror=True)
     if len(maps) == len(traces) == 1 and maps[0].xgap:
@@ -162,15 +164,15 @@ def figure(
     return drawn
 
 
-def alone(drawn: go.Figure, title: str, note: str) -> go.Figure:
+def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """`drawn` as it can stand by itself, in a notebook or a file: under its title and a note, on the light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
-    room = 46 + 17 * len(lines)  # a legend stands right below
+    header = 46 + 17 * len(lines)  # a legend stands right below
     top = (
-        drawn.layout.margin.t if drawn.layout.margin.t is not None else drawn.layout.template.layout.margin.t
+        shown.layout.margin.t if shown.layout.margin.t is not None else shown.layout.template.layout.margin.t
     )
     subtitle = {"text": "<br>".join(map(for_plotly, lines)), "font": {"size": 12}}
-    drawn.update_layout(
+    shown.update_layout(
         title={
             "text": for_plotly(title),
             "subtitle": subtitle,
@@ -181,11 +183,40 @@ def alone(drawn: go.Figure, title: str, note: str) -> go.Figure:
             "yref": "container",
             "yanchor": "top",
         },
-        margin_t=top + room,
-        height=(drawn.layout.height or HEIGHT) + room,
+        margin_t=top + header,
+        height=(shown.layout.height or HEIGHT) + header,
         paper_bgcolor=NEUTRAL,
     )
-    return drawn
+    return shown
+
+
+def axis_suffix(panel: int) -> str:
+    """What Plotly appends to the axis names of a panel: nothing, then 2, 3, …"""
+    return str(panel + 1) if panel else ""
+
+
+def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:
+    """Symmetric error bars, of length 0 where there is no error; None where there is none at all."""
+    errors = np.asarray(errors, dtype=np.float32)
+    if not np.isfinite(errors).any():
+        return None
+    return {"type": "data", "array": np.nan_to_num(errors), "thickness": thickness, "width": width}
+
+
+def every_tick(count: int) -> dict[str, int]:
+    """A tick at each of `count` whole numbers where all can be read; else Plotly's own choice."""
+    return {"dtick": 1} if count <= MOST_TICKS else {}
+
+
+def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
+    """Layout of a map of heads (x) and layers (y, from top to bottom) with its height."""
+    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
+    return {
+        "xaxis": axis | every_tick(heads),
+        "yaxis": axis | {"autorange": "reversed"} | every_tick(layers),
+        "margin": {"r": 8},
+        "height": min(720, max(230, 90 + 28 * layers)),
+    }
 
 
 def depth_bar(layers: int) -> go.Scatter:

@@ -61,7 +61,7 @@ class Finding:
 def summarise(run: Run) -> list[Finding]:
     """The run in sentences, grouped by topic in reading order; health comes last.
 
-    A run from weights alone gives the topics that weights can tell: localization and health.
+    A run from weights alone gives localization and health only.
     """
     parts: tuple[tuple[str, Callable[[Run], list[str]]], ...] = (
         ("Position", _position),
@@ -117,17 +117,17 @@ def _position(run: Run) -> list[str]:
         )
     if rank is not None and rank_mean is not None:
         sentences.append(
-            f"Its mean rank is {_mean(rank_mean)} ({_range(rank, number)} by layer); published for {model}: "
-            f"{reference.rank[0]:.1f}."
+            f"The mean rank of the positional basis is {_mean(rank_mean)} ({_range(rank, number)} by layer); "
+            f"published for {model}: {reference.rank[0]:.1f}."
         )
     smooth = layer_mean(run, "low_frequency_10")
     if smooth is not None:
         share = smooth[0]
         word = "smooth" if share >= SMOOTH else "only partly smooth" if share >= ROUGH else "not smooth"
         sentences.append(
-            f"It is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the energy of its Gram "
-            f"matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
-            f"{percent(published.LOW_FREQUENCY_ADDITION)})."
+            f"The positional basis is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the "
+            f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition "
+            f"about {percent(published.LOW_FREQUENCY_ADDITION)})."
         )
     return sentences
 
@@ -148,7 +148,7 @@ def _context(run: Run) -> list[str]:
     if agreement is not None and silhouette is not None:
         sentences.append(
             f"k-means recovers the labels with an adjusted Rand index of {_mean(agreement)} (1: perfect, 0: chance); "
-            f"their mean silhouette is {_mean(silhouette)}."
+            f"the mean silhouette of the labels is {_mean(silhouette)}."
         )
     mean, random = layer_mean(run, "incoherence_mean"), column(run.layers, "incoherence_random")
     if mean is not None:
@@ -183,14 +183,10 @@ def _localization(run: Run) -> list[str]:
             f"{names[sharpest]} ({number(entropy[sharpest], 2)} nats), the most uniform {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
-    weights, data = _regimes(run, "regime"), _regimes(run, "regime_data")
-    if data is not None:
-        sentences.append(f"Regimes that theory predicts from W_QK Σ̂, of {total}: {data}.")
-    if weights is not None:
-        source = (
-            "From W_QK alone" if data is not None else f"Regimes that theory predicts from W_QK, of {total}"
-        )
-        sentences.append(f"{source}: {weights}.")
+    for name, matrix in (("regime_data", "W_QK Σ̂"), ("regime", "W_QK alone")):
+        regimes = _regimes(run, name)
+        if regimes is not None:
+            sentences.append(f"Regimes predicted from {matrix}, of {total}: {regimes}.")
     propagation = column(run.heads, "propagation")
     if propagation is not None:
         sentences.append(
@@ -260,11 +256,12 @@ def _outliers(run: Run) -> list[str]:
     for values, where in ((first, "at the first token"), (massive, "at later tokens")):
         if values is None:
             continue
-        having = layers[np.nan_to_num(values) > 0]
-        if len(having):
+        affected = layers[np.nan_to_num(values) > 0]
+        if len(affected):
             sentences.append(
-                f"Massive activations occur {where} in {counted(len(having), 'layer')} ({_spans(having.tolist())}), "
-                f"most in layer {int(layers[np.nanargmax(values)])} ({number(float(np.nanmax(values)))})."
+                f"Massive activations occur {where} in {counted(len(affected), 'layer')} "
+                f"({_spans(affected.tolist())}), most in layer {int(layers[np.nanargmax(values)])} "
+                f"({number(float(np.nanmax(values)))})."
             )
     if massive is not None and not sentences:
         sentences.append("There are no massive activations.")
@@ -273,14 +270,16 @@ def _outliers(run: Run) -> list[str]:
         most, _ = _extremes(run, dimensions)
         highest = float(np.nanmax(dimensions))
         sentences.append(
-            f"At most {counted(int(highest), 'outlier dimension')} in one layer (layer {most})."
+            f"Layer {most} has the most outlier dimensions: {int(highest)}."
             if highest
             else "There are no outlier dimensions."
         )
     shares = array(run, "outlier_share")
     if shares is not None and dimensions is not None and np.nanmax(dimensions) > 0:
         leading = np.argsort(-np.nan_to_num(shares).max(axis=0), kind="stable")[:3]
-        sentences[-1] += f" The most persistent: {listed([str(int(i)) for i in leading])}."
+        sentences[-1] += (
+            f" The dimensions with the highest share of outliers: {listed([str(int(i)) for i in leading])}."
+        )
     return sentences
 
 

@@ -1,6 +1,6 @@
-"""What a run says of the constituents of its logits, in sentences: what carries them, and what makes a pattern.
+"""The constituents of the logits in sentences: which carry the variance, and which make a pattern.
 
-Words follow numbers of the tables by thresholds that are constants here. Plain text only.
+Thresholds that turn numbers into words are constants here. Plain text only.
 """
 
 from __future__ import annotations
@@ -71,24 +71,26 @@ def _pattern(run: Run, pattern: str) -> str | None:
     rows = heads[0]
     score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
     name = head_name(int(rows["layer"].iloc[0]), int(rows["head"].iloc[0]))
-    where, paid = (
+    target, scores = (
         ATTENTION_PATTERNS[pattern].target,
         f"{number(score, 2)}; uniform attention: {number(uniform, 2)}",
     )
     if score < SLIGHT or score <= uniform:
-        return f"On random tokens, no head attends strongly {where}; {name} has the highest score ({paid})."
-    return f"On random tokens, {name} attends most {where} ({paid}): {_carried(rows, score, uniform)}."
+        return (
+            f"On random tokens, no head attends strongly {target}; {name} has the highest score ({scores})."
+        )
+    return f"On random tokens, {name} attends most {target} ({scores}): {_carried(rows, score, uniform)}."
 
 
 def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
-    apart = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
-    best = apart.sort_values("only", kind="stable").iloc[-1]
+    disjoint = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
+    best = disjoint.sort_values("only", kind="stable").iloc[-1]
     group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
-    enough = RETAINED * (score - uniform)
-    left = f"ablating it leaves {number(without, 2)}"
-    if only - uniform < enough:
-        most = f"{group} retains most ({number(only, 2)})"
-        return f"no group of constituents alone retains half of that; {most}, and {left}"
-    if without - uniform < enough:
-        return f"{group} alone retains {number(only, 2)}; {left}"
-    return f"{group} alone retains {number(only, 2)}, but {left}, so other groups carry it too"
+    needed = RETAINED * (score - uniform)
+    ablated = f"ablating it leaves {number(without, 2)}"
+    if only - uniform < needed:
+        clause = f"{group} retains most ({number(only, 2)})"
+        return f"no group of constituents alone retains half of that; {clause}, and {ablated}"
+    if without - uniform < needed:
+        return f"{group} alone retains {number(only, 2)}; {ablated}"
+    return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
+from theodolite.report.data import records
 from theodolite.system.wording import rounded_with_error
 
 LAYER_COLUMNS = {
@@ -36,7 +37,7 @@ SPECTRUM_COLUMNS = {
     "r": "r",
 }
 STRONGEST = 3
-WIDE = 140  # columns of a terminal from which a standard error stands beside its value, not below
+WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
 
 
 def show_run(run: Run, console: Console) -> None:
@@ -51,20 +52,12 @@ def show_run(run: Run, console: Console) -> None:
 def tables_as_json(run: Run) -> dict[str, Any]:
     """Provenance and tables as plain JSON values; NaN becomes null."""
     names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution", "traces")
-    tables = {name: _records(getattr(run, name)) for name in names if len(getattr(run, name))}
+    tables = {name: records(getattr(run, name)) for name in names if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    rows = table.to_dict(orient="records")
-    return [
-        {str(k): None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        for row in rows
-    ]
-
-
 def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
-    """The layers with standard errors (±): beside their values in a wide terminal, below them in another."""
+    """The layers with standard errors (±): next to the values in a wide terminal, below them in a narrow one."""
     names = [name for name in LAYER_COLUMNS if name in layers.columns]
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in names)
     caption = (

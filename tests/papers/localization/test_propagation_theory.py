@@ -220,7 +220,7 @@ def test_every_page_of_theory_has_verdicts_with_numbers_and_captions():
             assert any(c.isdigit() for c in verdict.evidence)
         for exhibit in outcome.exhibits:
             assert "Bao et al. 2024" in exhibit.source
-            assert exhibit.look
+            assert exhibit.look_for
             figure = exhibit.draw(theory_run())
             if exhibit.choice:
                 keys = [option.key for option in exhibit.choice.options(theory_run())]

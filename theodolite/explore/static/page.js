@@ -34,8 +34,8 @@ window.theodolite = (() => {
     const step = Math.ceil(axis.tickvals.length / Math.max(1, room / LINE));
     if (step === 1) return;
     const marked = axis.ticktext.map((text) => text.includes("▼"));
-    const kept = (i) => marked[i] || (i % step === 0 && !marked.some((sink, j) => sink && Math.abs(i - j) < step));
-    const [tickvals, ticktext] = [axis.tickvals, axis.ticktext].map((all) => all.filter((_, i) => kept(i)));
+    const isShown = (i) => marked[i] || (i % step === 0 && !marked.some((sink, j) => sink && Math.abs(i - j) < step));
+    const [tickvals, ticktext] = [axis.tickvals, axis.ticktext].map((all) => all.filter((_, i) => isShown(i)));
     Object.assign(axis, { tickvals, ticktext });
   }
 
@@ -77,7 +77,7 @@ window.theodolite = (() => {
     for (const button of plot.querySelectorAll(".modebar-btn")) button.setAttribute("aria-label", button.dataset.title ?? "");
     shown.set(plot, source);
     const numbers = plot.parentElement.querySelector(".numbers");
-    if (numbers?.open) listed(numbers, plot);
+    if (numbers?.open) listNumbers(numbers, plot);
     resized.observe(plot);
     plot.dataset.drawn = String(Number(plot.dataset.drawn ?? 0) + 1);
     if ("picks" in plot.dataset && !plot.dataset.listens) {
@@ -86,25 +86,25 @@ window.theodolite = (() => {
     }
   }
 
-  function listed(numbers, plot) {
+  function listNumbers(numbers, plot) {
     const { data, layout } = shown.get(plot) ?? { data: [], layout: {} };
     numbers.replaceChildren(numbers.firstElementChild, ...numbersOf(data, layout, layout.meta ?? ""));
   }
 
-  function whenThere(test, then) {
+  function whenReady(test, then) {
     if (test()) then();
-    else setTimeout(() => whenThere(test, then), 40);
+    else setTimeout(() => whenReady(test, then), 40);
   }
 
   function figure(element, props, watch, trigger) {
     const show = () => {
       const plot = element.querySelector(".plot");
       const numbers = element.querySelector(".numbers");
-      numbers.ontoggle = () => { if (numbers.open) listed(numbers, plot); };
+      numbers.ontoggle = () => { if (numbers.open) listNumbers(numbers, plot); };
       plot.pick = (head) => trigger("select", { head });
       if (props.value) {
         figures.set(plot, props.value);
-        whenThere(() => window.Plotly, () => draw(plot));
+        whenReady(() => window.Plotly, () => draw(plot));
       } else if (figures.delete(plot)) {  // there is nothing to show
         window.Plotly.purge(plot);
         delete plot.dataset.listens;
@@ -121,7 +121,7 @@ window.theodolite = (() => {
     show();
   }
 
-  whenThere(() => document.body, () => {
+  whenReady(() => document.body, () => {
     let dark = isDark();
     new MutationObserver(() => {
       if (dark === isDark()) return;

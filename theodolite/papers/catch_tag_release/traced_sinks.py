@@ -112,7 +112,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
         exhibit(
             "kept",
             "The grouping before the head and after it",
-            drawing.kept(heads),
+            drawing.release_scatter(heads),
             "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
             "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
             "dots well above the line. On it, the grouping was there before the head looked.",

@@ -15,7 +15,7 @@ from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, evenly, need, provenance, value_of
-from theodolite.report.drawing import experiments as drawing
+from theodolite.report.drawing import contexts as drawing
 from theodolite.report.exhibit import by_layer, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
@@ -104,7 +104,7 @@ def _figure_2(study: Study) -> Outcome:
     figure = exhibit(
         "gram",
         "Normalised Gram matrix of positions and contexts",
-        drawing.gram_by_label(grams[middle], positions, labels),
+        drawing.gram_by_label(grams[middle], labels, positions),
         f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {len(set(of))} labels, "
         "grouped by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "

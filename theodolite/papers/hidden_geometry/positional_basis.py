@@ -57,7 +57,7 @@ def _beside(
     figure = exhibit(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
-        drawing.beside_published(run, name, rows, title, errors, log=log),
+        drawing.against_published(run, name, rows, title, errors, log=log),
         f"The thick line is this run, with its standard errors; the thin ones are {place}: a colour a model, dotted "
         "on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are stretched onto this depth.",
         "the thick line among the thin ones of its kind of model.",

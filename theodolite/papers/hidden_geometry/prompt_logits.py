@@ -104,7 +104,7 @@ def _read(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
 def _described(study: Study, length: int) -> str:
     """What the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
-    shown = f"; the first {drawing.MOST} of them" if length - 1 > drawing.MOST else ""
+    shown = f"; the first {drawing.MOST_POSITIONS} of them" if length - 1 > drawing.MOST_POSITIONS else ""
     said = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
     if study.run.provenance["model"].get("positions") == ROTATED:
         said += (

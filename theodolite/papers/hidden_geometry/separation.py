@@ -85,7 +85,7 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
     return exhibit(
         "gram",
         "Cosines between contexts, by label",
-        drawing.context_gram(grams[len(grams) // 2], of),
+        drawing.gram_by_label(grams[len(grams) // 2], of),
         f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one label together.",
         "one strong block a label on the diagonal, little beside it.",
         f"{SONG}, Fig. 2, bottom right",

@@ -106,7 +106,7 @@ def _figure_7(study: Study) -> Outcome:
         exhibit(
             "singular-values",
             "Singular values of both",
-            drawing.singular_values_beside(values[1:], values[0], "sinusoidal"),
+            drawing.singular_values_against(values[1:], values[0], "sinusoidal"),
             "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
             "learned curves that drop sooner.",
             f"{SONG}, Fig. 7 beside Fig. 3, left",

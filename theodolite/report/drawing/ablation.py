@@ -18,11 +18,7 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
         go.Bar(
             y=names,
             x=shown[column].to_numpy(np.float32),
-            error_x={
-                "array": shown[f"{column}_se"].fillna(0).to_numpy(np.float32),
-                "thickness": 1,
-                "width": 3,
-            },
+            error_x=style.error_bars(shown[f"{column}_se"]),
             orientation="h",
             name=name,
             marker={"color": colour},

@@ -27,7 +27,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     """Attention of one sequence, side by side, queries down and keys to the right, both from 1.
 
     Args:
-        pictures: name → (T, T). separator: place of [SEP] from 0; its column is marked.
+        pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
     """
     width = (1 - GAP * (len(pictures) - 1)) / len(pictures)
     traces: list[Any] = []
@@ -35,15 +35,15 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     for index, (name, patch) in enumerate(
         zip(pictures, attention_patch(list(pictures.values())), strict=True)
     ):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         length = len(patch["z"])
         left = index * (width + GAP)
-        places = np.arange(1, length + 1)
+        positions = np.arange(1, length + 1)
         traces.append(
             go.Heatmap(
                 patch,
-                x=places,
-                y=places,
+                x=positions,
+                y=positions,
                 zmin=0,
                 zmax=1,
                 colorscale=style.MAGNITUDE,
@@ -79,12 +79,12 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 
 def attention_patch(pictures: Sequence[Floats]) -> list[Patch]:
     """What changes in `attention_maps` for other sequences or weights; the future stays blank."""
-    found = []
+    patches = []
     for picture in pictures:
-        shown = picture.astype(np.float32)
-        shown[np.triu_indices(len(shown), 1)] = np.nan
-        found.append({"z": shown})
-    return found
+        visible = picture.astype(np.float32)
+        visible[np.triu_indices(len(visible), 1)] = np.nan
+        patches.append({"z": visible})
+    return patches
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
@@ -94,8 +94,8 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
         s_tag: (S,). curves: name → (measured, derived), (S,) each; the derived one may be NaN.
     """
     traces: list[Any] = []
-    for place, (name, (measured, derived)) in enumerate(curves.items()):
-        colour = style.CATEGORIES[place % len(style.CATEGORIES)]
+    for index, (name, (measured, derived)) in enumerate(curves.items()):
+        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
         for label, values, dash, mode in (
             (name, measured, "solid", "lines+markers"),
             (f"{name}, derived", derived, "dot", "lines"),

@@ -36,7 +36,7 @@ WRAP = 110  # letters that the titles in a row share in a line
 
 @dataclass(frozen=True)
 class Dots:
-    """A table with a unit a row, of which two columns are drawn against each other, coloured by `status`.
+    """A table with one row per unit, of which two columns are drawn against each other, coloured by `status`.
 
     Attributes:
         before, after: the columns.
@@ -55,19 +55,19 @@ class Dots:
 
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
-OUTPUT_DOTS = Dots("norm_before", "norm_after", "size of the head's output")
+OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
 def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
-    """One dot per unit, before across and after upwards; on the dotted line nothing changed."""
-    of_line, *of_dots = scatter_patch(table, dots)
+    """One dot per unit, before on x and after on y; on the dotted line nothing changed."""
+    diagonal, *dot_patches = scatter_patch(table, dots)
     line = go.Scatter(
         mode="lines",
         line={"color": style.GREY, "dash": "dot", "width": 1},
         showlegend=False,
         hoverinfo="skip",
-        **of_line,
+        **diagonal,
     )
     traces = [
         go.Scatter(
@@ -77,7 +77,7 @@ def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
             hovertemplate="%{text}<extra>" + status + "</extra>",
             **patch,
         )
-        for (status, colour), patch in zip(STATUS_COLOURS.items(), of_dots, strict=True)
+        for (status, colour), patch in zip(STATUS_COLOURS.items(), dot_patches, strict=True)
     ]
     axis: dict[str, Any] = {"range": list(dots.limits)} if dots.limits else {}
     if dots.shares:
@@ -97,51 +97,53 @@ def scatter_patch(table: pd.DataFrame, dots: Dots) -> list[Patch]:
     """What changes in `scatter` for another table."""
     values = table[[dots.before, dots.after]].to_numpy(np.float64)
     values = np.maximum(values, FEWEST) if dots.shares else values
-    farthest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
-    ends = [FEWEST if dots.shares else 0.0, farthest]
-    patches: list[Patch] = [{"x": ends, "y": ends}]
+    largest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
+    diagonal = [FEWEST if dots.shares else 0.0, largest]
+    patches: list[Patch] = [{"x": diagonal, "y": diagonal}]
     for status in STATUS_COLOURS:
-        own = (table["status"] == status).to_numpy()
-        x, y = values[own].T.astype(np.float32)
-        patches.append({"x": x, "y": y, "text": [_said(row, dots) for _, row in table[own].iterrows()]})
+        of_status = (table["status"] == status).to_numpy()
+        x, y = values[of_status].T.astype(np.float32)
+        patches.append(
+            {"x": x, "y": y, "text": [_hover_text(row, dots) for _, row in table[of_status].iterrows()]}
+        )
     return patches
 
 
-def _said(row: pd.Series, dots: Dots) -> str:
+def _hover_text(row: pd.Series, dots: Dots) -> str:
     name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
     show = percent if dots.shares else number
-    said = f"{for_plotly(name)}<br>{dots.title}: {show(row[dots.before])} → {show(row[dots.after])}"
-    return f"{said}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else said
+    text = f"{for_plotly(name)}<br>{dots.title}: {show(row[dots.before])} → {show(row[dots.after])}"
+    return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
 
 def entropies(table: pd.DataFrame) -> go.Figure:
-    """Entropy of every head as a share of the highest possible, before and after, and the change in nats."""
+    """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
     grids = _entropy_grids(table)
     largest = float(np.nanmax(np.abs(grids[2]))) or 1.0
     share = {"zmin": 0, "zmax": 1, "colorscale": style.MAGNITUDE}
-    looks = [
+    panels = [
         ("before", share, "of the highest"),
         ("after", share | {"showscale": False}, "of the highest"),
         ("change in nats", {"zmin": -largest, "zmax": largest, "colorscale": style.SIGNED}, "nats"),
     ]
     bars = [style.colour_bar("", x=0.605), None, style.colour_bar("", x=1.01)]
-    traces, layout = [], _panels([name for name, _, _ in looks], [0.0, 0.335, 0.74], 0.26)
-    for place, ((name, look, unit), grid, bar) in enumerate(zip(looks, grids, bars, strict=True)):
-        own = str(place + 1) if place else ""
+    traces, layout = [], _panels([name for name, _, _ in panels], [0.0, 0.335, 0.74], 0.26)
+    for index, ((name, colours, unit), grid, bar) in enumerate(zip(panels, grids, bars, strict=True)):
+        suffix = style.axis_suffix(index)
         traces.append(
             go.Heatmap(
                 z=grid.astype(np.float32),
                 colorbar=bar,
-                xaxis=f"x{own}",
-                yaxis=f"y{own}",
+                xaxis=f"x{suffix}",
+                yaxis=f"y{suffix}",
                 hovertemplate=f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>",
-                **look,
+                **colours,
             )
         )
-        layout[f"xaxis{own}"] |= {"title": {"text": "head"}, "dtick": max(1, grid.shape[1] // 12)}
-        layout[f"yaxis{own}"] |= {
+        layout[f"xaxis{suffix}"] |= {"title": {"text": "head"}, "dtick": max(1, grid.shape[1] // 12)}
+        layout[f"yaxis{suffix}"] |= {
             "dtick": max(1, len(grid) // 12),
-            "title": {"text": "" if place else "layer"},
+            "title": {"text": "" if index else "layer"},
             "autorange": "reversed",
         }
     return style.figure(traces, height=min(640, max(280, 150 + 26 * len(grids[0]))), layout=layout)
@@ -174,31 +176,31 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
     """
     width = (1 - 2 * GAP) / 2
     traces, layout = [], _panels(["before", "after"], [0.0, width + 2 * GAP], width)
-    for place, (side, patch) in enumerate(
+    for index, (side, patch) in enumerate(
         zip(("before", "after"), outliers_patch(table, dimensions, layers), strict=True)
     ):
-        own = str(place + 1) if place else ""
+        suffix = style.axis_suffix(index)
         traces.append(
             go.Heatmap(
                 y=[str(dimension) for dimension in dimensions],
                 zmin=0,
                 zmax=1,
                 colorscale=style.MAGNITUDE,
-                showscale=place == 0,
+                showscale=index == 0,
                 colorbar=style.colour_bar("share of tokens"),
-                xaxis=f"x{own}",
-                yaxis=f"y{own}",
+                xaxis=f"x{suffix}",
+                yaxis=f"y{suffix}",
                 hoverongaps=False,
                 hovertemplate=f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>",
                 **patch,
             )
         )
-        layout[f"xaxis{own}"] |= {
+        layout[f"xaxis{suffix}"] |= {
             "title": {"text": "residual layer"},
             "dtick": max(1, layers // 12),
             "range": [-0.5, layers - 0.5],
         }
-        layout[f"yaxis{own}"] |= {"type": "category", "title": {"text": "" if place else "dimension"}}
+        layout[f"yaxis{suffix}"] |= {"type": "category", "title": {"text": "" if index else "dimension"}}
     return style.figure(traces, height=min(700, 170 + 22 * len(dimensions)), layout=layout)
 
 
@@ -218,17 +220,17 @@ POSITION_CURVES = {
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
-    """Rank and relative norm of the positional basis by layer, before and after; what of its directions is left."""
+    """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
     layer, patches = table["layer"].to_numpy(), iter(positions_patch(table))
     width = (1 - 4 * GAP) / 3
     titles = [*POSITION_CURVES, "overlap of the directions"]
-    layout = _panels(titles, [place * (width + 2 * GAP) for place in range(3)], width)
+    layout = _panels(titles, [index * (width + 2 * GAP) for index in range(3)], width)
     traces = []
-    for place, title in enumerate(titles):
-        own = str(place + 1) if place else ""
+    for index, title in enumerate(titles):
+        suffix = style.axis_suffix(index)
         curves = (
             {"overlap": style.GREEN, "curve": style.PURPLE}
-            if place == 2
+            if index == 2
             else {"before": style.REFERENCE, "after": style.MEASURED}
         )
         for name, colour in curves.items():
@@ -238,15 +240,15 @@ def positions(table: pd.DataFrame) -> go.Figure:
                     name=name,
                     mode="lines+markers",
                     line={"color": colour},
-                    xaxis=f"x{own}",
-                    yaxis=f"y{own}",
-                    showlegend=place != 1,
+                    xaxis=f"x{suffix}",
+                    yaxis=f"y{suffix}",
+                    showlegend=index != 1,
                     hovertemplate=f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>",
                     **next(patches),
                 )
             )
-        layout[f"xaxis{own}"] |= {"title": {"text": "residual layer"}, "dtick": max(1, len(layer) // 8)}
-        layout[f"yaxis{own}"] |= {"rangemode": "tozero", "showgrid": True}
+        layout[f"xaxis{suffix}"] |= {"title": {"text": "residual layer"}, "dtick": max(1, len(layer) // 8)}
+        layout[f"yaxis{suffix}"] |= {"rangemode": "tozero", "showgrid": True}
     layout["legend"] = {"y": 1.12}
     return style.figure(traces, height=340, layout=layout)
 
@@ -270,35 +272,35 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     columns = -(-len(figures) // rows)
     width = (1 - GAP * (columns - 1)) / columns
     panel = PAGE * width if square else OUTPUT_HEIGHT
-    whole = rows * panel + (rows - 1) * ROW_GAP
-    tops = [1 - row * (panel + ROW_GAP) / whole for row in range(rows)]
-    starts = [place % columns * (width + GAP) for place in range(len(figures))]
+    total = rows * panel + (rows - 1) * ROW_GAP
+    tops = [1 - row * (panel + ROW_GAP) / total for row in range(rows)]
+    starts = [index % columns * (width + GAP) for index in range(len(figures))]
     heights = [
-        (max(tops[place // columns] - panel / whole, 0.0), tops[place // columns])
-        for place in range(len(figures))
+        (max(tops[index // columns] - panel / total, 0.0), tops[index // columns])
+        for index in range(len(figures))
     ]
     layout = _panels(list(figures), starts, width, heights)
     traces = []
-    for place, figure in enumerate(figures.values()):
-        own = str(place + 1) if place else ""
-        traces.append(figure.data[0].update(xaxis=f"x{own}", yaxis=f"y{own}", showscale=place == 0))
+    for index, figure in enumerate(figures.values()):
+        suffix = style.axis_suffix(index)
+        traces.append(figure.data[0].update(xaxis=f"x{suffix}", yaxis=f"y{suffix}", showscale=index == 0))
         for axis in ("xaxis", "yaxis"):
-            layout[f"{axis}{own}"] |= _fewer_labels(figure.layout[axis].to_plotly_json())
-        if place % columns:
-            layout[f"yaxis{own}"] |= {"title": {"text": ""}}
+            layout[f"{axis}{suffix}"] |= _fewer_labels(figure.layout[axis].to_plotly_json())
+        if index % columns:
+            layout[f"yaxis{suffix}"] |= {"title": {"text": ""}}
         if square:
-            layout[f"xaxis{own}"] |= {"constrain": "domain"}
-            layout[f"yaxis{own}"] |= {"scaleanchor": f"x{own}", "constrain": "domain"}
+            layout[f"xaxis{suffix}"] |= {"constrain": "domain"}
+            layout[f"yaxis{suffix}"] |= {"scaleanchor": f"x{suffix}", "constrain": "domain"}
     layout["margin"] = {"l": 80, "t": 40, "b": 70}
-    return style.figure(traces, height=round(whole) + 110, layout=layout)
+    return style.figure(traces, height=round(total) + 110, layout=layout)
 
 
 def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
     """An axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
     labels = list(zip(axis["tickvals"], axis["ticktext"], strict=True))
     of_tokens = "tickangle" in axis
-    kept = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
-    names = {"tickvals": [place for place, _ in kept], "ticktext": [text for _, text in kept]}
+    written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
+    names = {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
     return axis | names
 
 
@@ -310,16 +312,16 @@ def _panels(
 ) -> dict[str, Any]:
     """Axes of panels, each under its title; all as high as the figure, or from and to their own `heights`."""
     layout: dict[str, Any] = {"annotations": []}
-    in_a_row = len(set(starts))
-    for place, (title, start) in enumerate(zip(titles, starts, strict=True)):
-        own = str(place + 1) if place else ""
-        low, high = heights[place] if heights else (0.0, 1.0)
+    across = len(set(starts))
+    for index, (title, start) in enumerate(zip(titles, starts, strict=True)):
+        suffix = style.axis_suffix(index)
+        low, high = heights[index] if heights else (0.0, 1.0)
         axis = {"showgrid": False, "zeroline": False}
-        layout[f"xaxis{own}"] = axis | {"domain": [start, start + width], "anchor": f"y{own}"}
-        layout[f"yaxis{own}"] = axis | {"domain": [low, high], "anchor": f"x{own}"}
+        layout[f"xaxis{suffix}"] = axis | {"domain": [start, start + width], "anchor": f"y{suffix}"}
+        layout[f"yaxis{suffix}"] = axis | {"domain": [low, high], "anchor": f"x{suffix}"}
         layout["annotations"].append(
             {
-                "text": "<br>".join(map(for_plotly, textwrap.wrap(title, WRAP // in_a_row))),
+                "text": "<br>".join(map(for_plotly, textwrap.wrap(title, WRAP // across))),
                 "x": start + width / 2,
                 "y": high,
                 "xref": "paper",

@@ -1,4 +1,4 @@
-"""What the logits of heads are made of: shares of constituents, and what attention is left of each alone.
+"""Constituents of the logits: their shares, and attention recomputed from each alone and without it.
 
 Bars and maps of the tables `heads`, `constituents` and `attribution` as they are; nothing here computes a share
 or a score. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
@@ -63,8 +63,8 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
     high, low = np.clip(stacked, 0, None).sum(axis=0).max(), np.clip(stacked, None, 0).sum(axis=0).min()
     # All blocks share one axis, so that their bars compare.
     top, bottom = max(1.05, 1.02 * float(high)), min(0.0, 1.05 * float(low))
-    whole = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    across: dict[str, Any] = {"showgrid": False} | ({"dtick": 1} if heads_per_block(run) <= 16 else {})
+    unit_line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
+    head_axis: dict[str, Any] = {"showgrid": False} | style.every_tick(heads_per_block(run))
     return style.figure(
         traces,
         "head",
@@ -73,18 +73,18 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
         layout={
             "barmode": "relative",
             "bargap": 0.18,
-            "xaxis": across,
+            "xaxis": head_axis,
             "yaxis": {"range": [bottom, top], "tickformat": ".0%"},
-            "shapes": [whole | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
+            "shapes": [unit_line | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
         },
     )
 
 
 def _share_grids(run: Run) -> list[tuple[str, Floats]]:
-    found = [(name, grid) for name in SHARES if (grid := head_grid(run, name)) is not None]
-    if not found:
+    grids = [(name, grid) for name in SHARES if (grid := head_grid(run, name)) is not None]
+    if not grids:
         raise UsageError("this run has no 'share_position'; survey the model on a text to get it")
-    return [(name, grid) for name, grid in found if name != "share_additive" or np.nansum(np.abs(grid)) > 0]
+    return [(name, grid) for name, grid in grids if name != "share_additive" or np.nansum(np.abs(grid)) > 0]
 
 
 def constituents_traces(run: Run, layer: int, head: int) -> list[Patch]:
@@ -95,15 +95,17 @@ def constituents_traces(run: Run, layer: int, head: int) -> list[Patch]:
     for query, key, share, error in zip(
         rows["query"], rows["key"], rows["share"], rows["standard_error"], strict=True
     ):
-        place = (-1, 0) if query == ADDITIVE else (PARTS.index(query), PARTS.index(key))
-        shares[place], errors[place] = share, error
+        cell = (-1, 0) if query == ADDITIVE else (PARTS.index(query), PARTS.index(key))
+        shares[cell], errors[cell] = share, error
     patches = []
-    for part in (slice(None, -1), slice(-1, None)):
-        z, spread = shares[part], errors[part]
-        if part.start == -1:
-            z, spread = z[:, :1], spread[:, :1]
-        named = [[_percentage(value) for value in row] for row in z]
-        patches.append({"z": z.astype(np.float32), "text": named, "customdata": spread.astype(np.float32)})
+    for rows_shown in (slice(None, -1), slice(-1, None)):
+        block, block_errors = shares[rows_shown], errors[rows_shown]
+        if rows_shown.start == -1:
+            block, block_errors = block[:, :1], block_errors[:, :1]
+        texts = [[_percentage(value) for value in row] for row in block]
+        patches.append(
+            {"z": block.astype(np.float32), "text": texts, "customdata": block_errors.astype(np.float32)}
+        )
     return patches if _has_additive(run) else patches[:1]
 
 
@@ -123,18 +125,18 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """
     need_column(run.constituents, "share")
     reach = float(run.constituents["share"].abs().max()) or 1.0
-    known = column(run.constituents, "standard_error") is not None
-    share = "share %{z:.4f}" + (" ± %{customdata:.2g}" if known else "")
-    places: list[dict[str, Any]] = [
+    has_errors = column(run.constituents, "standard_error") is not None
+    share = "share %{z:.4f}" + (" ± %{customdata:.2g}" if has_errors else "")
+    axes: list[dict[str, Any]] = [
         {"x": list(range(len(PARTS))), "y": list(range(len(PARTS)))},
         {"x": [-0.5, len(PARTS) - 0.5], "y": [len(PARTS) - 0.2, len(PARTS) + 0.6]},
     ]
-    names = [[[f"{query} · {key}" for key in PARTS] for query in PARTS], [[ADDITIVE]]]
+    cell_labels = [[[f"{query} · {key}" for key in PARTS] for query in PARTS], [[ADDITIVE]]]
     traces = [
         go.Heatmap(
             **patch,
-            **place,
-            hovertext=named,
+            **axis_values,
+            hovertext=labels,
             zmin=-reach,
             zmax=reach,
             colorscale=style.SIGNED,
@@ -146,14 +148,14 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
             hoverongaps=False,
             hovertemplate=f"%{{hovertext}}<br>{share}<extra></extra>",
         )
-        for index, (patch, place, named) in enumerate(
-            zip(constituents_traces(run, layer, head), places, names, strict=False)
+        for index, (patch, axis_values, labels) in enumerate(
+            zip(constituents_traces(run, layer, head), axes, cell_labels, strict=False)
         )
     ]
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickmode": "array", "constrain": "domain"}
     axis |= {"showline": True, "mirror": True}
     ticks = list(range(len(PARTS)))
-    also = {"tickvals": [*ticks, len(PARTS) + 0.2], "ticktext": [*PARTS, ADDITIVE]}
+    with_additive = {"tickvals": [*ticks, len(PARTS) + 0.2], "ticktext": [*PARTS, ADDITIVE]}
     return style.figure(
         traces,
         "part of the key",
@@ -163,7 +165,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
             "xaxis": axis | {"tickvals": ticks, "ticktext": list(PARTS), "side": "top"},
             "yaxis": axis
             | {"tickvals": ticks, "ticktext": list(PARTS), "autorange": "reversed", "scaleanchor": "x"}
-            | (also if len(traces) > 1 else {}),
+            | (with_additive if len(traces) > 1 else {}),
             "margin": {"t": 56, "b": 16},
         },
     )
@@ -180,7 +182,7 @@ def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
 
 
 def attribution(run: Run, pattern: str) -> go.Figure:
-    """Attention along a pattern by its strongest heads: as it is, from one group of logits only, and without it.
+    """Attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
 
     One panel per head, the strongest first. Lines: the score as it is (solid) and of uniform attention (dotted).
     """
@@ -189,18 +191,20 @@ def attribution(run: Run, pattern: str) -> go.Figure:
         raise UsageError(
             f"this run has no attribution of {pattern!r}; survey a language model on a text to get it"
         )
-    given = any((of_head.loc[of_head["group"] == ADDITIVE, "share"].abs() > 0).any() for of_head in heads)
-    reach = max(float(of_head[["score", "only", "without"]].to_numpy().max()) for of_head in heads)
+    has_additive = any(
+        (of_head.loc[of_head["group"] == ADDITIVE, "share"].abs() > 0).any() for of_head in heads
+    )
+    largest = max(float(of_head[["score", "only", "without"]].to_numpy().max()) for of_head in heads)
     traces: list[Any] = []
     layout: dict[str, Any] = {"shapes": [], "annotations": [], "barmode": "group", "bargap": 0.28}
     for index, of_head in enumerate(heads):
-        shown = of_head if given else of_head[of_head["group"] != ADDITIVE]
-        suffix = str(index + 1) if index else ""
-        traces += _attribution_bars(shown, suffix, legend=index == 0)
+        rows = of_head if has_additive else of_head[of_head["group"] != ADDITIVE]
+        suffix = style.axis_suffix(index)
+        traces += _attribution_bars(rows, suffix, legend=index == 0)
         top = 1 - index / len(heads)
         domain = [top - (1 - 22 / PANEL) / len(heads), top - 22 / PANEL / len(heads)]
         _add_panel(layout, of_head, suffix, [max(domain[0], 0.0), domain[1]], last=index + 1 == len(heads))
-        layout[f"xaxis{suffix}"]["range"] = [0, 1.06 * reach]
+        layout[f"xaxis{suffix}"]["range"] = [0, 1.06 * largest]
     layout |= {"margin": {"l": 84, "r": 12, "t": 34, "b": 44}, "legend": {"traceorder": "normal"}}
     return style.figure(traces, height=len(heads) * PANEL + 96, layout=layout)
 

@@ -1,4 +1,4 @@
-"""Figures of the context basis by label: its Gram matrix, and which cluster each label falls into.
+"""Figures of contexts by label: Gram matrices of contexts and positions, and which cluster each label falls into.
 
 They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
 """
@@ -18,51 +18,63 @@ from theodolite.system.wording import for_plotly
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
 
-def context_gram(cosines: Floats, labels: Sequence[str]) -> go.Figure:
-    """Cosines between contexts, (n, n), those of one label together with lines between the labels."""
-    size = len(labels)
-    starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
-    ends = [*starts[1:], size]
-    rows = [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)]
-    named = [
-        ((start + end - 1) / 2, for_plotly(_short(labels[start])))
-        for start, end in zip(starts, ends, strict=True)
-        if end - start >= LEAST_NAMED * size
-    ]
-    line = {"type": "line", "line": {"width": 1, "color": style.GREY}}
-    shapes = []
-    for border in (start - 0.5 for start in starts[1:]):
-        shapes += [
-            line | {"x0": border, "x1": border, "y0": -0.5, "y1": size - 0.5},
-            line | {"y0": border, "y1": border, "x0": -0.5, "x1": size - 0.5},
-        ]
+def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> go.Figure:
+    """Cosines between positions, if any, then between contexts in blocks of one label, with lines between the blocks.
+
+    Args:
+        cosines: (n + m, n + m), n positions before m contexts.
+        labels: the label of each of the m contexts, equal ones together.
+        positions: the n positions.
+    """
+    first, size = len(positions), len(positions) + len(labels)
+    starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
+    ticks = [(first / 2, "positions")] if first else []
+    for start, end in zip(starts, [*starts[1:], size], strict=True):
+        if end - start >= LEAST_NAMED * size:
+            ticks.append(((start + end - 1) / 2, for_plotly(_short(labels[start - first]))))
+    rows = [f"position {position}" for position in positions]
+    rows += [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)]
+    drawn = cosine_map(cosines, rows, "cosine", ticks)
+    for border in (start - 0.5 for start in starts if start):
+        drawn.add_vline(border, line={"width": 1, "color": style.GREY})
+        drawn.add_hline(border, line={"width": 1, "color": style.GREY})
+    if first:
+        centres = [first / 2, first + len(labels) / 2]
+        drawn.update_xaxes(tickvals=centres, ticktext=["positions →", "contexts"], tickangle=0)
+    else:
+        drawn.update_xaxes(showticklabels=False)
+    return drawn
+
+
+def cosine_map(
+    cosines: Floats, rows: Sequence[str], quantity: str, ticks: Sequence[tuple[float, str]]
+) -> go.Figure:
+    """A square map of cosines, rows from top to bottom; `ticks` of both axes."""
     heat = go.Heatmap(
         z=cosines.astype(np.float32),
-        x=rows,
-        y=rows,
+        x=list(rows),
+        y=list(rows),
         zmin=-1,
         zmax=1,
         colorscale=style.SIGNED,
-        colorbar=style.colour_bar("cosine"),
-        hovertemplate="%{y}<br>%{x}<br>cosine %{z:.2f}<extra></extra>",
+        colorbar=style.colour_bar(quantity),
+        hovertemplate=f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>",
     )
-    axis = {"type": "category", "showgrid": False, "ticks": "", "constrain": "domain"}
-    down = axis | {
-        "autorange": "reversed",
-        "scaleanchor": "x",
+    axis = {
+        "type": "category",
+        "showgrid": False,
         "tickmode": "array",
-        "tickvals": [place for place, _ in named],
-        "ticktext": [name for _, name in named],
+        "tickvals": [position for position, _ in ticks],
+        "ticktext": [name for _, name in ticks],
+        "ticks": "",
+        "constrain": "domain",
     }
-    return style.figure(
-        [heat],
-        height=470,
-        layout={"xaxis": axis | {"showticklabels": False}, "yaxis": down, "shapes": shapes},
-    )
+    layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
+    return style.figure([heat], height=470, layout=layout)
 
 
 def cosine_patch(cosines: Floats) -> list[Patch]:
-    """What changes in `context_gram` for another layer."""
+    """What changes in `gram_by_label` for another layer."""
     return [{"z": cosines.astype(np.float32)}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,49 +14,41 @@ from theodolite.report import style
 
 COLUMNS = 3
 ROW = 250  # pixels
+TITLE_WIDTH = 34  # characters
 
 
 def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
     """One panel per measure: one dot per model, one line per seed.
 
     Args:
-        table: one row per model, `escape`, `seed` and the measures. names: of the escapes, in order.
+        table: one row per model, `escape`, `seed` and the measures. names: escape → what to call it, in order.
         measures: column → title.
     """
     rows = -(-len(measures) // COLUMNS)
     figure = make_subplots(
         rows=rows,
         cols=COLUMNS,
-        subplot_titles=[_wrapped(title) for title in measures.values()],
+        subplot_titles=["<br>".join(textwrap.wrap(title, TITLE_WIDTH)) for title in measures.values()],
         vertical_spacing=0.12,
     )
     seeds = sorted(table["seed"].unique())
-    for place, name in enumerate(measures):
+    for panel, name in enumerate(measures):
         for number, seed in enumerate(seeds):
-            own = table[table["seed"] == seed].set_index("escape")[name].reindex(list(names))
+            of_seed = table[table["seed"] == seed].set_index("escape")[name].reindex(list(names))
             line = go.Scatter(
                 x=list(names.values()),
-                y=own.to_numpy(np.float64),
+                y=of_seed.to_numpy(np.float64),
                 mode="lines+markers",
                 name=f"seed {seed}",
                 legendgroup=str(seed),
-                showlegend=place == 0,
+                showlegend=panel == 0,
                 marker={"size": 9},
                 line={"width": 1, "color": style.CATEGORIES[number % len(style.CATEGORIES)]},
                 hovertemplate="%{x}: %{y:.4g}<extra>seed " + str(seed) + "</extra>",
             )
-            figure.add_trace(line, row=place // COLUMNS + 1, col=place % COLUMNS + 1)
+            figure.add_trace(line, row=panel // COLUMNS + 1, col=panel % COLUMNS + 1)
     figure.update_layout(
         template=style.template(), height=ROW * rows + 80, margin={"t": 90}, legend={"y": 1.08}
     )
     figure.update_annotations(font_size=12)
     return figure
-
-
-def _wrapped(title: str, width: int = 34) -> str:
-    lines = [""]
-    for word in title.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "<br>".join(lines)

@@ -1,4 +1,4 @@
-"""The figures that only experiments need: a run's numbers drawn over the published ones, and two bases side by side.
+"""The figures that only experiments need: a run's numbers over the published ones, and comparisons of two bases.
 
 They take plain arrays or a run and return Plotly figures. Nothing here computes a statistic.
 """
@@ -15,36 +15,30 @@ import plotly.graph_objects as go
 
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
-from theodolite.report.style import Patch, order_colour
+from theodolite.report.drawing.contexts import cosine_map
+from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-OWN = style.MEASURED
+THIS_MODEL = style.MEASURED
 PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
 DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
 LINE = 1.3
 PANEL_GAP = 0.035
 PANEL_ROW = 26  # pixels a row
-NARROW = 16  # letters in a line of the title of an axis beside others
-LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
+NARROW = 16  # characters in a line of an axis title
 
 
-def _error_bars(errors: Floats | None) -> dict[str, Any] | None:
-    if errors is None or not np.isfinite(errors).any():
-        return None
-    return {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1.2, "width": 3}
-
-
-def _own(layers: Floats, values: Floats, name: str, errors: Floats | None, **more: Any) -> go.Scatter:
+def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **more: Any) -> go.Scatter:
     return go.Scatter(
         x=layers,
         y=values.astype(np.float32),
-        error_y=_error_bars(errors),
+        error_y=None if errors is None else style.error_bars(errors),
         name=name,
         mode="lines+markers",
-        line={"color": OWN, "width": 2.4} | more.pop("line", {}),
+        line={"color": THIS_MODEL, "width": 2.4} | more.pop("line", {}),
         marker={"size": 6},
         hovertemplate=f"layer %{{x}}<br>{name}: %{{y:.4g}}<extra></extra>",
         **more,
@@ -53,10 +47,10 @@ def _own(layers: Floats, values: Floats, name: str, errors: Floats | None, **mor
 
 def _layer_axis(layers: Floats) -> dict[str, Any]:
     axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    return axis | ({"dtick": 1} if len(layers) <= 14 else {})
+    return axis | style.every_tick(len(layers))
 
 
-def beside_published(
+def against_published(
     run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
 ) -> go.Figure:
     """A layer column over the rows of Table 4, 5 or 6, one line per model and text.
@@ -82,7 +76,7 @@ def beside_published(
                     hovertemplate=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
                 )
             )
-    traces.append(_own(layers, need_column(run.layers, name), "this model", errors))
+    traces.append(_this_model(layers, need_column(run.layers, name), "this model", errors))
     axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=420, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
 
@@ -98,21 +92,21 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
     width = (1 - PANEL_GAP * (len(quantities) - 1)) / len(quantities)
     traces: list[Any] = []
     layout: dict[str, Any] = {"showlegend": False}
-    for place, quantity in enumerate(quantities):
-        suffix = "" if place == 0 else str(place + 1)
+    for index, quantity in enumerate(quantities):
+        suffix = style.axis_suffix(index)
         cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
         traces.append(
             go.Scatter(
                 x=cells[:, 0].astype(np.float32),
                 y=names,
-                error_x=dict(_error_bars(cells[:, 1]) or {}, color=style.GREY),
+                error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
                 xaxis=f"x{suffix}",
                 mode="markers",
-                marker={"size": 9, "color": [OWN] + [style.REFERENCE] * (len(names) - 1)},
+                marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
                 hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
             )
         )
-        left = place * (width + PANEL_GAP)
+        left = index * (width + PANEL_GAP)
         layout[f"xaxis{suffix}"] = {
             "domain": [left, left + width],
             "title": {"text": "<br>".join(textwrap.wrap(quantity, NARROW))},  # beside others
@@ -124,14 +118,14 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
 
 
 def shares_by_cutoff(
-    here: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
+    measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
 ) -> go.Figure:
-    """Share of energy in the K × K lowest frequencies against K: solid here, dotted in Table 3."""
+    """Share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
     colours = (style.VERMILLION, style.BLUE, style.GREEN)
     traces: list[Any] = []
     for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
-        for shares, dash, what in (
-            (here.get(name), "solid", ""),
+        for shares, dash, origin in (
+            (measured.get(name), "solid", ""),
             (published_shares, "dot", ", GPT-2 in Table 3"),
         ):
             if not shares:
@@ -140,11 +134,11 @@ def shares_by_cutoff(
                 go.Scatter(
                     x=[str(cutoff) for cutoff in shares],
                     y=np.array(list(shares.values()), dtype=np.float32),
-                    name=name + what,
+                    name=name + origin,
                     mode="lines+markers",
-                    line={"color": colour, "width": 2.2 if not what else LINE, "dash": dash},
-                    marker={"size": 6 if not what else 4},
-                    hovertemplate=f"{name}{what}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>",
+                    line={"color": colour, "width": 2.2 if not origin else LINE, "dash": dash},
+                    marker={"size": 6 if not origin else 4},
+                    hovertemplate=f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>",
                 )
             )
     layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
@@ -157,107 +151,37 @@ def two_texts(
     """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
     traces: list[Any] = []
     for (name, (values, errors)), colour, dash in zip(
-        curves.items(), (OWN, style.BLUE), ("solid", "dash"), strict=False
+        curves.items(), (THIS_MODEL, style.BLUE), ("solid", "dash"), strict=False
     ):
         label = for_plotly(name)
-        traces.append(_own(layers, values, label, errors, line={"color": colour, "dash": dash}))
+        traces.append(_this_model(layers, values, label, errors, line={"color": colour, "dash": dash}))
     axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=340, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
-
-
-def gram_by_label(cosines: Floats, positions: Sequence[int], labels: Sequence[str]) -> go.Figure:
-    """Normalised Gram matrix of positions, then of contexts in blocks of one label.
-
-    Args:
-        cosines: (n + m, n + m), n positions before m contexts.
-        positions: the n positions.
-        labels: the label of each of the m contexts, equal ones together.
-    """
-    first, size = len(positions), len(positions) + len(labels)
-    starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
-    ends = [*starts[1:], len(labels)]
-    rows = [f"position {position}" for position in positions]
-    rows += [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)]
-    named = [
-        (first + (start + end) / 2, for_plotly(_short(labels[start])))
-        for start, end in zip(starts, ends, strict=True)
-        if end - start >= LEAST_NAMED * size
-    ]
-    line = {"type": "line", "line": {"width": 1, "color": style.GREY}}
-    shapes = []
-    for border in (first + start - 0.5 for start in starts):
-        shapes += [
-            line | {"x0": border, "x1": border, "y0": -0.5, "y1": size - 0.5},
-            line | {"y0": border, "y1": border, "x0": -0.5, "x1": size - 0.5},
-        ]
-    drawn = _square(cosines, rows, "cosine", [(first / 2, "positions"), *named], shapes)
-    drawn.update_layout(
-        xaxis={
-            "tickvals": [first / 2, first + len(labels) / 2],
-            "ticktext": ["positions →", "contexts"],
-            "tickangle": 0,
-        }
-    )
-    return drawn
 
 
 def layer_cosines(cosines: Floats) -> go.Figure:
     """Mean cosine between a token's vectors at every two layers, (N, N)."""
     rows = [f"layer {layer}" for layer in range(len(cosines))]
-    places = range(0, len(rows), max(1, len(rows) // 12))
-    return _square(cosines, rows, "mean cosine", [(float(place), str(place)) for place in places], [])
+    layers = range(0, len(rows), max(1, len(rows) // 12))
+    return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
 
 
-def _square(
-    cosines: Floats,
-    rows: Sequence[str],
-    what: str,
-    ticks: Sequence[tuple[float, str]],
-    shapes: Sequence[dict[str, Any]],
-) -> go.Figure:
-    heat = go.Heatmap(
-        z=cosines.astype(np.float32),
-        x=list(rows),
-        y=list(rows),
-        zmin=-1,
-        zmax=1,
-        colorscale=style.SIGNED,
-        colorbar=style.colour_bar(what),
-        hovertemplate=f"%{{y}}<br>%{{x}}<br>{what} %{{z:.2f}}<extra></extra>",
-    )
-    axis = {
-        "type": "category",
-        "showgrid": False,
-        "tickmode": "array",
-        "tickvals": [place for place, _ in ticks],
-        "ticktext": [name for _, name in ticks],
-        "ticks": "",
-        "constrain": "domain",
-    }
-    layout = {
-        "xaxis": axis,
-        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"},
-        "shapes": list(shapes),
-    }
-    return style.figure([heat], height=470, layout=layout)
-
-
-def singular_values_beside(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
+def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
     """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
     traces: list[Any] = [style.depth_bar(len(learned))]
     curves = [
         (f"layer {layer}", values, order_colour(layer / max(1, len(learned) - 1)), LINE)
         for layer, values in enumerate(learned)
     ]
-    for name, values, colour, width in [*curves, (fixed_name, fixed, OWN, 3.0)]:
+    for name, values, colour, width in [*curves, (fixed_name, fixed, THIS_MODEL, 3.0)]:
         if not values.max() > 0:
             continue
         relative = values / values.max()
-        kept = relative > 1e-8  # beyond that it is rounding
+        above_rounding = relative > 1e-8  # beyond that it is rounding
         traces.append(
             go.Scatter(
-                x=np.arange(1, len(values) + 1, dtype=np.int32)[kept],
-                y=relative[kept].astype(np.float32),
+                x=np.arange(1, len(values) + 1, dtype=np.int32)[above_rounding],
+                y=relative[above_rounding].astype(np.float32),
                 name=name,
                 showlegend=name == fixed_name,
                 mode="lines",
@@ -286,17 +210,8 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
         customdata=[number(ratio, 4) for ratio in ratios.values()],
         hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
     )
-    traces = [_own(layers, norms, "this model", errors), dots]
+    traces = [_this_model(layers, norms, "this model", errors), dots]
     axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
     return style.figure(
         traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": _layer_axis(layers), "yaxis": axis}
     )
-
-
-def cosine_patch(cosines: Floats) -> list[Patch]:
-    """What changes in `gram_by_label` for another layer."""
-    return [{"z": cosines.astype(np.float32)}]
-
-
-def _short(label: str, limit: int = 14) -> str:
-    return label if len(label) <= limit else label[: limit - 1] + "…"

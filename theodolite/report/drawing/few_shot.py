@@ -22,8 +22,8 @@ ASIDE = 0.05
 
 
 def accuracy_by_shots(
-    middle: pd.DataFrame,
-    each: pd.DataFrame | None = None,
+    means: pd.DataFrame,
+    by_seed: pd.DataFrame | None = None,
     *,
     chance: float = math.nan,
     best: Sequence[float] = (),
@@ -31,18 +31,18 @@ def accuracy_by_shots(
     """Accuracy of several models after k examples, with intervals.
 
     Args:
-        middle: `model shots accuracy low high`, a line for each model (at most seven), in the order of the table.
-        each: `model seed shots accuracy accuracy_se`, a small mark for each; None: no marks.
+        means: `model shots accuracy low high`, one line per model (at most seven), in the order of the table.
+        by_seed: `model seed shots accuracy accuracy_se`, one small marker per row; None: no markers.
         chance: accuracy of guessing, a dotted line; best: the best possible after 0, 1, … examples, a dashed one.
     """
-    models = list(dict.fromkeys(middle["model"]))
+    models = list(dict.fromkeys(means["model"]))
     lines: list[Any] = []
-    for place, (model, colour) in enumerate(zip(models, style.CATEGORIES, strict=False)):
-        shift = ASIDE * (place - (len(models) - 1) / 2)
-        if each is not None:
-            lines.append(_marks(each[each["model"] == model], colour, shift))
-        lines.append(_line(model, middle[middle["model"] == model], colour, shift))
-    shots = sorted(set(middle["shots"]))
+    for index, (model, colour) in enumerate(zip(models, style.CATEGORIES, strict=False)):
+        shift = ASIDE * (index - (len(models) - 1) / 2)
+        if by_seed is not None:
+            lines.append(_marks(by_seed[by_seed["model"] == model], colour, shift))
+        lines.append(_line(model, means[means["model"] == model], colour, shift))
+    shots = sorted(set(means["shots"]))
     if len(best):
         lines.append(_bound("best possible", range(len(best)), best, "dash"))
     if math.isfinite(chance):

@@ -43,14 +43,14 @@ def _float32(values: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
 def spiral_traces(run: Run, layer: int) -> list[Patch]:
     """The data of `spiral` at `layer`: cvecs, then positions 1…T−1 in order, on components 1 and 2."""
     positions, cvecs = need(run, "positional_pca")[layer], array(run, "cvec_pca")
-    kept = np.array(evenly(len(positions) - 1, SPIRAL_POSITIONS)) + 1
-    points = _float32(positions[kept])
-    empty = np.zeros((0, 3))
-    around = empty if cvecs is None else cvecs[layer][evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
-    around = _float32(around)
+    shown = np.array(evenly(len(positions) - 1, SPIRAL_POSITIONS)) + 1
+    points = _float32(positions[shown])
+    no_points = np.zeros((0, 3))
+    context_points = no_points if cvecs is None else cvecs[layer][evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
+    context_points = _float32(context_points)
     return [
-        {"x": around[:, 0], "y": around[:, 1]},
-        {"x": points[:, 0], "y": points[:, 1], "customdata": kept.astype(np.int32)},
+        {"x": context_points[:, 0], "y": context_points[:, 1]},
+        {"x": points[:, 0], "y": points[:, 1], "customdata": shown.astype(np.int32)},
     ]
 
 
@@ -102,9 +102,9 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
 def waves_traces(run: Run, layer: int) -> list[Patch]:
     """The data of `waves` at `layer`."""
     positions = need(run, "positional_pca")[layer]
-    kept = np.array(evenly(len(positions) - 1, SPIRAL_POSITIONS)) + 1
-    points = _float32(positions[kept])
-    return [{"x": kept.astype(np.int32), "y": points[:, component]} for component in range(3)]
+    shown = np.array(evenly(len(positions) - 1, SPIRAL_POSITIONS)) + 1
+    points = _float32(positions[shown])
+    return [{"x": shown.astype(np.int32), "y": points[:, component]} for component in range(3)]
 
 
 def waves(run: Run, layer: int = 0) -> go.Figure:
@@ -137,22 +137,22 @@ def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
 
 def gram_traces(run: Run, layer: int) -> list[Patch]:
     """The data of `gram` at `layer`: cosines, positions first, then contexts ordered by label."""
-    chosen = np.array([*_gram_rows(run)[0], *_gram_rows(run)[1]])
-    return [{"z": _float32(need(run, "gram")[layer][np.ix_(chosen, chosen)])}]
+    rows = np.array([*_gram_rows(run)[0], *_gram_rows(run)[1]])
+    return [{"z": _float32(need(run, "gram")[layer][np.ix_(rows, rows)])}]
 
 
 def _gram_names(run: Run) -> list[str]:
     """One distinct name a row: its position, or its number and label as a context."""
     positions, contexts = _gram_rows(run)
-    at = need(run, "gram_position")
+    shown_positions = need(run, "gram_position")
     labels = array(run, "gram_label")
     names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
-    shown = [f"position {int(at[index])}" for index in positions]
+    row_names = [f"position {int(shown_positions[index])}" for index in positions]
     for index in contexts:
-        number = index - len(at)
+        number = index - len(shown_positions)
         label = -1 if labels is None else int(labels[number])
-        shown.append(f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else ""))
-    return shown
+        row_names.append(f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else ""))
+    return row_names
 
 
 def gram(run: Run, layer: int = 0) -> go.Figure:
@@ -172,12 +172,12 @@ def gram(run: Run, layer: int = 0) -> go.Figure:
         colorbar=style.colour_bar("cosine"),
         hovertemplate="%{y}<br>%{x}<br>cosine %{z:.2f}<extra></extra>",
     )
-    middle = [len(positions) / 2, len(positions) + len(contexts) / 2]
+    block_centres = [len(positions) / 2, len(positions) + len(contexts) / 2]
     axis = {
         "type": "category",
         "showgrid": False,
         "tickmode": "array",
-        "tickvals": middle if contexts else middle[:1],
+        "tickvals": block_centres if contexts else block_centres[:1],
         "ticktext": ["positions →", "contexts, by label"],
         "ticks": "",
         "constrain": "domain",
@@ -296,12 +296,12 @@ def inherited_smoothness_traces(run: Run, cutoff: int) -> list[Patch]:
         frame = getattr(run, table)
         values = pd.Series(need_column(frame, f"{prefix}{cutoff}"))
         by_layer = values.groupby(frame["layer"].to_numpy(dtype=int))
-        middle = by_layer.median()
+        medians = by_layer.median()
         spans = zip(by_layer.min(), by_layer.max(), strict=True)
         patches += [
             {
-                "x": middle.index.to_numpy(dtype=np.int32),
-                "y": middle.to_numpy(dtype=np.float32),
+                "x": medians.index.to_numpy(dtype=np.int32),
+                "y": medians.to_numpy(dtype=np.float32),
                 "customdata": [f"{number(low)} to {number(high)}" for low, high in spans],
             },
             {"y": np.full(2, paper[cutoff], dtype=np.float32)},
@@ -346,5 +346,5 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
         traces,
         "layer",
         "share of energy",
-        layout={"xaxis": axis | ({"dtick": 1} if layers <= 13 else {}), "yaxis": {"range": [0, 1.05]}},
+        layout={"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}},
     )

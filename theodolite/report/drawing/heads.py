@@ -6,7 +6,8 @@ can hold all measures and draw one. Layer ℓ is block ℓ counted from 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import textwrap
+from typing import TYPE_CHECKING
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,6 +38,7 @@ REGIME_COLOURS = (
     style.REFERENCE,
     style.VERMILLION,
 )
+HOVER_WIDTH = 58  # characters in a line of a hover text
 NOTE_COLUMNS = (
     "entropy",
     "propagation",
@@ -56,16 +58,16 @@ def regime_kind(name: object) -> int:
 
 def head_measures(run: Run) -> list[Measure]:
     """The measures that this run has for at least one head, in the order of the pickers."""
-    known = []
+    measures = []
     for name, measure in HEAD_MEASURES.items():
         if measure.scale == "kind":
             if name in run.heads.columns and any(regime_kind(value) >= 0 for value in run.heads[name]):
-                known.append(measure)
+                measures.append(measure)
         elif (values := column(run.heads, name)) is not None and not (
             name in ABSENT_AT_ZERO and not np.nan_to_num(values).any()
         ):
-            known.append(measure)
-    return known
+            measures.append(measure)
+    return measures
 
 
 def head_notes(run: Run) -> list[list[str]]:
@@ -89,15 +91,6 @@ def _regime_grid(run: Run, name: str) -> Floats:
         kind = regime_kind(value)
         grid[int(layer), int(head)] = kind if kind >= 0 else np.nan
     return grid
-
-
-def _wrapped(words: str, width: int = 58) -> str:
-    lines = [""]
-    for word in words.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "<br>".join(lines)
 
 
 def _kind_patch(run: Run, measure: Measure) -> Patch:
@@ -158,26 +151,18 @@ def head_map_traces(run: Run, measure: str) -> list[Patch]:
     unit = f" {described.unit}" if described.unit else ""
     patch["hovertemplate"] = (
         f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
-        f"<i>{_wrapped(described.meaning)}</i><br><br>%{{customdata}}<extra></extra>"
+        f"<i>{'<br>'.join(textwrap.wrap(described.meaning, HOVER_WIDTH))}</i><br><br>%{{customdata}}<extra></extra>"
     )
     return [patch]
 
 
 def head_map(run: Run, measure: str) -> go.Figure:
     """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
-    count = blocks(run)
     heat = go.Heatmap(
         **head_map_traces(run, measure)[0], customdata=head_notes(run), xgap=1, ygap=1, hoverongaps=False
     )
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
-    across = axis | ({"dtick": 1} if heads_per_block(run) <= 16 else {})
-    down = axis | {"autorange": "reversed"} | ({"dtick": 1} if count <= 16 else {})
     return style.figure(
-        [heat],
-        "head",
-        "layer",
-        height=min(720, max(220, 90 + 28 * count)),
-        layout={"xaxis": across, "yaxis": down, "margin": {"r": 8}},
+        [heat], "head", "layer", layout=style.head_map_layout(blocks(run), heads_per_block(run))
     )
 
 
@@ -195,26 +180,26 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     )
     traces = []
     for kind in range(-1, len(REGIMES)):
-        chosen = (kinds == kind) & np.isfinite(xi) & (eta > 0)
-        if chosen.any():
+        in_regime = (kinds == kind) & np.isfinite(xi) & (eta > 0)
+        if in_regime.any():
             traces.append(
                 go.Scatter(
-                    x=xi[chosen].astype(np.float32),
-                    y=eta[chosen].astype(np.float32),
-                    text=names[chosen].tolist(),
+                    x=xi[in_regime].astype(np.float32),
+                    y=eta[in_regime].astype(np.float32),
+                    text=names[in_regime].tolist(),
                     mode="markers",
                     name=REGIMES[kind] if kind >= 0 else "no regime",
                     marker={"size": 8, "color": REGIME_COLOURS[kind] if kind >= 0 else style.SKY},
                     hovertemplate="%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>",
                 )
             )
-    reach = float(np.nanmax(np.abs(xi))) or 1.0
+    largest = float(np.nanmax(np.abs(xi))) or 1.0
     for sign in (-1, 1):
-        along = np.geomspace(reach / 60, reach, 60) * sign
+        xi_line = np.geomspace(largest / 60, largest, 60) * sign
         traces.append(
             go.Scatter(
-                x=along.astype(np.float32),
-                y=(2 / np.abs(along)).astype(np.float32),
+                x=xi_line.astype(np.float32),
+                y=(2 / np.abs(xi_line)).astype(np.float32),
                 mode="lines",
                 name="|ξη| = 2",
                 showlegend=sign > 0,
@@ -235,6 +220,6 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
                 "tickformat": "~g",
                 "range": [low - 0.3, high + 0.3],
             },
-            "xaxis": {"range": [-1.08 * reach, 1.08 * reach]},
+            "xaxis": {"range": [-1.08 * largest, 1.08 * largest]},
         },
     )

@@ -1,4 +1,4 @@
-"""Curves over depth: one small figure a layer measure, beside the ranges that were published.
+"""Curves over depth: one small figure per layer measure, with the published ranges as bands.
 
 Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
 every curve except those that name it. Every figure needs only the run's layer table. Whiskers are one standard error.
@@ -64,7 +64,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
     """A shaded range over relative depth: the published layers are stretched onto this model's."""
     last = float(layer_numbers(run).max())
     x = [round(float(step), 4) for step in np.linspace(0, last, len(low))]
-    shown = model == published.closest(
+    is_closest = model == published.closest(
         provenance(run, "model", "family"), provenance(run, "model", "positions")
     )
     return [
@@ -84,7 +84,7 @@ def _band(run: Run, model: str, low: list[float], high: list[float], what: str) 
             text=f"{model}: {what}",
             hoverinfo="text",
             legendrank=2000,
-            visible=True if shown else "legendonly",
+            visible=True if is_closest else "legendonly",
         )
     ]
 
@@ -157,7 +157,7 @@ def _level(
 def low_frequency(run: Run) -> go.Figure:
     """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
     traces: list[go.Scatter] = []
-    colours = {size: style.order_colour(place / 3) for place, size in enumerate((1, 3, 5, 10))}
+    colours = {size: style.order_colour(index / 3) for index, size in enumerate((1, 3, 5, 10))}
     last = float(layer_numbers(run).max())
     for size, colour in colours.items():
         traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
@@ -237,15 +237,15 @@ def rank_collapse(run: Run) -> go.Figure:
 
 def massive_activations(run: Run) -> go.Figure:
     """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    counted = [("massive_activations", "positions ≥ 1", style.MEASURED)]
+    series = [("massive_activations", "positions ≥ 1", style.MEASURED)]
     if column(run.layers, "massive_activations_first") is not None:
-        counted.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
+        series.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
     traces = [
         go.Bar(
             **_measured(run, name, label),
             marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
         )
-        for name, label, colour in counted
+        for name, label, colour in series
     ]
     return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
 

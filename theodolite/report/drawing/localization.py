@@ -1,4 +1,4 @@
-"""Figures of signal propagation: curves of theory beside each other and beside a simulation, maps, heads.
+"""Figures of signal propagation: curves of theory against each other and a simulation, maps, heads.
 
 They take plain arrays and return Plotly figures. Nothing here computes a statistic or reads a run.
 """
@@ -24,7 +24,7 @@ MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
 
 @dataclass(frozen=True)
 class Line:
-    """How a curve looks."""
+    """Name and style of a curve."""
 
     name: str
     colour: str
@@ -66,13 +66,13 @@ def propagation_curves(
 ) -> go.Figure:
     """ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
     lines, values = [], []
-    for place, eta in enumerate(etas):
-        colour = style.order_colour(place / max(1, len(etas) - 1))
+    for index, eta in enumerate(etas):
+        colour = style.order_colour(index / max(1, len(etas) - 1))
         lines += [
             Line(f"η = {eta:g}", colour),
             Line(f"η = {eta:g}, published", colour, "dash", 1.4),
         ]
-        values += [corrected[place], published[place]]
+        values += [corrected[index], published[index]]
     drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
     for trace in drawn.data[1::2]:
         trace.showlegend = False
@@ -87,8 +87,8 @@ def propagation_patch(published: Floats, corrected: Floats) -> list[Patch]:
 
 def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
     """The figure with shaded intervals of its x axis, named at the top."""
-    for place, (name, (low, high)) in enumerate(windows.items()):
-        colour = style.CATEGORIES[place % len(style.CATEGORIES)]
+    for index, (name, (low, high)) in enumerate(windows.items()):
+        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
         drawn.add_vrect(
             x0=low,
             x1=high,
@@ -122,8 +122,8 @@ def maps(
     largest = max(abs(limit) for limit in limits)
     traces, layout = [], {}
     annotations = []
-    for place, (name, picture) in enumerate(pictures.items()):
-        own, start = (str(place + 1) if place else ""), place * (width + PANEL_GAP)
+    for index, (name, picture) in enumerate(pictures.items()):
+        suffix, start = style.axis_suffix(index), index * (width + PANEL_GAP)
         low, high = (-largest, largest) if name in signed else limits
         traces.append(
             go.Heatmap(
@@ -133,25 +133,30 @@ def maps(
                 zmin=low,
                 zmax=high,
                 colorscale=style.SIGNED if name in signed else style.MAGNITUDE,
-                showscale=place == 0,
+                showscale=index == 0,
                 colorbar=style.colour_bar(titles[2]),
-                xaxis=f"x{own}",
-                yaxis=f"y{own}",
+                xaxis=f"x{suffix}",
+                yaxis=f"y{suffix}",
                 hovertemplate=f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
                 f"<br>{titles[2]} %{{z:.4g}}<extra></extra>",
             )
         )
         axis: dict[str, Any] = {"showgrid": False, "zeroline": False}
-        layout[f"xaxis{own}"] = axis | {"domain": [start, start + width], "anchor": f"y{own}"}
-        layout[f"xaxis{own}"] |= {"title": {"text": titles[0]}} | ({"constrain": "domain"} if square else {})
-        layout[f"yaxis{own}"] = axis | {"anchor": f"x{own}", "title": {"text": "" if place else titles[1]}}
+        layout[f"xaxis{suffix}"] = axis | {"domain": [start, start + width], "anchor": f"y{suffix}"}
+        layout[f"xaxis{suffix}"] |= {"title": {"text": titles[0]}} | (
+            {"constrain": "domain"} if square else {}
+        )
+        layout[f"yaxis{suffix}"] = axis | {
+            "anchor": f"x{suffix}",
+            "title": {"text": "" if index else titles[1]},
+        }
         if square:
-            layout[f"yaxis{own}"] |= {
+            layout[f"yaxis{suffix}"] |= {
                 "autorange": "reversed",
-                "scaleanchor": f"x{own}",
+                "scaleanchor": f"x{suffix}",
                 "constrain": "domain",
             }
-        annotations.append(_above(name, start + width / 2))
+        annotations.append(_panel_title(name, start + width / 2))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
     return style.figure(traces, height=height, layout=layout | {"annotations": annotations})
 
@@ -161,10 +166,10 @@ def maps_patch(pictures: Sequence[Floats]) -> list[Patch]:
     return [{"z": picture.astype(np.float32)} for picture in pictures]
 
 
-def _above(name: str, middle: float) -> dict[str, Any]:
+def _panel_title(name: str, centre: float) -> dict[str, Any]:
     return {
         "text": for_plotly(name),
-        "x": middle,
+        "x": centre,
         "y": 1.0,
         "xref": "paper",
         "xanchor": "center",
@@ -197,7 +202,7 @@ def simulation(
     )
     inner = go.Scatter(
         x=x,
-        name="the same, error over walks",
+        name="simulated, error over walks",
         mode="markers",
         marker={"size": 1, "color": style.PURPLE},
         hoverinfo="skip",
@@ -224,7 +229,7 @@ def simulation_patch(
 ) -> list[Patch]:
     """What changes in `simulation` for another pair."""
     bars = [
-        {"type": "data", "array": error.astype(np.float32), "thickness": thickness, "width": width}
+        style.error_bars(error, width=width, thickness=thickness)
         for error, thickness, width in zip(errors, (2.5, 1.0), (0, 4), strict=True)
     ]
     y = simulated.astype(np.float32)
@@ -245,11 +250,11 @@ def entropies(
             **patch,
             name=f"mean {mean:g}",
             mode="lines+markers",
-            line={"color": style.order_colour(place / max(1, len(means) - 1)), "width": 2},
+            line={"color": style.order_colour(index / max(1, len(means) - 1)), "width": 2},
             marker={"size": 7},
             hovertemplate=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
         )
-        for place, (mean, patch) in enumerate(zip(means, entropies_patch(values, errors), strict=True))
+        for index, (mean, patch) in enumerate(zip(means, entropies_patch(values, errors), strict=True))
     ]
     layout = {
         "xaxis": {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]},
@@ -267,16 +272,14 @@ def entropies(
 
 def entropies_patch(values: Floats, errors: Floats) -> list[Patch]:
     """What changes in `entropies` for another covariance."""
-    bars = [
-        {"type": "data", "array": error.astype(np.float32), "thickness": 1.2, "width": 4} for error in errors
-    ]
+    bars = [style.error_bars(error) for error in errors]
     return [patch | {"error_y": bar} for patch, bar in zip(values_patch(list(values)), bars, strict=True)]
 
 
 def bars(
     groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
 ) -> go.Figure:
-    """Bars beside each other in every group, with their intervals: name → (values, (2, groups) lower and upper)."""
+    """Grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
     traces = [
         go.Bar(
             x=list(groups),

@@ -49,7 +49,7 @@ def panels(names: Sequence[str], steps: Sequence[Floats], shown: Sequence[Panel]
     traces: list[Any] = []
     layout: dict[str, Any] = {"annotations": [], "legend": {"y": 1.06}}
     for index, panel in enumerate(shown):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         row, column = divmod(index, ACROSS)
         left, top = column * (width + GAP), 1 - row * (height + DROP)
         for place, (name, at, line) in enumerate(zip(names, steps, panel.lines, strict=True)):
@@ -76,17 +76,17 @@ def _line(
     name: str, steps: Floats, line: tuple[Floats, Floats, Floats], colour: str, suffix: str
 ) -> list[go.Scatter]:
     """The middle, and the band where there is more than one seed; the first panel names the line."""
-    middle, low, high = line
+    centre, low, high = line
     shared = {
         "xaxis": f"x{suffix}",
         "yaxis": f"y{suffix}",
         "legendgroup": name,
         "mode": "lines",
     }
-    found = []
+    traces = []
     if np.any(high > low):
         edge = np.concatenate([high, low[::-1]])
-        found.append(
+        traces.append(
             go.Scatter(
                 shared,
                 x=np.concatenate([steps, steps[::-1]]).astype(np.float32),
@@ -98,24 +98,24 @@ def _line(
                 showlegend=False,
             )
         )
-    found.append(
+    traces.append(
         go.Scatter(
             shared,
             x=steps.astype(np.float32),
-            y=middle.astype(np.float32),
+            y=centre.astype(np.float32),
             name=for_plotly(name),
             line={"color": colour, "width": 1.8},
             showlegend=suffix == "",
             hovertemplate=f"{for_plotly(name)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>",
         )
     )
-    return found
+    return traces
 
 
 def map_patch(steps: Floats, propagation: Floats) -> list[Patch]:
     """What changes in `propagation_map` for another training: (S,) steps and (S, T) values of ρ."""
-    chosen = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
-    return [{"x": steps[chosen].astype(np.float32), "z": propagation[chosen].T.astype(np.float32)}]
+    columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
+    return [{"x": steps[columns].astype(np.float32), "z": propagation[columns].T.astype(np.float32)}]
 
 
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:

@@ -1,4 +1,4 @@
-"""The figure of who notices first that a training fails. It takes plain arrays; nothing is computed here."""
+"""The figure of when the alarms and the loss first show that a training run fails. It takes plain arrays."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from theodolite.system.wording import for_plotly
 ROW = 26  # pixels
 
 
-def moments(rows: Sequence[str], found: Mapping[str, Floats], last: int) -> go.Figure:
-    """A line for each training, from step 0 to `last`, and on it a dot for each kind of moment.
+def moments(rows: Sequence[str], first_steps: Mapping[str, Floats], last: int) -> go.Figure:
+    """One row per training run, from step 0 to `last`, with a marker at the first step of each kind of event.
 
     Args:
-        rows: R names of training runs. found: kind → R steps, NaN where it never came. last: the last step.
+        rows: R names of training runs. first_steps: kind → R steps, NaN where it never came. last: the last step.
     """
     names = [for_plotly(row) for row in rows]
     traces = [
@@ -31,7 +31,7 @@ def moments(rows: Sequence[str], found: Mapping[str, Floats], last: int) -> go.F
             hovertemplate=f"%{{y}}<br>{for_plotly(kind)}: step %{{x}}<extra></extra>",
         )
         for (kind, steps), colour, symbol in zip(
-            found.items(), style.CATEGORIES, ("circle", "diamond", "x"), strict=False
+            first_steps.items(), style.CATEGORIES, ("circle", "diamond", "x"), strict=False
         )
     ]
     layout = {
@@ -45,4 +45,4 @@ def moments(rows: Sequence[str], found: Mapping[str, Floats], last: int) -> go.F
         "margin": {"l": 230},
         "legend": {"y": 1.02, "yanchor": "bottom"},
     }
-    return style.figure(traces, "step of the training", height=150 + ROW * len(rows), layout=layout)
+    return style.figure(traces, "training step", height=150 + ROW * len(rows), layout=layout)

@@ -56,38 +56,44 @@ def ratio_map(
         ygap=1,
         hovertemplate=f"{titles[1]} %{{y}}, {titles[0]} %{{x}}<br>%{{customdata:.3g}} {titles[2]}<extra></extra>",
     )
-    across: dict[str, Any] = {"type": "category", "showgrid": False}
+    column_axis: dict[str, Any] = {"type": "category", "showgrid": False}
     if len(columns) > LINES:
-        across |= {"tickangle": -90, "tickfont": {"size": 10}}
-    down = {"showgrid": False, "autorange": "reversed"} | ({"dtick": 1} if len(shown) <= 16 else {})
+        column_axis |= {"tickangle": -90, "tickfont": {"size": 10}}
+    row_axis = {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shown))
     height = min(640, max(260, 140 + 22 * len(shown)))
-    return style.figure([heat], titles[0], titles[1], height=height, layout={"xaxis": across, "yaxis": down})
+    return style.figure(
+        [heat], titles[0], titles[1], height=height, layout={"xaxis": column_axis, "yaxis": row_axis}
+    )
 
 
 def growth(
     lines: Mapping[tuple[str, str], Floats], references: Mapping[str, Floats], threshold: float
 ) -> go.Figure:
-    """|value| by layer on a logarithmic axis: a line a massive activation, over what is usual.
+    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes.
 
     Args:
         lines: (dimension, token) → |value| at every layer, the most important first; at most `LINES` are drawn. A
             colour is a dimension.
-        references: the same of what they are compared with.
+        references: name → magnitude at every layer that they are compared with.
         threshold: the published one, as a dotted line.
     """
     drawn = dict(list(lines.items())[:LINES])
     dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
-    seen: dict[str, int] = dict.fromkeys(dimensions, 0)
+    drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
     traces = []
     for (dimension, token), values in drawn.items():
         colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
-        traces.append(_line(f"{dimension}, {token}", values, colour, DASHES[seen[dimension] % len(DASHES)]))
-        seen[dimension] += 1
+        traces.append(
+            _line(
+                f"{dimension}, {token}", values, colour, DASHES[drawn_of_dimension[dimension] % len(DASHES)]
+            )
+        )
+        drawn_of_dimension[dimension] += 1
     for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
         traces.append(_line(name, values, style.GREY, dash))
-    everything = np.concatenate([*drawn.values(), *references.values(), [threshold]])
-    top = float(np.nanmax(everything))
-    low = max(float(np.nanmin(everything[everything > 0])), SMALLEST * top)
+    all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
+    top = float(np.nanmax(all_values))
+    low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
     length = max(len(values) for values in references.values())
     traces.append(
         go.Scatter(
@@ -100,7 +106,7 @@ def growth(
         )
     )
     layout = {
-        "xaxis": {"zeroline": False} | ({"dtick": 1} if length <= 16 else {}),
+        "xaxis": {"zeroline": False} | style.every_tick(length),
         "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
     }
     return style.figure(traces, "layer", "|value|", height=420, layout=layout)

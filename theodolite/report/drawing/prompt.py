@@ -23,20 +23,20 @@ MARK = "▼"
 
 def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
     """Tick labels of tokens, `LABELLED` of them and the sinks, which are marked; no label lies over another's."""
-    apart = -(-len(tokens) // LABELLED)  # tokens from one label to the next
-    named: list[int] = []
+    spacing = -(-len(tokens) // LABELLED)  # tokens from one label to the next
+    written: list[int] = []
     for sink in sorted(sinks):
-        if not named or sink - named[-1] >= apart:
-            named.append(sink)
-    free = [i for i in range(0, len(tokens), apart) if all(abs(i - sink) >= apart for sink in sinks)]
-    shown = sorted({*free, *sinks})
+        if not written or sink - written[-1] >= spacing:
+            written.append(sink)
+    unmarked = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in sinks)]
+    ticks = sorted({*unmarked, *sinks})
     names = [
-        f"{MARK} {token_text(tokens[i])}" if i in named else MARK if i in sinks else token_text(tokens[i])
-        for i in shown
+        f"{MARK} {token_text(tokens[i])}" if i in written else MARK if i in sinks else token_text(tokens[i])
+        for i in ticks
     ]
     return {
         "tickmode": "array",
-        "tickvals": shown,
+        "tickvals": ticks,
         "ticktext": [for_plotly(name) for name in names],
         "tickfont": {"size": 8},
         "tickangle": -90,
@@ -45,18 +45,18 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _said(tokens: Sequence[str]) -> list[str]:
-    return [for_plotly(f"{place}: {token_text(token)}") for place, token in enumerate(tokens)]
+def _numbered(tokens: Sequence[str]) -> list[str]:
+    return [for_plotly(f"{position}: {token_text(token)}") for position, token in enumerate(tokens)]
 
 
 def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
     """A head's attention, queries down and keys across; `sinks` are marked at both axes."""
     visible = np.where(np.tri(len(tokens), dtype=bool) | (weights > 0), weights, np.nan)
-    said = _said(tokens)
+    names = _numbered(tokens)
     heat = go.Heatmap(
         z=visible.astype(np.float32),
-        customdata=[said] * len(said),
-        text=[[name] * len(said) for name in said],
+        customdata=[names] * len(names),
+        text=[[name] * len(names) for name in names],
         zmin=0,
         zmax=1,
         colorscale=style.MAGNITUDE,
@@ -77,33 +77,33 @@ def by_dimension(
     tokens: Sequence[str],
     sinks: Sequence[int],
     y: str = "token",
-    like: Floats | None = None,
+    scale_of: Floats | None = None,
 ) -> go.Figure:
     """Vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
 
-    Those, and the colours, are of the vectors `like` (rows, d), if given: for figures that are to be compared.
+    `scale_of` (rows, d): choose dimensions and colours by these vectors instead, so that figures can be compared.
     """
-    largest = np.abs(vectors if like is None else like).max(axis=0)
-    chosen = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
-    values = vectors[:, chosen]
-    bound = float(largest.max()) or 1.0
+    largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
+    dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
+    values = vectors[:, dimensions]
+    limit = float(largest.max()) or 1.0
     heat = go.Heatmap(
         z=values.astype(np.float32),
-        x=list(range(len(chosen))),
-        customdata=[[str(d) for d in chosen]] * len(values),
-        text=[[name] * len(chosen) for name in _said(tokens)],
-        zmin=-bound,
-        zmax=bound,
+        x=list(range(len(dimensions))),
+        customdata=[[str(d) for d in dimensions]] * len(values),
+        text=[[name] * len(dimensions) for name in _numbered(tokens)],
+        zmin=-limit,
+        zmax=limit,
         colorscale=style.SIGNED,
         colorbar=style.colour_bar("value"),
         hovertemplate="%{text}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
     )
-    ticks = evenly(len(chosen), 16)
+    ticks = evenly(len(dimensions), 16)
     layout = {
         "xaxis": {
             "tickmode": "array",
             "tickvals": ticks,
-            "ticktext": [str(chosen[tick]) for tick in ticks],
+            "ticktext": [str(dimensions[tick]) for tick in ticks],
             "showgrid": False,
         },
         "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
@@ -113,31 +113,31 @@ def by_dimension(
 
 
 def coloured(
-    colours: np.ndarray, places: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]
+    colours: np.ndarray, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]
 ) -> go.Figure:
-    """A row of coloured tokens for each place.
+    """One row of coloured tokens per residual layer or head output.
 
     Args:
-        colours: (places, tokens, 3), 0 to 255. places: their names. sinks: tokens to mark.
+        colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
     """
     image = go.Image(
         z=colours,
-        text=[_said(tokens)] * len(places),
+        text=[_numbered(tokens)] * len(names),
         hovertemplate="%{text}<extra></extra>",
     )
     layout = {
         "xaxis": _axis(tokens, sinks),
         "yaxis": {
             "tickmode": "array",
-            "tickvals": list(range(len(places))),
-            "ticktext": [for_plotly(name) for name in places],
+            "tickvals": list(range(len(names))),
+            "ticktext": [for_plotly(name) for name in names],
             "showgrid": False,
             "zeroline": False,
             "scaleanchor": False,
         },
         "margin": {"l": 150, "b": 100},
     }
-    return style.figure([image], height=160 + STRIP * len(places), layout=layout)
+    return style.figure([image], height=160 + STRIP * len(names), layout=layout)
 
 
 def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names: Sequence[str]) -> go.Figure:
@@ -146,37 +146,40 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
     Args:
         scores: (tokens, 2). groups: of each token. names: all groups, in order.
     """
-    said = np.array(_said(tokens))
-    of = np.array(groups)
+    hover_texts = np.array(_numbered(tokens))
+    group_of = np.array(groups)
     dots = [
         go.Scatter(
-            x=scores[of == name, 0].astype(np.float32),
-            y=scores[of == name, 1].astype(np.float32),
+            x=scores[group_of == name, 0].astype(np.float32),
+            y=scores[group_of == name, 1].astype(np.float32),
             name=for_plotly(name),
             mode="markers",
-            text=said[of == name].tolist(),
-            marker={"size": 8, "color": style.CATEGORIES[number % len(style.CATEGORIES)], "opacity": 0.8},
+            text=hover_texts[group_of == name].tolist(),
+            marker={"size": 8, "color": style.CATEGORIES[index % len(style.CATEGORIES)], "opacity": 0.8},
             hovertemplate="%{text}<extra>" + for_plotly(name) + "</extra>",
         )
-        for number, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
     return style.figure(dots, "first component", "second component", height=380)
 
 
 def clusters_patch(scores: Floats, groups: Sequence[str], names: Sequence[str]) -> list[Patch]:
-    """What changes in `clusters` at another place."""
-    of = np.array(groups)
+    """What changes in `clusters` for the output of another head or layer."""
+    group_of = np.array(groups)
     return [
-        {"x": scores[of == name, 0].astype(np.float32), "y": scores[of == name, 1].astype(np.float32)}
+        {
+            "x": scores[group_of == name, 0].astype(np.float32),
+            "y": scores[group_of == name, 1].astype(np.float32),
+        }
         for name in names
     ]
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
-    """By layer and token the attention that the keenest head pays it on average (blocks, tokens)."""
+    """Mean attention that each token receives from the layer's strongest head, (blocks, tokens)."""
     heat = go.Heatmap(
         z=values.astype(np.float32),
-        text=[_said(tokens)] * len(values),
+        text=[_numbered(tokens)] * len(values),
         zmin=0,
         zmax=1,
         colorscale=style.MAGNITUDE,

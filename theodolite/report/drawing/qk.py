@@ -1,4 +1,4 @@
-"""Figures of logits by constituent: one head's panels on a prompt, all heads' positional logits, who owes what.
+"""Figures of logits by constituent: one head's panels on a prompt, all heads' positional logits, shares by layer.
 
 The panels take a split of logits; of it they centre rows, sum parts and take shares of variance, as their titles
 say. The other figures take plain arrays. Nothing here reads a run or a model.
@@ -24,10 +24,10 @@ from theodolite.report.drawing.theory import TILE_GAP, TILE_HEADROOM, TILES_ACRO
 from theodolite.system.wording import for_plotly, number, percent, token_text
 from theodolite.theory.decomposition import PARTS
 
-MOST = 128
+MOST_POSITIONS = 128
 """Positions drawn: seven panels of so many squared are under a megabyte of page."""
 
-LABELLED = 32
+MOST_LABELS = 32
 """Tokens written at an axis at most, evenly chosen: more could not be read. Hovering names every one."""
 
 SATURATED = 99.5
@@ -91,7 +91,7 @@ def constituent_panels(
     Args:
         split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
         head, context: which.
-        first: the first position shown, as query and key; `MOST` are shown at most.
+        first: the first position shown, as query and key; `MOST_POSITIONS` are shown at most.
         raw: the logits as they are, and constant parts apart; else every row less its mean over the keys that
             the query sees (without position 0, unless it is shown), which the softmax does not notice.
 
@@ -100,36 +100,40 @@ def constituent_panels(
     Raises:
         UsageError: no such head, context or position, or a split into other parts.
     """
-    one = _one(split, head, context)
-    length = one.query.shape[3]
+    of_head = _single_head(split, head, context)
+    length = of_head.query.shape[3]
     if not 0 <= first < length:
         raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
-    sums = share_sums(one.query, one.key, one.inputs)
+    sums = share_sums(of_head.query, of_head.key, of_head.inputs)
     shares, additive_share = sums.shares()
-    whole: dict[str, torch.Tensor] = {}
-    share: dict[str, float] = {}
-    logits = one.logits_of(0).cpu()
-    for a, query in enumerate(one.names):
-        for b, key in enumerate(one.names):
+    matrices: dict[str, torch.Tensor] = {}
+    shares_of: dict[str, float] = {}
+    logits = of_head.logits_of(0).cpu()
+    for a, query in enumerate(of_head.names):
+        for b, key in enumerate(of_head.names):
             name = _panel_name(query, key, raw)
-            whole[name] = whole.get(name, 0) + logits[a, b]
-            share[name] = share.get(name, 0.0) + float(shares[0, a, b])
-    if one.inputs.bias is not None:
-        whole[ADDITIVE], share[ADDITIVE] = one.additive[0].cpu(), float(additive_share[0])
-    whole[QK], share[QK] = one.total[0].cpu(), float(sum(share.values()))
-    visible = one.visible[0].cpu()
-    counted = visible.clone()
-    counted[:, : min(first, 1)] = False
-    shown = slice(first, first + MOST)
+            matrices[name] = matrices.get(name, 0) + logits[a, b]
+            shares_of[name] = shares_of.get(name, 0.0) + float(shares[0, a, b])
+    if of_head.inputs.bias is not None:
+        matrices[ADDITIVE], shares_of[ADDITIVE] = of_head.additive[0].cpu(), float(additive_share[0])
+    matrices[QK], shares_of[QK] = of_head.total[0].cpu(), float(sum(shares_of.values()))
+    visible = of_head.visible[0].cpu()
+    centred_over = visible.clone()
+    centred_over[:, : min(first, 1)] = False
+    window = slice(first, first + MOST_POSITIONS)
 
     def panel(name: str, values: torch.Tensor) -> Panel:
         if not raw and name != ATTENTION:
-            mean = (values * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp_min(1)
+            mean = (values * centred_over).sum(-1, keepdim=True) / centred_over.sum(
+                -1, keepdim=True
+            ).clamp_min(1)
             values = values - mean
-        drawn = values.masked_fill(~visible, math.nan)[shown, shown]
-        return Panel(name, drawn.numpy(), share.get(name, math.nan))
+        visible_values = values.masked_fill(~visible, math.nan)[window, window]
+        return Panel(name, visible_values.numpy(), shares_of.get(name, math.nan))
 
-    return [panel(name, values) for name, values in (whole | {ATTENTION: one.attention[0].cpu()}).items()]
+    return [
+        panel(name, values) for name, values in (matrices | {ATTENTION: of_head.attention[0].cpu()}).items()
+    ]
 
 
 def _panel_name(query: str, key: str, raw: bool) -> str:
@@ -165,21 +169,21 @@ def qk_panels(
     length = split.query.shape[3]
     if len(tokens) != length:
         raise UsageError(f"{len(tokens)} tokens for a context of {length}")
-    places = range(first, min(length, first + MOST))
-    texts = [token_text(tokens[place]) for place in places]
-    names = [f"{place} {for_plotly(text)}" for place, text in zip(places, texts, strict=True)]
+    positions = range(first, min(length, first + MOST_POSITIONS))
+    texts = [token_text(tokens[position]) for position in positions]
+    names = [f"{position} {for_plotly(text)}" for position, text in zip(positions, texts, strict=True)]
     short = [for_plotly(text if len(text) <= NAMED else text[: NAMED - 1] + "…") for text in texts]
     limit = _limit([panel.values for panel in panels.values() if panel.name != ATTENTION])
     traces: list[Any] = []
     layout: dict[str, Any] = {"annotations": [], "margin": {"l": 70, "t": 8, "r": 70, "b": 70}}
-    places_of = _places(panels)
-    rows = max(row + 1 for _, row, _ in places_of)
-    taken = {(column, row) for column, row, _ in places_of}
-    for number_of, (column, row, name) in enumerate(places_of):
+    cells = _panel_positions(panels)
+    rows = max(row + 1 for _, row, _ in cells)
+    occupied = {(column, row) for column, row, _ in cells}
+    for index, (column, row, name) in enumerate(cells):
         panel = panels[name]
-        suffix = "" if number_of == 0 else str(number_of + 1)
+        suffix = style.axis_suffix(index)
         traces.append(_heat(panel, names, suffix, raw))
-        bottom = (column, row + 1) not in taken
+        bottom = (column, row + 1) not in occupied
         layout |= _axes(suffix, (column, row, rows), short, bottom=bottom)
         layout["annotations"].append(_title(panel, suffix, raw))
     bars = _colour_axes(limit, _range(panels[ATTENTION].values)[1], rows, raw)
@@ -190,7 +194,7 @@ def qk_panels(
     return drawn
 
 
-def _one(split: Constituents, head: int, context: int) -> Constituents:
+def _single_head(split: Constituents, head: int, context: int) -> Constituents:
     """The split of one context and head, into position, context and constants."""
     _, contexts, heads, _, _ = split.query.shape
     if not 0 <= head < heads:
@@ -220,15 +224,15 @@ def _one(split: Constituents, head: int, context: int) -> Constituents:
     return replace(split, query=query, key=key, inputs=inputs)
 
 
-def _places(panels: Mapping[str, Panel]) -> list[tuple[int, int, str]]:
+def _panel_positions(panels: Mapping[str, Panel]) -> list[tuple[int, int, str]]:
     """Column, row and name of the panels that are there."""
-    there = [[name for name in names if name in panels] for names in COLUMNS]
-    return [(column, row, name) for column, names in enumerate(there) for row, name in enumerate(names)]
+    present = [[name for name in names if name in panels] for names in COLUMNS]
+    return [(column, row, name) for column, names in enumerate(present) for row, name in enumerate(names)]
 
 
 def _limit(values: Sequence[Floats]) -> float:
-    every = np.abs(np.concatenate([part[np.isfinite(part)] for part in values]))
-    return float(np.percentile(every, SATURATED)) if every.size and every.any() else 1.0
+    magnitudes = np.abs(np.concatenate([panel[np.isfinite(panel)] for panel in values]))
+    return float(np.percentile(magnitudes, SATURATED)) if magnitudes.size and magnitudes.any() else 1.0
 
 
 def _heat(panel: Panel, names: list[str], suffix: str, raw: bool) -> go.Heatmap:
@@ -239,7 +243,7 @@ def _heat(panel: Panel, names: list[str], suffix: str, raw: bool) -> go.Heatmap:
         colours = {"zmin": low, "zmax": high, "colorscale": style.MAGNITUDE, "showscale": False}
     else:
         colours = {"coloraxis": "coloraxis"}
-    what = panel.name if panel.name == ATTENTION else f"{panel.name} logit"
+    quantity = panel.name if panel.name == ATTENTION else f"{panel.name} logit"
     return go.Heatmap(
         z=panel.values.astype(np.float32),
         x=names,
@@ -247,7 +251,7 @@ def _heat(panel: Panel, names: list[str], suffix: str, raw: bool) -> go.Heatmap:
         xaxis=f"x{suffix}",
         yaxis=f"y{suffix}",
         hoverongaps=False,
-        hovertemplate=f"query %{{y}}<br>key %{{x}}<br>{what} %{{z:.3g}}<extra></extra>",
+        hovertemplate=f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>",
         **colours,
     )
 
@@ -258,9 +262,9 @@ def _range(values: Floats) -> tuple[float, float]:
     return low, high if high > low else low + 1.0
 
 
-def _axes(suffix: str, place: tuple[int, int, int], texts: list[str], *, bottom: bool) -> dict[str, Any]:
-    column, row, rows = place
-    step = max(1, math.ceil(len(texts) / LABELLED))
+def _axes(suffix: str, cell: tuple[int, int, int], texts: list[str], *, bottom: bool) -> dict[str, Any]:
+    column, row, rows = cell
+    step = max(1, math.ceil(len(texts) / MOST_LABELS))
     ticks = list(range(0, len(texts), step))
     width, height = (1 - GAP * 2) / len(COLUMNS), 1 / rows
     axis: dict[str, Any] = {
@@ -275,14 +279,14 @@ def _axes(suffix: str, place: tuple[int, int, int], texts: list[str], *, bottom:
         "constrain": "domain",
     }
     left, top = column * (width + GAP), 1 - row * height
-    across = axis | {
+    key_axis = axis | {
         "anchor": f"y{suffix}",
         "domain": [left, left + width],
         "tickangle": -90,
         "showticklabels": bottom,
         "constraintoward": "left",
     }
-    down = axis | {
+    query_axis = axis | {
         "anchor": f"x{suffix}",
         "domain": [top - height + FOOTROOM / (PANEL * rows), top - HEADROOM / (PANEL * rows)],
         "autorange": "reversed",
@@ -290,23 +294,23 @@ def _axes(suffix: str, place: tuple[int, int, int], texts: list[str], *, bottom:
         "constraintoward": "top",
     }
     if suffix:  # all move with the first, whose cells are square
-        across["matches"], down["matches"] = "x", "y"
+        key_axis["matches"], query_axis["matches"] = "x", "y"
     else:
-        down["scaleanchor"] = "x"
-    return {f"xaxis{suffix}": across, f"yaxis{suffix}": down}
+        query_axis["scaleanchor"] = "x"
+    return {f"xaxis{suffix}": key_axis, f"yaxis{suffix}": query_axis}
 
 
 def _title(panel: Panel, suffix: str, raw: bool) -> dict[str, Any]:
-    said = f"<b>{panel.name}</b>"
+    text = f"<b>{panel.name}</b>"
     if panel.name == QK:
-        said += ", the model's own logits"
+        text += ", the model's own logits"
     elif math.isfinite(panel.share):
-        said += f" {percent(panel.share)}"
+        text += f" {percent(panel.share)}"
     if raw and panel.name != ATTENTION:
         low, high = _range(panel.values)
-        said += f", {number(low)} to {number(high)}"
+        text += f", {number(low)} to {number(high)}"
     return {
-        "text": said,
+        "text": text,
         "xref": f"x{suffix} domain",
         "yref": f"y{suffix} domain",
         "x": 0,
@@ -322,8 +326,8 @@ def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, A
     length = 0.8 / rows
 
     def bar(title: str, row: int) -> dict[str, Any]:
-        place = {"x": 1.01, "y": 1 - (row + 0.1) / rows, "yanchor": "top", "len": length}
-        return style.colour_bar(title) | place
+        placing = {"x": 1.01, "y": 1 - (row + 0.1) / rows, "yanchor": "top", "len": length}
+        return style.colour_bar(title) | placing
 
     signed = {"cmin": -limit, "cmax": limit, "colorscale": style.SIGNED}
     weight = {"cmin": 0, "cmax": most, "colorscale": style.MAGNITUDE, "colorbar": bar("attention", 1)}
@@ -368,6 +372,6 @@ def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
         )
         for group, values in shares.items()
     ]
-    axis = {"zeroline": False} | ({"dtick": 1} if len(layers) <= 14 else {})
+    axis = {"zeroline": False} | style.every_tick(len(layers))
     layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
     return style.figure(bars, "layer", "mean share of logit variance", height=340, layout=layout)

@@ -34,10 +34,10 @@ def _largest_in_bins(values: Floats, bins: int) -> tuple[Floats, list[str]]:
 
 
 def sinks_by_position(run: Run) -> go.Figure:
-    """Each position's share of contexts in which it is a sink of the keenest head, over layers."""
+    """Share of contexts in which each position is a sink of the layer's strongest head."""
     shares = need(run, "sink_by_position")
-    keenest = np.nan_to_num(shares).max(axis=1)
-    reduced, names = _largest_in_bins(keenest, POSITION_BINS)
+    strongest = np.nan_to_num(shares).max(axis=1)
+    reduced, names = _largest_in_bins(strongest, POSITION_BINS)
     heat = go.Heatmap(
         z=reduced.astype(np.float32),
         x=list(range(len(names))),
@@ -62,8 +62,7 @@ def sinks_by_position(run: Run) -> go.Figure:
                 "tickvals": ticks,
                 "ticktext": [names[tick] for tick in ticks],
             },
-            "yaxis": {"showgrid": False, "autorange": "reversed"}
-            | ({"dtick": 1} if len(reduced) <= 16 else {}),
+            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(reduced)),
         },
     )
 
@@ -72,11 +71,11 @@ def outlier_shares(run: Run) -> go.Figure:
     """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
     shares = np.nan_to_num(need(run, "outlier_share"))
     highest = shares.max(axis=0)
-    chosen = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])
-    chosen = chosen[highest[chosen] > 0] if (highest > 0).any() else chosen[:1]
+    dimensions = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])
+    dimensions = dimensions[highest[dimensions] > 0] if (highest > 0).any() else dimensions[:1]
     heat = go.Heatmap(
-        z=shares[:, chosen].astype(np.float32),
-        x=[str(dimension) for dimension in chosen],
+        z=shares[:, dimensions].astype(np.float32),
+        x=[str(dimension) for dimension in dimensions],
         y=list(range(len(shares))),
         zmin=0,
         zmax=1,
@@ -93,7 +92,6 @@ def outlier_shares(run: Run) -> go.Figure:
         height=min(640, max(240, 120 + 22 * len(shares))),
         layout={
             "xaxis": {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}},
-            "yaxis": {"showgrid": False, "autorange": "reversed"}
-            | ({"dtick": 1} if len(shares) <= 16 else {}),
+            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shares)),
         },
     )

@@ -75,8 +75,8 @@ def propagation_traces(run: Run, layer: int, head: int) -> list[Patch]:
     for name, _, _ in _PROPAGATION:
         values = array(run, name)
         if values is not None:
-            kept = _thinned(run, values.shape[2])
-            patches.append({"y": values[layer, head, kept].astype(np.float32)})
+            positions = _thinned(run, values.shape[2])
+            patches.append({"y": values[layer, head, positions].astype(np.float32)})
     return patches
 
 
@@ -85,11 +85,11 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
-    present = [(name, label, line) for name, label, line in _PROPAGATION if array(run, name) is not None]
-    if not present:
+    curves = [(name, label, line) for name, label, line in _PROPAGATION if array(run, name) is not None]
+    if not curves:
         raise UsageError("this run has no propagation curve of any head")
     traces = []
-    for (name, label, line), patch in zip(present, propagation_traces(run, layer, head), strict=True):
+    for (name, label, line), patch in zip(curves, propagation_traces(run, layer, head), strict=True):
         length = need(run, name).shape[2]
         theta = (_thinned(run, length) + 1) / length
         traces.append(
@@ -114,19 +114,19 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
 def head_entropy_traces(run: Run, layer: int, head: int) -> list[Patch]:
     """The data of `head_entropy` for another head; the second trace, the limit, is the same for all."""
     values = need(run, "entropy_by_position")
-    kept = _thinned(run, values.shape[2])
-    return [{"y": values[layer, head, kept].astype(np.float32)}, {}]
+    positions = _thinned(run, values.shape[2])
+    return [{"y": values[layer, head, positions].astype(np.float32)}, {}]
 
 
 def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
     length = need(run, "entropy_by_position").shape[2]
-    kept = _thinned(run, length)
+    positions = _thinned(run, length)
     measured, _ = head_entropy_traces(run, layer, head)
     hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"
     traces = [
         go.Scatter(
-            x=kept.astype(np.int32),
+            x=positions.astype(np.int32),
             **measured,
             mode="lines",
             name="this head",
@@ -134,8 +134,8 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
             hovertemplate=hover,
         ),
         go.Scatter(
-            x=kept.astype(np.int32),
-            y=entropy_limits(run)[layer, kept].astype(np.float32),
+            x=positions.astype(np.int32),
+            y=entropy_limits(run)[layer, positions].astype(np.float32),
             mode="lines",
             name="uniform attention",
             line={"color": style.GREY, "width": 1.5, "dash": "dash"},
@@ -155,10 +155,10 @@ def entropy_by_position(run: Run) -> go.Figure:
     """Median over each layer's heads of the attention entropy at every position, under its limit."""
     values = need(run, "entropy_by_position")
     length = values.shape[2]
-    kept = np.array(evenly(length, CURVE_POINTS), dtype=np.intp)
+    positions = np.array(evenly(length, CURVE_POINTS), dtype=np.intp)
     limit = go.Scatter(
-        x=kept.astype(np.int32),
-        y=entropy_limits(run).max(axis=0)[kept].astype(np.float32),
+        x=positions.astype(np.int32),
+        y=entropy_limits(run).max(axis=0)[positions].astype(np.float32),
         mode="lines",
         name="uniform attention",
         line={"color": style.GREY, "width": 1.5, "dash": "dash"},
@@ -171,8 +171,8 @@ def entropy_by_position(run: Run) -> go.Figure:
             continue
         traces.append(
             go.Scatter(
-                x=kept.astype(np.int32),
-                y=np.median(rows, axis=0)[kept].astype(np.float32),
+                x=positions.astype(np.int32),
+                y=np.median(rows, axis=0)[positions].astype(np.float32),
                 mode="lines",
                 name=f"layer {layer}",
                 showlegend=False,

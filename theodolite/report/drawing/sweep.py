@@ -1,4 +1,4 @@
-"""Figures of prunings swept over sparsity and rank ratio, and over where the rank goes. They take plain tables."""
+"""Figures of sweeps of pruning over sparsity, rank ratio, and the allocation of rank. They take plain tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from theodolite.report import style
 from theodolite.system.wording import for_plotly
 
 PANELS = ([0.0, 0.44], [0.56, 1.0])
-SIDES = (("loss_more", "loss beyond the dense model's, nats"), ("sinks_kept", "share of sinks kept"))
+SIDES = (("loss_more", "loss above the dense model's, nats per token"), ("sinks_kept", "share of sinks kept"))
 
 
 def fronts(table: pd.DataFrame) -> go.Figure:
-    """Loss and sinks kept against bytes: one dot per row, coloured by rank ratio, and the line of those unbeaten.
+    """Loss and sinks kept against bytes: one dot per row, coloured by rank ratio, with the Pareto front.
 
     Args:
         table: `bytes`, `rank_ratio`, `sparsity`, both measures with their `_se`, `front_loss` and `front_sinks`.
@@ -24,10 +24,10 @@ def fronts(table: pd.DataFrame) -> go.Figure:
     traces: list[Any] = []
     ratios = sorted(table["rank_ratio"].unique())
     colours = {
-        ratio: style.order_colour(place / max(1, len(ratios) - 1)) for place, ratio in enumerate(ratios)
+        ratio: style.order_colour(index / max(1, len(ratios) - 1)) for index, ratio in enumerate(ratios)
     }
-    for place, ((name, _), flag) in enumerate(zip(SIDES, ("front_loss", "front_sinks"), strict=True)):
-        axes = _axes(place)
+    for index, ((name, _), flag) in enumerate(zip(SIDES, ("front_loss", "front_sinks"), strict=True)):
+        axes = _axes(index)
         line = table[table[flag]].sort_values("bytes")
         traces.append(
             go.Scatter(
@@ -41,56 +41,56 @@ def fronts(table: pd.DataFrame) -> go.Figure:
             )
         )
         for ratio in ratios:
-            own = table[table["rank_ratio"] == ratio]
+            rows = table[table["rank_ratio"] == ratio]
             traces.append(
                 go.Scatter(
-                    x=own["bytes"],
-                    y=own[name],
-                    error_y={"array": own[f"{name}_se"].fillna(0), "thickness": 1, "width": 3},
+                    x=rows["bytes"],
+                    y=rows[name],
+                    error_y=style.error_bars(rows[f"{name}_se"]),
                     mode="markers",
                     marker={"size": 10, "color": colours[ratio]},
                     name=f"rank ratio {ratio:g}",
-                    showlegend=place == 0,
-                    text=[f"{sparsity:.0%} removed" for sparsity in own["sparsity"]],
+                    showlegend=index == 0,
+                    text=[f"{sparsity:.0%} removed" for sparsity in rows["sparsity"]],
                     hovertemplate="%{text}: %{y:.3g} at %{x:.1%} of the bytes<extra>rank ratio "
                     + f"{ratio:g}</extra>",
                     **axes,
                 )
             )
-    return _figure(traces, {"title": {"text": "bytes over dense ones"}, "tickformat": ".0%"})
+    return _figure(traces, {"title": {"text": "bytes relative to the dense model"}, "tickformat": ".0%"})
 
 
 def plans(table: pd.DataFrame) -> go.Figure:
-    """Both measures by plan: one dot per calibration, those of one calibration joined."""
+    """Both measures by plan: one dot per calibration text, with lines joining those of one text."""
     names = [for_plotly(name) for name in table["plan"].drop_duplicates()]
     traces = []
-    for place, (name, _) in enumerate(SIDES):
-        for number, (part, own) in enumerate(table.groupby("part")):
+    for index, (name, _) in enumerate(SIDES):
+        for number, (calibration, rows) in enumerate(table.groupby("part")):
             traces.append(
                 go.Scatter(
                     x=names,
-                    y=own[name].to_numpy(np.float64),
+                    y=rows[name].to_numpy(np.float64),
                     mode="lines+markers",
                     marker={"size": 9},
                     line={"width": 1, "color": style.CATEGORIES[number % len(style.CATEGORIES)]},
-                    name=f"calibration {part}",
-                    showlegend=place == 0,
+                    name=f"calibration {calibration}",
+                    showlegend=index == 0,
                     hovertemplate="%{x}: %{y:.4g}<extra></extra>",
-                    **_axes(place),
+                    **_axes(index),
                 )
             )
     return _figure(traces, {})
 
 
-def _axes(place: int) -> dict[str, str]:
-    own = str(place + 1) if place else ""
-    return {"xaxis": f"x{own}", "yaxis": f"y{own}"}
+def _axes(index: int) -> dict[str, str]:
+    suffix = style.axis_suffix(index)
+    return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
 
 
-def _figure(traces: list[Any], across: dict[str, Any]) -> go.Figure:
+def _figure(traces: list[Any], x_axis: dict[str, Any]) -> go.Figure:
     layout: dict[str, Any] = {}
-    for place, (_, title) in enumerate(SIDES):
-        own = str(place + 1) if place else ""
-        layout[f"xaxis{own}"] = {"domain": PANELS[place], "anchor": f"y{own}"} | across
-        layout[f"yaxis{own}"] = {"anchor": f"x{own}", "title": {"text": title}}
+    for index, (_, title) in enumerate(SIDES):
+        suffix = style.axis_suffix(index)
+        layout[f"xaxis{suffix}"] = {"domain": PANELS[index], "anchor": f"y{suffix}"} | x_axis
+        layout[f"yaxis{suffix}"] = {"anchor": f"x{suffix}", "title": {"text": title}}
     return style.figure(traces, height=430, layout=layout)

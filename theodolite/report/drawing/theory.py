@@ -17,7 +17,7 @@ from theodolite.report.data import Floats
 from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly, head_name, number
 
-OWN = style.MEASURED
+THIS_MODEL = style.MEASURED
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
 TILES_ACROSS = 6
 TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map
@@ -110,12 +110,11 @@ def head_values(
 
     `notes`: further lines of each head's hover text.
     """
-    count, heads = grid.shape
-    shown, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
+    colour_values, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
     if decades:
         with np.errstate(divide="ignore", invalid="ignore"):
-            shown = np.where(grid > 0, np.log10(grid), np.nan)
-        finite = shown[np.isfinite(shown)]
+            colour_values = np.where(grid > 0, np.log10(grid), np.nan)
+        finite = colour_values[np.isfinite(colour_values)]
         lowest, highest = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         limits = (min(0.0, lowest), max(math.log10(2), highest))
         bases = (1, 1.5, 2, 3, 5, 7) if limits[1] - limits[0] < 1 else (1, 3)
@@ -133,7 +132,7 @@ def head_values(
         for layer, row in enumerate(grid)
     ]
     heat = go.Heatmap(
-        z=shown.astype(np.float32),
+        z=colour_values.astype(np.float32),
         zmin=limits[0],
         zmax=limits[1],
         text=text,
@@ -144,16 +143,7 @@ def head_values(
         hoverongaps=False,
         hovertemplate="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>",
     )
-    axis: dict[str, Any] = {"showgrid": False, "zeroline": False, "ticks": ""}
-    across = axis | ({"dtick": 1} if heads <= 16 else {})
-    down = axis | {"autorange": "reversed"} | ({"dtick": 1} if count <= 16 else {})
-    return style.figure(
-        [heat],
-        "head",
-        "layer",
-        height=min(720, max(240, 90 + 28 * count)),
-        layout={"xaxis": across, "yaxis": down, "margin": {"r": 8}},
-    )
+    return style.figure([heat], "head", "layer", layout=style.head_map_layout(*grid.shape))
 
 
 def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
@@ -179,8 +169,8 @@ def smoothness_bounds(
     Args:
         cutoffs: k. bounds: (N, orders, K), attained: (N, K), trivial: (N); the axes are those of all N layers.
     """
-    everything = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
-    positive = everything[np.isfinite(everything) & (everything > 0)]
+    all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
+    positive = all_values[np.isfinite(all_values) & (all_values > 0)]
     # What is left at the last k is rounding: a curve may leave the picture below.
     low = max(float(positive.min()), float(trivial.max()) * 1e-7)
     traces: list[Any] = [
@@ -196,7 +186,7 @@ def smoothness_bounds(
         go.Scatter(
             name="attained",
             mode="lines+markers",
-            line={"color": OWN, "width": 2.4},
+            line={"color": THIS_MODEL, "width": 2.4},
             marker={"size": 6},
             hovertemplate="k = %{x}: attained %{y:.3g}<extra></extra>",
         )
@@ -223,7 +213,7 @@ def smoothness_bounds(
         },
     }
     return style.figure(
-        traces, "k, frequencies kept", "error, ‖G − approximation‖/T", height=430, layout=layout
+        traces, "k, number of frequencies kept", "error, ‖G − approximation‖/T", height=430, layout=layout
     )
 
 
@@ -246,13 +236,13 @@ def factorisation(
         levels: incoherences. curves: two, name → (means, standard errors). bound: (incoherences, values).
         marks: two, name → an incoherence that is shown as a vertical line.
     """
-    shown = bound[1] <= LARGEST_ERROR
+    drawn = bound[1] <= LARGEST_ERROR
     low = min(float(means.min()) for means, _ in curves.values()) / 2
     traces = [
         go.Scatter(
             x=levels.astype(np.float32),
             y=means.astype(np.float32),
-            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.2, "width": 3},
+            error_y=style.error_bars(errors),
             name=for_plotly(name),
             mode="lines+markers",
             line={"color": colour, "width": 2},
@@ -260,10 +250,10 @@ def factorisation(
             hovertemplate=f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>",
         )
         for (name, (means, errors)), colour, symbol in zip(
-            curves.items(), (OWN, style.BLUE), ("circle", "circle-open"), strict=True
+            curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
         )
     ]
-    lines = {"bound": (bound[0][shown], bound[1][shown], style.GREY, "dash")}
+    lines = {"bound": (bound[0][drawn], bound[1][drawn], style.GREY, "dash")}
     for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
         lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
     traces += [
@@ -277,11 +267,16 @@ def factorisation(
         )
         for name, (x, y, colour, dash) in lines.items()
     ]
-    ends = [
+    log_range = [
         math.log10(end) for end in (min(levels.min(), *marks.values()), max(levels.max(), *marks.values()))
     ]
     layout = {
-        "xaxis": {"type": "log", "range": [ends[0] - 0.1, ends[1] + 0.1], "dtick": "D2", "tickformat": "~g"},
+        "xaxis": {
+            "type": "log",
+            "range": [log_range[0] - 0.1, log_range[1] + 0.1],
+            "dtick": "D2",
+            "tickformat": "~g",
+        },
         "yaxis": {
             "type": "log",
             "range": [math.log10(low), math.log10(LARGEST_ERROR)],
@@ -295,23 +290,17 @@ def factorisation(
 def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
     traces: list[Any] = []
-    for place, (name, (values, errors)) in enumerate(curves.items()):
-        baseline = bool(place % 2)
-        bars = {
-            "type": "data",
-            "array": np.nan_to_num(errors).astype(np.float32),
-            "thickness": 1.2,
-            "width": 3,
-        }
+    for index, (name, (values, errors)) in enumerate(curves.items()):
+        baseline = bool(index % 2)
         traces.append(
             go.Scatter(
                 x=layers.astype(np.float32),
                 y=values.astype(np.float32),
-                error_y=bars if np.isfinite(errors).any() else None,
+                error_y=style.error_bars(errors),
                 name=for_plotly(name),
                 mode="lines" if baseline else "lines+markers",
                 line={
-                    "color": (OWN, style.BLUE)[place // 2],
+                    "color": (THIS_MODEL, style.BLUE)[index // 2],
                     "width": 2,
                     "dash": "dot" if baseline else "solid",
                 },
@@ -320,7 +309,7 @@ def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: 
             )
         )
     axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
-    axis |= {"dtick": 1} if len(layers) <= 14 else {}
+    axis |= style.every_tick(len(layers))
     return style.figure(
         traces, "layer", y, height=360, layout={"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
     )

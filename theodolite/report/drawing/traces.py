@@ -1,4 +1,4 @@
-"""Figures of sinks that are traced: where a tag lives on, how much is tagged how strongly. They take plain tables."""
+"""Figures of traced sinks: persistence of tags through the layers, strength of tags. They take plain tables."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def sink_name(row: pd.Series) -> str:
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
 
-    The head's own column has colours of its own.
+    The column of the head's output has its own colour scale.
 
     Args:
         traces: the table, strongest first. release: its rows by residual layer.
     """
-    shown = traces.head(SHOWN_SINKS)
+    strongest = traces.head(SHOWN_SINKS)
     names = [
-        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(shown.iterrows())
+        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(strongest.iterrows())
     ]
     layers = [str(layer) for layer in range(release.shape[1])]
     heats = [
@@ -55,13 +55,13 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
             zmax=float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
             xgap=gap,
             colorscale=style.MAGNITUDE,
-            colorbar=style.colour_bar(f"η² {where}", x=at),
-            hovertemplate=f"%{{y}}<br>{where}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
+            colorbar=style.colour_bar(f"η² {quantity}", x=bar_x),
+            hovertemplate=f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
         )
-        # The head's is ten times the layers': in colours of their own, both can be read.
-        for values, columns, where, at, gap in (
-            (shown["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
-            (release[: len(shown)], layers, "in the residual stream", 1.1, 0),
+        # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
+        for values, columns, quantity, bar_x, gap in (
+            (strongest["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
+            (release[: len(strongest)], layers, "in the residual stream", 1.1, 0),
         )
     ]
     layout = {
@@ -80,7 +80,7 @@ def strength(traces: pd.DataFrame) -> go.Figure:
         rows = traces[traces["kind"] == kind]
         if not len(rows):
             continue
-        said = [
+        hover_texts = [
             f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
             f"with the tag at {number(row['alignment'])}"
             for _, row in rows.iterrows()
@@ -92,29 +92,29 @@ def strength(traces: pd.DataFrame) -> go.Figure:
                 name=name,
                 mode="markers",
                 marker={"size": 8, "color": KIND_COLOURS[kind], "opacity": 0.8},
-                text=said,
+                text=hover_texts,
                 hovertemplate="%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>",
             )
         )
     layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
     return style.figure(
-        dots, "queries that it catches, of all", "η² of the head's output", height=360, layout=layout
+        dots, "share of all queries caught", "η² of the head's output", height=360, layout=layout
     )
 
 
-def kept(heads: pd.DataFrame) -> go.Figure:
+def release_scatter(heads: pd.DataFrame) -> go.Figure:
     """One dot per head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
 
-    Bars are the standard error of the difference of both.
+    Bars are the standard error of the difference of the two.
     """
-    said = [
+    hover_texts = [
         f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
         for _, r in heads.iterrows()
     ]
     dots = go.Scatter(
         x=heads["before"].to_numpy(np.float32),
         y=heads["released"].to_numpy(np.float32),
-        error_y={"array": heads["gain_se"].fillna(0).to_numpy(np.float32), "thickness": 1, "width": 2},
+        error_y=style.error_bars(heads["gain_se"]),
         mode="markers",
         marker={
             "size": 8,
@@ -125,9 +125,9 @@ def kept(heads: pd.DataFrame) -> go.Figure:
                 "layer of the head", int(heads["layer"].max() - heads["layer"].min())
             ),
         },
-        text=said,
+        text=hover_texts,
         showlegend=False,
-        hovertemplate="%{text}<br>before the head %{x:.3f}, after it %{y:.3f}<extra></extra>",
+        hovertemplate="%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
     )
     top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
     line = go.Scatter(
@@ -139,4 +139,6 @@ def kept(heads: pd.DataFrame) -> go.Figure:
         hoverinfo="skip",
     )
     layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
-    return style.figure([line, dots], "η² before the head", "largest η² after it", height=360, layout=layout)
+    return style.figure(
+        [line, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
+    )

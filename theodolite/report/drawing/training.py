@@ -23,20 +23,20 @@ CELL = 0.42  # half a curve's cell; the rest is white
 CELL_PIXELS = 96
 
 
-def step_places(steps: Sequence[int]) -> Floats:
+def log_step_axis(steps: Sequence[int]) -> Floats:
     """Where steps stand on a logarithmic axis that has room for step 0."""
     first = min((step for step in steps if step > 0), default=1)
     return np.array([math.log10(step) if step > 0 else math.log10(first) - BEFORE_FIRST for step in steps])
 
 
-def _step_axis(steps: Sequence[int], places: Floats) -> dict[str, Any]:
+def _step_axis(steps: Sequence[int], log_steps: Floats) -> dict[str, Any]:
     names = [f"{step // 1000}k" if step >= 1000 and step % 1000 == 0 else str(step) for step in steps]
     return {
         "tickmode": "array",
-        "tickvals": [float(place) for place in places],
+        "tickvals": [float(place) for place in log_steps],
         "ticktext": names,
         "tickangle": 0,
-        "range": [float(places.min()) - 0.15, float(places.max()) + 0.15],
+        "range": [float(log_steps.min()) - 0.15, float(log_steps.max()) + 0.15],
         "zeroline": False,
     }
 
@@ -50,7 +50,7 @@ def measures_by_step(
         steps: S of them. measures: title → (values, standard errors), each (S, N).
         limits: title → a criterion, drawn as a dotted line.
     """
-    places = step_places(steps)
+    log_steps = log_step_axis(steps)
     layers = next(iter(measures.values()))[0].shape[1]
     down = math.ceil(len(measures) / PANELS_ACROSS)
     width = (1 - PANEL_GAP * (PANELS_ACROSS - 1)) / PANELS_ACROSS
@@ -58,15 +58,15 @@ def measures_by_step(
     traces: list[Any] = []
     layout: dict[str, Any] = {"showlegend": False, "annotations": [], "shapes": []}
     for index, (title, (values, errors)) in enumerate(measures.items()):
-        suffix = "" if index == 0 else str(index + 1)
+        suffix = style.axis_suffix(index)
         row, column = divmod(index, PANELS_ACROSS)
         left, top = column * (width + PANEL_GAP), 1 - row * (height + PANEL_DROP)
         axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
         traces += [
-            _layer_line(places, steps, values[:, layer], errors[:, layer], layer, layers) | axes
+            _layer_line(log_steps, steps, values[:, layer], errors[:, layer], layer, layers) | axes
             for layer in range(layers)
         ]
-        layout[f"xaxis{suffix}"] = _step_axis(steps, places) | {
+        layout[f"xaxis{suffix}"] = _step_axis(steps, log_steps) | {
             "domain": [left, left + width],
             "anchor": f"y{suffix}",
             "title": {"text": "step" if row == down - 1 else ""},
@@ -94,13 +94,12 @@ def measures_by_step(
 
 
 def _layer_line(
-    places: Floats, steps: Sequence[int], values: Floats, errors: Floats, layer: int, layers: int
+    log_steps: Floats, steps: Sequence[int], values: Floats, errors: Floats, layer: int, layers: int
 ) -> dict[str, Any]:
-    bars = {"type": "data", "array": np.nan_to_num(errors).astype(np.float32), "thickness": 1, "width": 2}
     return {
-        "x": places.astype(np.float32),
+        "x": log_steps.astype(np.float32),
         "y": values.astype(np.float32),
-        "error_y": bars if np.isfinite(errors).any() else None,
+        "error_y": style.error_bars(errors),
         "customdata": list(steps),
         "mode": "lines+markers",
         "line": {"color": style.order_colour(layer / max(1, layers - 1)), "width": 1.6},
@@ -169,14 +168,16 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
     return style.figure([line, dots], height=60 + CELL_PIXELS * len(layers), layout=layout)
 
 
-def accuracies(names: Sequence[str], here: tuple[Floats, Floats], paper: Mapping[str, Floats]) -> go.Figure:
+def accuracies(
+    names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
+) -> go.Figure:
     """Accuracy by number of digits: this model with standard errors, and rows of the paper.
 
     Args:
-        names: of the groups of examples. here: (accuracies, standard errors). paper: row name → accuracies, NaN
+        names: of the groups of examples. measured: (accuracies, standard errors). paper: row name → accuracies, NaN
             where it prints none.
     """
-    rows = [("this model", here[0], here[1], style.MEASURED, "circle")]
+    rows = [("this model", measured[0], measured[1], style.MEASURED, "circle")]
     rows += [
         (name, values, np.full(len(values), np.nan), colour, "diamond-open")
         for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True)
@@ -185,9 +186,7 @@ def accuracies(names: Sequence[str], here: tuple[Floats, Floats], paper: Mapping
         go.Scatter(
             x=list(names),
             y=values.astype(np.float32),
-            error_y={"type": "data", "array": errors.astype(np.float32), "thickness": 1.4, "width": 5}
-            if np.isfinite(errors).any()
-            else None,
+            error_y=style.error_bars(errors),
             name=name,
             mode="markers",
             marker={"size": 10, "color": colour, "symbol": symbol},
@@ -197,4 +196,4 @@ def accuracies(names: Sequence[str], here: tuple[Floats, Floats], paper: Mapping
         for name, values, errors, colour, symbol in rows
     ]
     layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
-    return style.figure(traces, "", "right answers", height=360, layout=layout)
+    return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

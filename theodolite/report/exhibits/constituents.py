@@ -1,30 +1,20 @@
-"""The exhibits of what logits are made of: shares of constituents by head, and the attribution of patterns."""
+"""The exhibits of the logits' constituents: shares by head, and the attribution of attention patterns."""
 
 from __future__ import annotations
 
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, AttentionPattern
-from theodolite.report.data import blocks, evenly
+from theodolite.report.data import blocks
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import geometry
-from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.exhibit import Choice, Exhibit, Option, by_layer_of
 from theodolite.report.measures import SONG
 
-GRID = 12  # blocks whose bars are also drawn small: all of the models that the paper shows
-
-_BY_BLOCK = Choice(
-    "layer",
-    lambda run: [Option(str(layer), f"layer {layer}") for layer in range(blocks(run))],
-    lambda run, key: drawing.head_shares_traces(run, int(key)),
-    grid=lambda run: [str(layer) for layer in evenly(blocks(run), GRID)],
-)
-
-_LOOKS = {
+_LOOK_FOR = {
     "previous": "a long bar for position alone and a short one with it ablated: a positional head. With rotary or "
     "additive positions, relative position is in every group, the constant one included.",
     "induction": "a long bar for context alone and a short one with it ablated: the head matches tokens, whatever "
     "their positions.",
-    "same": "the same as for induction: context alone retains the score, and ablating it drops the score to uniform "
-    "attention.",
+    "same": "a long bar for context alone and a score near uniform attention with it ablated: the head matches tokens.",
 }
 _RECOMPUTED = "from the logits of one group of constituents alone, and with that group ablated"
 _GROUPS = (
@@ -43,7 +33,7 @@ def _attribution(name: str, pattern: AttentionPattern) -> Exhibit:
         lambda run: drawing.attribution(run, name),
         f"Mean attention {pattern.target}, on a repeated random sequence, for the heads with the highest scores: "
         f"recomputed {_RECOMPUTED}." + (f" {_GROUPS}" if name == next(iter(ATTENTION_PATTERNS)) else ""),
-        _LOOKS[name],
+        _LOOK_FOR[name],
         f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
         when=lambda run: bool(drawing.attributed(run, name)),
     )
@@ -64,7 +54,7 @@ CONSTITUENT_EXHIBITS = [
         "heads of one colour: blue ones read position only, red ones tokens. Grey varies only with the norm's scale of "
         "each token, or with rotary positions with the distance.",
         f"{SONG}, section 5.2, with constituents that sum to the logits",
-        choice=_BY_BLOCK,
+        choice=by_layer_of(blocks, drawing.head_shares_traces, grid=True),
         wide=True,
     ),
     *(_attribution(name, pattern) for name, pattern in ATTENTION_PATTERNS.items()),
@@ -76,7 +66,7 @@ CONSTITUENT_EXHIBITS = [
         geometry.inherited_smoothness,
         "Share of energy in the K × K lowest frequencies: of the positional basis with itself (PPᵀ, not "
         "normalised), of the same through the heads' weights (PWPᵀ), and of the logits on this text (QK); medians "
-        "over the heads of a layer, their range in the hover.",
+        "over the heads of a layer; hover for their range.",
         "PWPᵀ as high as PPᵀ: heads inherit the smoothness, so a query that attends to a position also attends to its "
         "neighbours.",
         f"{SONG}, section 4.2 and Table 3",

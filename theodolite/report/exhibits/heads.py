@@ -28,11 +28,11 @@ def _by_head(patch: Callable[[Run, int, int], list[Patch]]) -> Choice:
             for head in range(heads_per_block(run))
         ]
 
-    def chosen(run: Run, key: str) -> list[Patch]:
+    def patch_of(run: Run, key: str) -> list[Patch]:
         layer, head = key.split(",")
         return patch(run, int(layer), int(head))
 
-    return Choice("head", options, chosen, mode="head")
+    return Choice("head", options, patch_of, mode="head")
 
 
 _BY_MEASURE = Choice(
@@ -65,7 +65,7 @@ _HEADS = [
         "Entropy by position",
         ("arrays.entropy_by_position",),
         spectra.entropy_by_position,
-        "Attention entropy by query position, median over the heads of each layer, below its maximum.",
+        "Attention entropy by query position, median over the heads of each layer; dashed: its maximum.",
         "curves that rise with the maximum (averaging) or stay flat (attention to a fixed number of keys).",
         f"{ZHAI}; {BAO}, section 5",
         "curves at 0: entropy collapse, which stalls training.",
@@ -88,8 +88,8 @@ _HEADS = [
         "Regimes predicted by the spectra, on this text",
         ("heads.xi_symmetric_data", "heads.eta_symmetric_data"),
         lambda run: maps.regime_plane(run, "_data"),
-        "The same for W_QK Σ̂, with the covariance of the tokens in this text.",
-        "how far the covariance moves heads from where the weights alone put them.",
+        "Every head by the ξ and η of W_QK Σ̂, Σ̂ the covariance of the tokens in this text; dotted: |ξη| = 2.",
+        "heads that the covariance moves far from their position by the weights alone.",
         f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
         "heads at the top: vanishing signal.",
     ),
@@ -116,7 +116,7 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK",
         ("arrays.spectrum",),
         spectra.spectrum,
-        "The eigenvalues in the complex plane, without those that are zero because of the rank; relative distance 0.",
+        "The eigenvalues of W_QK at relative distance 0 in the complex plane; zeros are left out.",
         "a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum_traces),
@@ -127,7 +127,7 @@ _ONE_HEAD = [
         "Eigenvalues of W_QK Σ̂",
         ("arrays.spectrum_data",),
         lambda run: spectra.spectrum(run, name="spectrum_data"),
-        "The same with the covariance of the tokens in this text.",
+        "The eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens; zeros are left out.",
         "a few large eigenvalues: the directions of the data that this head reads.",
         f"{BAO}, section 4",
         choice=_by_head(lambda run, layer, head: spectra.spectrum_traces(run, layer, head, "spectrum_data")),
@@ -148,10 +148,10 @@ _ONE_HEAD = [
     Exhibit(
         "head-entropy",
         "head",
-        "Entropy by position, this head",
+        "Entropy by position, one head",
         ("arrays.entropy_by_position",),
         spectra.head_entropy,
-        "Mean attention entropy of this head by query position, below its maximum.",
+        "Mean attention entropy of the head by query position; dashed: its maximum, that of uniform attention.",
         "near the dashed line attention is uniform; near 0 it is on a single key.",
         ZHAI,
         choice=_by_head(spectra.head_entropy_traces),

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
 
 import numpy as np
 
-from theodolite.report.data import column, evenly, residual_layers
+from theodolite.report.data import column, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import sinks as maps
-from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.exhibit import Exhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
-from theodolite.report.style import Patch
 
-if TYPE_CHECKING:
-    from theodolite.passes.run import Run
-
-GRID = 13  # all residual layers of the twelve-block models that the papers show
-
-
-def _by_layer(patch: Callable[[Run, int], list[Patch]], *, grid: bool = False) -> Choice:
-    return Choice(
-        "layer",
-        lambda run: [Option(str(layer), f"layer {layer}") for layer in range(residual_layers(run))],
-        lambda run, key: patch(run, int(key)),
-        grid=(lambda run: [str(layer) for layer in evenly(residual_layers(run), GRID)]) if grid else None,
-    )
-
+_by_layer = functools.partial(by_layer_of, residual_layers)
 
 _POSITION = [
     Exhibit(
@@ -38,9 +23,8 @@ _POSITION = [
         ("arrays.positional_pca",),
         geometry.spiral,
         "Each layer's mean vector per position (violet: early, green: late) on the two directions in which these "
-        "means vary most, with context vectors (red) projected onto the same plane. Each axis of each "
-        "picture has its "
-        "own scale.",
+        "means vary most, with context vectors (red) projected onto the same plane. Every axis "
+        "has its own scale.",
         "a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of it.",
         f"{SONG}, Fig. 1",
         "a curve that breaks up or folds into a point before the last layer: position has been lost.",
@@ -65,9 +49,8 @@ _POSITION = [
         "Singular values of the positional basis",
         ("arrays.singular_values",),
         geometry.singular_values,
-        "Singular values over the largest, with a large dot at the rank that "
-        "ScreeNOT keeps; "
-        "early layers in violet, late ones in green.",
+        "Singular values relative to the largest, with a large dot at the ScreeNOT rank; early layers in violet, late "
+        "ones in green.",
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
         "a slow decline without a knee: no low-dimensional positional structure.",
@@ -91,8 +74,8 @@ _POSITION = [
         "Frequencies of the positional Gram matrix",
         ("arrays.dct",),
         geometry.dct,
-        "The lowest 10 × 10 coefficients of its two-dimensional cosine transform; each step of the scale is a "
-        "factor of ten.",
+        "The lowest 10 × 10 coefficients of the two-dimensional cosine transform of the positions' Gram matrix; each "
+        "step of the scale is a factor of ten.",
         "energy concentrated in the top left corner.",
         f"{SONG}, Fig. 3, right",
         "energy far from the corner: a rough positional basis, as in models trained on addition.",
@@ -207,7 +190,8 @@ _DEPTH = [
         "Distance from rank collapse",
         ("layers.rank_collapse",),
         curves.rank_collapse,
-        "How far the tokens of a context are from being one and the same vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F.",
+        "How far the tokens of a context are from being one vector: ‖X − 1x̄ᵀ‖_F/‖X‖_F; dashed: the threshold of the "
+        "health check.",
         "a curve well above the dashed line.",
         f"{BAO}, section 5",
         "a decay to 0: all tokens become the same vector, and depth adds nothing.",

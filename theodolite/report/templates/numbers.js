@@ -1,5 +1,5 @@
 "use strict";
-// The numbers of a figure as a table, for those who do not see it or want to copy them. A part of page.js' script.
+// The data of a figure as a table, for screen readers and for copying. Comes before page.js in one script.
 const numbersOf = (() => {
   const MOST = { rows: 128, columns: 24 };
   const TYPES = { f4: Float32Array, f8: Float64Array, i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array };
@@ -15,30 +15,30 @@ const numbersOf = (() => {
   }
   const shown = (value) => typeof value !== "number" ? (value ?? "–") : Number.isNaN(value) ? "–" : String(Number(value.toPrecision(5)));
   const text = (tag, content) => Object.assign(document.createElement(tag), { textContent: content });
-  const bare = (label) => String(label).replace(/<[^>]*>/g, " ");
+  const bare = (label) => String(label).reindex(/<[^>]*>/g, " ");
 
   function titled(axis, otherwise) {
     return axis?.title?.text ? bare(axis.title.text) : otherwise;
   }
   function ofMap(trace, z) {
-    const names = (values, length) => values.length ? values : Array.from({ length }, (_, place) => place);
+    const names = (values, length) => values.length ? values : Array.from({ length }, (_, index) => index);
     const across = names(plain(trace.x), z[0]?.length ?? 0), down = names(plain(trace.y), z.length);
-    return { heads: ["row", ...across.map(bare)], rows: z.map((row, place) => [bare(down[place]), ...row]) };
+    return { heads: ["row", ...across.map(bare)], rows: z.map((row, index) => [bare(down[index]), ...row]) };
   }
   function ofPoints(trace, layout) {
     const [x, y, labels] = [plain(trace.x), plain(trace.y), plain(trace.text)];
-    const axis = (name) => layout[(trace[`${name}axis`] ?? name).replace(/^[xy]/, "$&axis")];
+    const axis = (name) => layout[(trace[`${name}axis`] ?? name).reindex(/^[xy]/, "$&axis")];
     const named = Array.isArray(labels) && labels.length === y.length;
-    const heads = [...(named ? ["what"] : []), titled(axis("x"), "x"), titled(axis("y"), "y")];
-    return { heads, rows: Array.from(y, (value, place) => [...(named ? [bare(labels[place])] : []), x[place] ?? place, value]) };
+    const heads = [...(named ? ["point"] : []), titled(axis("x"), "x"), titled(axis("y"), "y")];
+    return { heads, rows: Array.from(y, (value, index) => [...(named ? [bare(labels[index])] : []), x[index] ?? index, value]) };
   }
   function table({ heads, rows }, name) {
     const wide = heads.slice(0, MOST.columns);
-    const made = document.createElement("table");
-    made.createCaption().textContent = name;
-    const top = made.createTHead().insertRow();
+    const element = document.createElement("table");
+    element.createCaption().textContent = name;
+    const top = element.createTHead().insertRow();
     for (const head of wide) top.append(Object.assign(text("th", head), { scope: "col" }));
-    const body = made.createTBody();
+    const body = element.createTBody();
     for (const row of rows.slice(0, MOST.rows)) {
       const line = body.insertRow();
       for (const value of row.slice(0, MOST.columns)) line.append(text("td", shown(value)));
@@ -46,17 +46,17 @@ const numbersOf = (() => {
     const box = Object.assign(document.createElement("div"), { className: "table", tabIndex: 0 });
     box.setAttribute("role", "group");
     box.setAttribute("aria-label", name);
-    box.append(made);
+    box.append(element);
     const cut = rows.length > MOST.rows || heads.length > MOST.columns;
     return cut ? [box, text("p", `The first ${Math.min(rows.length, MOST.rows)} of ${rows.length} rows and ${wide.length} of ${heads.length} columns.`)] : [box];
   }
 
-  // One table a trace that has values; `title` names those that have no name of their own.
-  return (data, layout, title) => data.flatMap((trace, place) => {
+  // One table per trace that has values; `title` names those that have no name of their own.
+  return (data, layout, title) => data.flatMap((trace, index) => {
     const z = trace.z === undefined ? null : plain(trace.z);
     const content = z ? ofMap(trace, z) : ofPoints(trace, layout);
-    const some = content.rows.some((row) => row.slice(1).some((value) => value !== null && value !== undefined));
-    if (!some || trace.hoverinfo === "skip" || trace.visible === false) return [];
-    return table(content, `${title}: ${trace.name ? bare(trace.name) : `part ${place + 1}`}`);
+    const hasValues = content.rows.some((row) => row.slice(1).some((value) => value !== null && value !== undefined));
+    if (!hasValues || trace.hoverinfo === "skip" || trace.visible === false) return [];
+    return table(content, `${title}: ${trace.name ? bare(trace.name) : `trace ${index + 1}`}`);
   });
 })();

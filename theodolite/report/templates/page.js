@@ -62,7 +62,7 @@ document.addEventListener("DOMContentLoaded", () => {
   function draw(div) {
     drawn.add(div);
     if (!window.Plotly) {
-      div.textContent = "The figure needs plotly.min.js, which belongs beside this page.";
+      div.textContent = "This figure needs plotly.min.js in the folder of this page.";
       return;
     }
     const isDark = dark.matches && !printing;
@@ -97,7 +97,7 @@ document.addEventListener("DOMContentLoaded", () => {
   function mark() {
     const begun = sections.filter((section) => section.getBoundingClientRect().top < 0.3 * innerHeight);
     const { id } = begun.at(-1) ?? sections[0] ?? {};
-    links.forEach((link, own) => own === id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
+    links.forEach((link, section) => section === id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
   }
   addEventListener("scroll", mark, { passive: true });
   mark();
@@ -202,7 +202,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!quiet) document.getElementById("head").scrollIntoView({ behavior: "smooth" });
   }
   if (byLayer && heads.length) {
-    const numbers = (place) => [...new Set(heads.map((key) => Number(key.split(",")[place])))].sort((a, b) => a - b);
+    const numbers = (part) => [...new Set(heads.map((key) => Number(key.split(",")[part])))].sort((a, b) => a - b);
     byLayer.replaceChildren(...numbers(0).map(option));
     byHead.replaceChildren(...numbers(1).map(option));
     const changed = () => selectHead(byLayer.value, byHead.value, true);
@@ -219,7 +219,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // A token's hint, under the pointer or the keyboard.
   const hint = document.getElementById("hint");
-  function tell(event) {
+  function showHint(event) {
     const token = event.target.closest?.("[data-hint]");
     hint.hidden = !token;
     if (!token) return;
@@ -228,7 +228,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const left = Math.min(box.left, innerWidth - hint.offsetWidth - 12);
     hint.style.transform = `translate(${Math.max(8, left)}px, ${Math.max(8, box.top - hint.offsetHeight - 6)}px)`;
   }
-  for (const type of ["mouseover", "focusin", "click"]) document.addEventListener(type, tell);
+  for (const type of ["mouseover", "focusin", "click"]) document.addEventListener(type, showHint);
   addEventListener("scroll", () => { hint.hidden = true; }, { passive: true });
   addEventListener("keydown", ({ key }) => { if (key === "Escape") hint.hidden = true; });
 
