@@ -171,7 +171,7 @@ def positional(
     squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
     low = lowest_frequencies(unit, max(CUTOFFS))
     energy = (low @ low.T).square().cumsum(0).cumsum(1)
-    columns = {
+    row = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
         "relative_norm": math.sqrt(contexts * float(squares[0]) / largest) if largest > 0 else math.nan,
         **{
@@ -180,7 +180,7 @@ def positional(
         },
         **product_frequencies(p, squares),
     }
-    return columns, squares
+    return row, squares
 
 
 def _screenot_ranks(values: Float[Tensor, "halves values"], p: Tensor) -> list[float]:
