@@ -73,6 +73,11 @@ def _say_error(message: str) -> None:
         print(f"more:  theodolite explain {more.name}", file=sys.stderr)
 
 
+def say_dimly(line: str) -> None:
+    """Print a remark."""
+    screen.print(line, style="dim", markup=False, highlight=False)
+
+
 def say_stopping() -> None:
     """Answer the first Ctrl-C."""
     screen.print("stopping after this batch; press Ctrl-C again to stop at once")

@@ -75,8 +75,7 @@ def harness(
             the model cannot be evaluated.
     """
     check_predicts(model)
-    if model.tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
+    tokenizer = copy.deepcopy(model.required_tokenizer())  # lm-eval may add a padding token
     numbers = (("batch", batch, 1), ("shots", min(shots, default=-1), 0), ("limit", limit, 1))
     for what, number, least in numbers:
         if number is not None and number < least:
@@ -87,7 +86,7 @@ def harness(
         manager, names = _task_manager(tasks, folder)
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.hf,
-            tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval may add a padding token
+            tokenizer=tokenizer,
             batch_size=batch,
             max_length=model.longest,
         )

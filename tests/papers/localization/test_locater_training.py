@@ -118,7 +118,9 @@ def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
         expected = before * (1 - rate * 0.1) - rate * gradient / (gradient.abs() + 1e-8)
         undecided = (gradient != 0) & (gradient.abs() < 1e-6)  # |g|/(|g| + 1e-8) is decided by rounding
         if name.endswith("projections.bias"):
-            undecided[8:16] = True  # of the keys: no logit's softmax depends on them, so that g is rounding alone
+            undecided[8:16] = (
+                True  # of the keys: no logit's softmax depends on them, so that g is rounding alone
+            )
         assert undecided.float().mean() < 0.4
         torch.testing.assert_close(after[~undecided], expected[~undecided], rtol=0, atol=0.01 * rate)
 
