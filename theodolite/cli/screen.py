@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from theodolite.cli.error_pages import section_of
-from theodolite.errors import TheodoliteError
+from theodolite.errors import TheodoliteError, first_line
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -59,7 +59,7 @@ def _line_of(error: Exception) -> str:
     torch = sys.modules.get("torch")  # where it is not imported, it raised nothing
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {_SMALLER}, or spread the model over devices with --device-map auto"
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = first_line(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's message on a CPU
         return f"out of memory: {_SMALLER}"
     return f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)"

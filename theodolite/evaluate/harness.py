@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
@@ -152,7 +152,7 @@ def _loaded(
         with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
             loaded = manager.load(list(names))
     except _loading_errors() as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error) or type(error).__name__
         hint = "" if download else "; missing data are only downloaded with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
     for name, task in loaded["tasks"].items():
