@@ -1,7 +1,8 @@
 """What theodolite raises when it cannot go on.
 
 Every message is one line that names the thing at fault and says what to do. The command line prints it
-without a traceback and exits with the class's `exit_status`. Nothing else belongs in this module.
+without a traceback and exits with the class's `exit_status`. Nothing else belongs in this module but `first_line`, for
+the errors of others.
 """
 
 from __future__ import annotations
@@ -23,3 +24,8 @@ class WorkError(TheodoliteError):
     """The call was right and the work failed: NaN weights, a full disk, a model that does not verify."""
 
     exit_status = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, "" where it has none."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tests.processes import Started, command
 from theodolite import __version__, models
 from theodolite.cli.app import app, main
-from theodolite.cli.options import opened_model
+from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.passes import survey as surveyor
@@ -141,7 +141,7 @@ def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
     monkeypatch.setattr(
         models, "open_model", lambda name, **options: asked.append((name, options["revision"]))
     )
-    opened_model(given[0], "auto", None, None, given[1])
+    Opening(revision=given[1]).open(given[0])
     assert asked == [read]
 
 

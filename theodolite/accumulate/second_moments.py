@@ -10,6 +10,7 @@ eigenvalue needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,18 +75,9 @@ class SecondMoments(LayerSums):
         for layer in range(self.layers):
             self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
 
-    def _combine(self, layer: int, count: Tensor, mean: Tensor, moment: Tensor) -> None:
-        own_count, own_mean, own_moment = (
-            self.at(name, layer, moment.device) for name in ("count", "mean", "moment")
-        )
-        total = own_count + count
-        if total == 0:
-            return
-        difference = mean - own_mean
-        own_moment += moment
-        own_moment.addr_(difference, difference, alpha=float(own_count * count / total))
-        own_mean += difference * (count / total)
-        own_count.copy_(total)
+    def _combine(self, layer: int, *other: Tensor) -> None:
+        names = ("count", "mean", "moment")
+        _combine([self.at(name, layer, other[-1].device) for name in names], other)
 
 
 class MomentSketches(LayerSums):
@@ -147,19 +139,24 @@ class MomentSketches(LayerSums):
                 count, mean = (state[name][layer, group].to(directions.device) for name in ("count", "mean"))
                 self._combine(layer, group, count, mean, sketches[group])
 
-    def _combine(self, layer: int, group: int, count: Tensor, mean: Tensor, sketch: Tensor) -> None:
-        own_count, own_mean, own_sketch = (
-            self.at(name, layer, sketch.device)[group] for name in ("count", "mean", "sketch")
-        )
-        total = own_count + count
-        if total == 0:
-            return
-        difference = mean - own_mean
-        projected = difference @ self.at("directions", layer, sketch.device)
-        own_sketch += sketch
-        own_sketch.addr_(difference, projected, alpha=float(own_count * count / total))
-        own_mean += difference * (count / total)
-        own_count.copy_(total)
+    def _combine(self, layer: int, group: int, *other: Tensor) -> None:
+        device = other[-1].device
+        group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
+        _combine(group_sums, other, self.at("directions", layer, device))
+
+
+def _combine(sums: Sequence[Tensor], other: Sequence[Tensor], directions: Tensor | None = None) -> None:
+    """Add count, mean (d) and centred second moment S (d, d) of other rows to `sums`; with `directions` Ω, of S Ω."""
+    (count, mean, moment), (other_count, other_mean, other_moment) = sums, other
+    total = count + other_count
+    if total == 0:
+        return
+    difference = other_mean - mean
+    projected = difference if directions is None else difference @ directions
+    moment += other_moment
+    moment.addr_(difference, projected, alpha=float(count * other_count / total))
+    mean += difference * (other_count / total)
+    count.copy_(total)
 
 
 def low_rank(

@@ -16,7 +16,7 @@ from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
-from theodolite.cli.options import RayCommand
+from theodolite.cli.options import RayCommand, with_option_groups
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command
@@ -58,16 +58,16 @@ def _options(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-app.command("survey", cls=RayCommand)(survey_command)
-app.command("spectra")(spectra_command)
-app.command("trace")(trace_command)
+app.command("survey", cls=RayCommand)(with_option_groups(survey_command))
+app.command("spectra")(with_option_groups(spectra_command))
+app.command("trace")(with_option_groups(trace_command))
 app.command("exclude")(exclude_command)
 app.command("report")(report_command)
-app.command("prune")(prune_command)
-app.command("compare")(compare_command)
-app.command("evaluate")(evaluate_command)
-app.command("explore")(explore_command)
-app.command("reproduce")(reproduce_command)
+app.command("prune")(with_option_groups(prune_command))
+app.command("compare")(with_option_groups(compare_command))
+app.command("evaluate")(with_option_groups(evaluate_command))
+app.command("explore")(with_option_groups(explore_command))
+app.command("reproduce")(with_option_groups(reproduce_command))
 app.command("explain")(explain_command)
 
 

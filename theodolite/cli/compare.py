@@ -15,15 +15,8 @@ from theodolite.cli.options import (
     DEFAULT_CONTEXTS,
     AsJson,
     Batch,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Seed,
+    Opening,
     Text,
-    TextColumnName,
-    opened_model,
     refuse_unread,
     say_where,
     short_name,
@@ -40,7 +33,15 @@ if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 
+@dataclass(frozen=True)
+class _ComparisonText(Text):
+    contexts: Annotated[
+        int | None, typer.Option(help=f"Maximum number of contexts [default: {DEFAULT_CONTEXTS}].")
+    ] = None  # run folders bring their own
+
+
 def compare_command(
+    *,
     models: Annotated[
         list[str],
         typer.Argument(
@@ -49,11 +50,7 @@ def compare_command(
             show_default=False,
         ),
     ],
-    corpus: CorpusSpec = None,
-    length: Length = None,
-    contexts: Annotated[
-        int | None, typer.Option(help=f"Maximum number of contexts [default: {DEFAULT_CONTEXTS}].")
-    ] = None,
+    text: _ComparisonText,
     prompt: Annotated[
         str | None, typer.Option(help="Prompt of the attention maps [default: a reasoning question].")
     ] = None,
@@ -74,16 +71,12 @@ def compare_command(
         int | None,
         typer.Option(help="Rank of that term, by truncated SVD, in a model that was not pruned with one."),
     ] = None,
-    seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write [default: runs/FIRST-against-SECOND].")
     ] = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
+    opening: Opening,
 ) -> None:
     """What survives of the mechanism: sinks, tags, outliers, positions, head outputs, entropies, head roles, W_QK.
 
@@ -107,21 +100,13 @@ def compare_command(
                 f"{other} is not a run folder but others are: give run folders or models, not both"
             )
         if all(runs):
-            of_models: dict[str, object] = {"--corpus": corpus, "--length": length, "--contexts": contexts}
+            of_models = text.given() | {"--contexts": text.contexts}
             of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
             of_models |= {"--without-low-rank": without_low_rank}
             refuse_unread("run folders are compared without a model or a text", of_models)
             compared = command.compare_folders(models)
         else:
-            many = DEFAULT_CONTEXTS if contexts is None else contexts
-            text = Text(corpus, length, many, seed, text_column)
-            work = _Passes(
-                folder,
-                text,
-                batch,
-                lambda source: opened_model(source, dtype, device, device_map, None),
-                stopped,
-            )
+            work = _Passes(folder, text, batch, opening, stopped)
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)
         page = command.write(compared, folder)
@@ -139,13 +124,13 @@ class _Passes:
     folder: Path
     text: Text
     batch: int | None
-    open: Callable[[str], OpenModel]
+    opening: Opening
     stopped: Callable[[], bool]
 
     def opened(self, source: str) -> OpenModel:
         if self.stopped():
             raise KeyboardInterrupt
-        return self.open(source)
+        return self.opening.open(source)
 
     def read(self, model: OpenModel) -> Corpus:
         return self.text.read(model)

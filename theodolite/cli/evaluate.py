@@ -14,21 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    DEFAULT_CONTEXTS,
-    AsJson,
-    Contexts,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Revision,
-    Seed,
-    TextColumnName,
-    opened_model,
-    read_corpus,
-)
+from theodolite.cli.options import AsJson, Opening, Text
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
@@ -38,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
+    *,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -46,7 +33,7 @@ def evaluate_command(
             show_default=False,
         ),
     ] = None,
-    corpus: CorpusSpec = None,
+    text: Text,
     task: Annotated[
         list[str] | None,
         typer.Option(help="few-shot (offline), or a task or group of lm-eval; repeatable."),
@@ -68,19 +55,12 @@ def evaluate_command(
     download: Annotated[
         bool, typer.Option("--download", help="Let lm-eval download data that are not on this machine.")
     ] = False,
-    length: Length = None,
-    contexts: Contexts = DEFAULT_CONTEXTS,
-    seed: Seed = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="JSON file of results; those already in it are not measured again."),
     ] = None,
     as_json: AsJson = False,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
@@ -93,18 +73,18 @@ def evaluate_command(
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
 
-        asked = Questions(tuple(task or ()), tasks, parse_shots(shots), prompts, seed, limit, batch, download)
+        asked = Questions(
+            tuple(task or ()), tasks, parse_shots(shots), prompts, text.seed, limit, batch, download
+        )
         answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         for name in names:
-            model = opened_model(name, dtype, device, device_map, revision)
+            model = opening.open(name)
             described.append(describe_model(model)["model"])
-            read = None
-            if corpus is not None or not (task or tasks):
-                read = read_corpus(model, corpus, length, contexts, seed, text_column)
-            scores += evaluate(model, read, asked, answers, partial(progress, stopped=stopped), stopped)
+            corpus = text.read(model) if text.corpus is not None or not (task or tasks) else None
+            scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 

@@ -6,27 +6,14 @@ Nothing is measured here, and nothing heavy is imported.
 from __future__ import annotations
 
 import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Model,
-    Revision,
-    Seed,
-    TextColumnName,
-    opened_model,
-    read_corpus,
-    refuse_unread,
-    short_name,
-)
+from theodolite.cli.options import Contexts, Model, Opening, Text, refuse_unread, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
@@ -36,11 +23,16 @@ if TYPE_CHECKING:
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
-SURVEY_CONTEXTS = 32
-"""Contexts surveyed before the page opens: takes seconds, and is enough for a mean at each position."""
+
+@dataclass(frozen=True)
+class _SurveyText(Text):
+    contexts: Contexts = (
+        32  # surveyed before the page opens: takes seconds, enough for a mean at each position
+    )
 
 
 def explore_command(
+    *,
     model: Model = None,
     other: Annotated[
         str | None,
@@ -55,17 +47,10 @@ def explore_command(
             "--run", help="Folder of a finished survey of the model, instead of a new one; once per model."
         ),
     ] = None,
-    corpus: CorpusSpec = None,
-    length: Length = None,
-    contexts: Annotated[int, typer.Option(help="Maximum number of contexts to survey.")] = SURVEY_CONTEXTS,
+    text: _SurveyText,
     port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860].")] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-    seed: Seed = 0,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Explore a model head by head on prompts of your own, on a page served to this machine only.
 
@@ -82,23 +67,22 @@ def explore_command(
 
         names = [model] if other is None else [model, other]
         if runs:
-            unread = {"--corpus": corpus, "--length": length}
-            refuse_unread("--run brings its own text", unread)
+            refuse_unread("--run brings its own text", text.given())
             if len(runs) != len(names):
                 raise UsageError(
                     f"{len(runs)} --run for {len(names)} models: give one per model, in the same order"
                 )
         with listen(port) as listening:
-            opened = [opened_model(name, dtype, device, device_map, revision) for name in names]
+            opened = [opening.open(name) for name in names]
             called = _display_names(opened)
             check_pair(list(zip(called, opened, strict=True)))
 
             def surveyed(each: OpenModel) -> Run:
                 from theodolite.passes.survey import survey_heads
 
-                read = read_corpus(each, corpus, length, contexts, seed, text_column)
+                corpus = text.read(each)
                 with interruptible(say_stopping) as stopped, bars(stopped, of=short_name(each.id)) as show:
-                    return survey_heads(each, read, seed=seed, show_progress=show)
+                    return survey_heads(each, corpus, seed=text.seed, show_progress=show)
 
             surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
             app = application(_subjects(called, opened, surveys))

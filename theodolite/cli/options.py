@@ -5,17 +5,19 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from theodolite.cli.screen import progress, screen
+from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 
@@ -35,30 +37,12 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-CorpusSpec = Annotated[
-    str | None,
-    typer.Option(
-        help="A file or folder of .txt .md .jsonl .parquet; docs, code, random, addition or few-shot; or "
-        "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python]."
-    ),
-]
-Contexts = Annotated[int, typer.Option(help="Maximum number of contexts.")]
+Contexts = Annotated[int | None, typer.Option(help="Maximum number of contexts.")]
 Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [default: 4096 tokens].")]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
-TextColumnName = Annotated[str, typer.Option(help="Text column of .jsonl and .parquet files.")]
-Length = Annotated[
-    int | None, typer.Option(help="Tokens per context [default: the model's maximum, up to 512].")
-]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the tables, as JSON.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 Ray = Annotated[
     str | None,
     typer.Option(
@@ -84,88 +68,130 @@ class RayCommand(TyperCommand):
         )
 
 
-def opened_model(
-    model: str | None, dtype: str, device: str | None, device_map: str | None, revision: str | None
-) -> OpenModel:
-    """Open the model, saying so on the screen; the embedded one where none is named.
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that Typer can read: in the place of a parameter whose type is a dataclass, its fields as options."""
+    signature, types = inspect.signature(command), get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=types[name]))
+            continue
+        options = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                option.name,
+                parameter.KEYWORD_ONLY,
+                default=parameter.empty if option.default is MISSING else option.default,
+                annotation=options[option.name],
+            )
+            for option in fields(groups[name])
+        ]
 
-    `embedded` names it too, where no file is called so.
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{option.name: given.pop(option.name) for option in fields(group)})
+        command(**given)
 
-    A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
-    """
-    import transformers
-
-    from theodolite.models import open_model
-
-    transformers.utils.logging.disable_progress_bar()
-    model, revision = _without_revision(model, revision)
-    with screen.status(f"opening {model or 'the embedded model'}"):
-        return open_model(model, dtype=dtype, device=device, device_map=device_map, revision=revision)
-
-
-def _without_revision(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
-    if model is None or Path(model).exists():
-        return model, revision
-    name, at, name_revision = model.partition("@")
-    if at and revision is not None:
-        raise UsageError(f"{model} has a revision, and so has --revision: give one")
-    return None if name == embedded.ARGUMENT else name, name_revision or revision
-
-
-def opened_weights(
-    model: str | None, dtype: str, revision: str | None, stopped: Callable[[], bool]
-) -> OpenModel:
-    """Open the model for its weights only, with a bar while its files are hashed."""
-    import transformers
-
-    from theodolite.models import open_weights
-
-    transformers.utils.logging.disable_progress_bar()
-    model, revision = _without_revision(model, revision)
-    megabytes = 1 << 20
-    with progress("hashing weights", "MB", stopped) as show:
-        return open_weights(
-            model,
-            dtype=dtype,
-            revision=revision,
-            say=lambda line: screen.print(line, style="dim", markup=False, highlight=False),
-            show_progress=lambda done, total: show(done // megabytes, total // megabytes),
-        )
+    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return flat
 
 
-def read_corpus(
-    model: OpenModel, spec: str | None, length: int | None, contexts: int, seed: int, text_column: str
-) -> Corpus:
-    """Read the text for this model, saying so on the screen.
+@dataclass(frozen=True)
+class Opening:
+    """Options of how a model is opened."""
 
-    Raises:
-        UsageError: the model has no tokenizer, or the text gives no context.
-    """
-    from theodolite.corpus.named import make_corpus
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")
+    ] = "auto"
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")
+    ] = None
+    device_map: Annotated[
+        str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
+    ] = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
 
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a text")
-    if seed < 0:
-        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
-    chosen = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH) if length is None else length
-    with screen.status("reading the text"):
-        return make_corpus(spec, tokenizer, chosen, contexts, seed, text_column)
+    def open(self, model: str | None) -> OpenModel:
+        """Open the model, saying so on the screen; the embedded one where none is named.
+
+        `embedded` names it too, where no file is called so.
+
+        A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
+        """
+        from theodolite.models import open_model
+
+        model, options = self._options(model)
+        with screen.status(f"opening {model or 'the embedded model'}"):
+            return open_model(model, device=self.device, device_map=self.device_map, **options)
+
+    def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
+        """Open the model for its weights only, with a bar while its files are hashed."""
+        from theodolite.models import open_weights
+
+        model, options = self._options(model)
+        megabytes = 1 << 20
+        with progress("hashing weights", "MB", stopped) as show:
+            return open_weights(
+                model,
+                say=say_dimly,
+                show_progress=lambda done, total: show(done // megabytes, total // megabytes),
+                **options,
+            )
+
+    def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
+        """The model without its @REVISION, and dtype and revision."""
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        if model is None or Path(model).exists():
+            return model, {"dtype": self.dtype, "revision": self.revision}
+        name, at, revision = model.partition("@")
+        if at and self.revision is not None:
+            raise UsageError(f"{model} has a revision, and so has --revision: give one")
+        options = {"dtype": self.dtype, "revision": revision or self.revision}
+        return None if name == embedded.ARGUMENT else name, options
 
 
 @dataclass(frozen=True)
 class Text:
-    """The text options of a command that reads the text for several models."""
+    """Options of the text that is read."""
 
-    corpus: str | None
-    length: int | None
-    contexts: int
-    seed: int
-    column: str
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            help="A file or folder of .txt .md .jsonl .parquet; docs, code, random, addition or few-shot; or "
+            "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python]."
+        ),
+    ] = None
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per context [default: the model's maximum, up to 512].")
+    ] = None
+    contexts: Contexts = DEFAULT_CONTEXTS
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    text_column: Annotated[str, typer.Option(help="Text column of .jsonl and .parquet files.")] = "text"
 
     def read(self, model: OpenModel) -> Corpus:
-        """As `read_corpus`."""
-        return read_corpus(model, self.corpus, self.length, self.contexts, self.seed, self.column)
+        """Read the text for this model, saying so on the screen.
+
+        Raises:
+            UsageError: the model has no tokenizer, or the text gives no context.
+        """
+        from theodolite.corpus.named import make_corpus
+
+        tokenizer: Any = model.required_tokenizer()
+        if self.seed < 0:
+            raise UsageError(f"seed {self.seed} is negative: use --seed 0 or more")
+        longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+        length = longest if self.length is None else self.length
+        contexts = DEFAULT_CONTEXTS if self.contexts is None else self.contexts
+        with screen.status("reading the text"):
+            return make_corpus(self.corpus, tokenizer, length, contexts, self.seed, self.text_column)
+
+    def given(self) -> dict[str, object]:
+        """The options that say what is read, to be refused where nothing is."""
+        return {"--corpus": self.corpus, "--length": self.length}
 
 
 def finish(run: Run, page: Path | None, as_json: bool) -> None:

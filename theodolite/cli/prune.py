@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    AsJson,
-    Batch,
-    Contexts,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Model,
-    Revision,
-    Seed,
-    TextColumnName,
-    opened_model,
-    read_corpus,
-    refuse_unread,
-    say_where,
-)
+from theodolite.cli.options import AsJson, Batch, Contexts, Model, Opening, Text, refuse_unread, say_where
 from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
-
-PUBLISHED_CONTEXTS = 128
-"""Calibration sequences of Zhang et al. 2025, appendix D."""
 
 RANK_RATIO, DAMPING = 0.25, 0.1
 """The defaults of `prune_model`."""
@@ -44,7 +25,13 @@ METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
 """The one method that reads an option. `--seed` also draws texts, so every method reads it."""
 
 
+@dataclass(frozen=True)
+class _CalibrationText(Text):
+    contexts: Contexts = 128  # as in Zhang et al. 2025, appendix D
+
+
 def prune_command(
+    *,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
     model: Model = None,
     method: Annotated[str, typer.Option(help="oats, sparsegpt, wanda or magnitude.")] = "oats",
@@ -74,17 +61,10 @@ def prune_command(
         str,
         typer.Option("--format", help="merged (for transformers) or factored (smaller, for theodolite)."),
     ] = "merged",
-    corpus: CorpusSpec = None,
-    length: Length = None,
-    contexts: Contexts = PUBLISHED_CONTEXTS,
-    seed: Seed = 0,
+    text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.
 
@@ -103,17 +83,17 @@ def prune_command(
             refuse_unread(f"{method} has no such option", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
         _refuse_existing(out)
-        opened = opened_model(model, dtype, device, device_map, revision)
-        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
+        opened = opening.open(model)
+        corpus = text.read(opened)
         with progress("pruning", "matrices", stopped) as show:
             pruned = prune_model(
                 opened,
-                read,
+                corpus,
                 method,
                 asked,
                 pattern=pattern,
                 rank_ratio=RANK_RATIO if rank_ratio is None else rank_ratio,
-                seed=seed,
+                seed=text.seed,
                 damping=DAMPING if damping is None else damping,
                 out=out,
                 form=form,

@@ -14,26 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    DEFAULT_CONTEXTS,
-    Contexts,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Model,
-    Revision,
-    RunFolder,
-    Seed,
-    Text,
-    TextColumnName,
-    default_folder,
-    opened_model,
-    refuse_unread,
-    short_name,
-)
-from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, refuse_unread, short_name
+from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
@@ -46,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def reproduce_command(
+    *,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -53,7 +36,7 @@ def reproduce_command(
         ),
     ] = None,
     model: Model = None,
-    corpus: CorpusSpec = None,
+    text: Text,
     other: Annotated[
         str | None, typer.Option(help="Second text, for geometry/table2 [default: random tokens].")
     ] = None,
@@ -72,16 +55,9 @@ def reproduce_command(
         ),
     ] = None,
     head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
-    length: Length = None,
-    contexts: Contexts = DEFAULT_CONTEXTS,
-    seed: Seed = 0,
     out: RunFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Reproduce published tables and figures for a model, with a verdict on each claim.
 
@@ -104,8 +80,7 @@ def reproduce_command(
         experiments, focus = find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}
         check_options(experiments, [option for option, value in options.items() if value is not None])
-        text = Text(corpus, length, contexts, seed, text_column)
-        request = _Request(name, model, text, other, out, (dtype, device, device_map, revision), stopped)
+        request = _Request(name, model, text, other, out, opening, stopped)
         study, pages = _study(request, experiments, focus)
         page = run_experiments(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
@@ -122,17 +97,17 @@ class _Request:
     text: Text
     other: str | None
     out: Path | None
-    opening: tuple[str, str | None, str | None, str | None]
+    opening: Opening
     stopped: Callable[[], bool]
 
     def unread(self) -> dict[str, object]:
         """The text and model options, to be refused where neither is read."""
-        _, device, device_map, revision = self.opening
-        of_text: dict[str, object] = {"--corpus": self.text.corpus, "--length": self.text.length}
-        return of_text | {"--device": device, "--device-map": device_map, "--revision": revision}
+        opening = self.opening
+        of_model = {"--device": opening.device, "--device-map": opening.device_map}
+        return self.text.given() | of_model | {"--revision": opening.revision}
 
     def opened(self) -> OpenModel:
-        return opened_model(self.model, *self.opening)
+        return self.opening.open(self.model)
 
     def survey(self, model: OpenModel, corpus: Corpus, folder: Path | None) -> Run:
         from theodolite.passes.survey import survey
@@ -143,7 +118,7 @@ class _Request:
     def say(self, line: str) -> None:
         if self.stopped():
             raise KeyboardInterrupt
-        screen.print(line, style="dim", markup=False, highlight=False)
+        say_dimly(line)
 
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
@@ -166,8 +141,7 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
         return Study(theory_run(seed), say=request.say), pages
     if on_prompts(experiments):
-        of_text = {"--corpus": request.text.corpus, "--length": request.text.length}
-        refuse_unread(f"{name} reads its prompt and no text", of_text)
+        refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opened()
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
         return Study(model_run(model, seed), model, focus=focus, say=request.say), pages

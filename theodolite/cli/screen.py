@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from theodolite.cli.error_pages import section_of
-from theodolite.errors import TheodoliteError
+from theodolite.errors import TheodoliteError, first_line
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -59,7 +59,7 @@ def _line_of(error: Exception) -> str:
     torch = sys.modules.get("torch")  # where it is not imported, it raised nothing
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {_SMALLER}, or spread the model over devices with --device-map auto"
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = first_line(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's message on a CPU
         return f"out of memory: {_SMALLER}"
     return f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)"
@@ -71,6 +71,11 @@ def _say_error(message: str) -> None:
     more = section_of(line)
     if more:
         print(f"more:  theodolite explain {more.name}", file=sys.stderr)
+
+
+def say_dimly(line: str) -> None:
+    """Print a remark."""
+    screen.print(line, style="dim", markup=False, highlight=False)
 
 
 def say_stopping() -> None:

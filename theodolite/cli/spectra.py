@@ -7,31 +7,19 @@ from typing import Annotated
 
 import typer
 
-from theodolite.cli.options import (
-    AsJson,
-    Device,
-    DeviceMap,
-    Dtype,
-    Model,
-    Revision,
-    finish,
-    opened_model,
-    opened_weights,
-)
+from theodolite.cli.options import AsJson, Model, Opening, finish
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system.interrupt import interruptible
 
 
 def spectra_command(
+    *,
     model: Model = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write a run folder with a report.")
     ] = None,
     as_json: AsJson = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Query-key spectra of every head, from the weights alone: needs no text, and the model need not fit in memory.
 
@@ -43,10 +31,10 @@ def spectra_command(
         from theodolite.passes.survey import spectra
         from theodolite.report.page import write_report
 
-        if device is None and device_map is None:
-            opened = opened_weights(model, dtype, revision, stopped)
+        if opening.device is None and opening.device_map is None:
+            opened = opening.open_weights(model, stopped)
         else:
-            opened = opened_model(model, dtype, device, device_map, revision)
+            opened = opening.open(model)
         with progress("reading weights", "layers", stopped) as show:
             run = spectra(opened, out, show_progress=show)
         page = None if out is None else write_report(run, out / "report")

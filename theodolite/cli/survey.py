@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from theodolite.cli.options import (
-    DEFAULT_CONTEXTS,
     Actors,
     AsJson,
     Batch,
-    Contexts,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
     Model,
+    Opening,
     Ray,
-    Revision,
     RunFolder,
-    Seed,
-    TextColumnName,
+    Text,
     default_folder,
     finish,
-    opened_model,
-    read_corpus,
     refuse_unread,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
 
 def survey_command(
+    *,
     model: Model = None,
-    corpus: CorpusSpec = None,
-    length: Length = None,
-    contexts: Contexts = DEFAULT_CONTEXTS,
-    seed: Seed = 0,
+    text: Text,
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
     ray: Ray = None,
     actors: Actors = None,
 ) -> None:
@@ -59,29 +45,31 @@ def survey_command(
             refuse_unread("without --ray there are no workers", {"--actors": actors})
         else:
             refuse_unread(
-                "--ray: each worker has one device", {"--device": device, "--device-map": device_map}
+                "--ray: each worker has one device",
+                {"--device": opening.device, "--device-map": opening.device_map},
             )
-        opened = opened_model(model, dtype, device if ray is None else "cpu", device_map, revision)
-        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
-        folder = out or default_folder(opened, read)
+            opening = replace(opening, device="cpu")
+        opened = opening.open(model)
+        corpus = text.read(opened)
+        folder = out or default_folder(opened, corpus)
         with bars(stopped) as show:
             if ray is None:
                 from theodolite.passes.survey import survey
 
-                run = survey(opened, read, folder, batch=batch, seed=seed, show_progress=show)
+                run = survey(opened, corpus, folder, batch=batch, seed=text.seed, show_progress=show)
             else:
                 from theodolite.passes.ray_survey import survey_on_ray
 
                 run = survey_on_ray(
                     opened,
-                    read,
+                    corpus,
                     folder,
                     address=ray,
                     actors=actors,
                     batch=batch,
-                    seed=seed,
+                    seed=text.seed,
                     show_progress=show,
-                    say=lambda line: screen.print(line, style="dim", markup=False, highlight=False),
+                    say=say_dimly,
                 )
         page = write_report(run, folder / "report")
         finish(run, page, as_json)

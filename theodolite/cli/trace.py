@@ -7,50 +7,26 @@ from typing import Annotated
 
 import typer
 
-from theodolite.cli.options import (
-    DEFAULT_CONTEXTS,
-    AsJson,
-    Batch,
-    Contexts,
-    CorpusSpec,
-    Device,
-    DeviceMap,
-    Dtype,
-    Length,
-    Model,
-    Revision,
-    Seed,
-    TextColumnName,
-    default_folder,
-    finish_trace,
-    opened_model,
-    read_corpus,
-)
+from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, default_folder, finish_trace
 from theodolite.cli.screen import one_line_errors, progress, say_stopping
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
 
 def trace_command(
+    *,
     model: Model = None,
-    corpus: CorpusSpec = None,
-    length: Length = None,
-    contexts: Contexts = DEFAULT_CONTEXTS,
+    text: Text,
     stretches: Annotated[
         bool, typer.Option("--stretches", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,
-    seed: Seed = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks]."),
     ] = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    text_column: TextColumnName = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
+    opening: Opening,
 ) -> None:
     """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
 
@@ -60,9 +36,9 @@ def trace_command(
         from theodolite.sinks.trace import trace_sinks
 
         keep_pages()
-        opened = opened_model(model, dtype, device, device_map, revision)
-        read = read_corpus(opened, corpus, length, contexts, seed, text_column)
-        folder = out or default_folder(opened, read, "-stretches" if stretches else "-sinks")
+        opened = opening.open(model)
+        corpus = text.read(opened)
+        folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
         with progress("tracing sinks", "contexts", stopped) as show:
-            run = trace_sinks(opened, read, folder, stretches=stretches, batch=batch, show_progress=show)
+            run = trace_sinks(opened, corpus, folder, stretches=stretches, batch=batch, show_progress=show)
         finish_trace(run, folder, as_json)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from theodolite.cli.options import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
 
 training = typer.Typer(
@@ -21,31 +23,64 @@ training = typer.Typer(
 )
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
-Steps = Annotated[int | None, typer.Option(help="Training steps [default: as published].")]
-Batch = Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")]
-Rate = Annotated[float | None, typer.Option(help="Peak learning rate [default: as published].")]
-Positions = Annotated[str, typer.Option(help="learned or rotary.")]
-Series = Annotated[
-    bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
-]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the training, as JSON.")]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Options of every training run of one model."""
+
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
+    batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: as published].")
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Small(_Steps):
+    """Options of a small model's training run."""
+
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "learned"
+    series: Annotated[
+        bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class _FewShot(_Small):
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None
+    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate [default: 0.001].")
+    ] = None
+    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary"
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Options of where a training run goes, and how."""
+
+    out: Out
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    threads: Threads = 2
+    as_json: AsJson = False
+
+    def train(self, train: Callable[..., list[str]], *task: object, options: _Steps) -> None:
+        """Call `train`, and say what it returns."""
+        console = _quiet_screen()
+        lines = train(self.out, *task, asdict(options), seed=self.seed, threads=self.threads, console=console)
+        _say(lines, self.out, self.as_json)
+
 
 RECORDS = ("training.json", "escape.json", "grid.json")
 """The record that a trainer leaves in its folder; the embedded model has a README instead."""
 
 
 @training.command("embedded")
-def embedded_command(
-    out: Out,
-    steps: Steps = None,
-    batch: Batch = None,
-    rate: Rate = None,
-    seed: Seed = 0,
-    threads: Threads = 2,
-    as_json: AsJson = False,
-) -> None:
+@with_option_groups
+def embedded_command(*, options: _Steps, running: _Running) -> None:
     """Retrain the model inside this package, on the documentation that ships with Python.
 
     Example: theodolite train embedded --out topics --seed 0
@@ -53,22 +88,16 @@ def embedded_command(
     with one_line_errors():
         from theodolite.papers.training.command import train_embedded
 
-        options = {"steps": steps, "batch": batch, "learning_rate": rate}
-        _say(train_embedded(out, options, seed=seed, threads=threads, console=_quiet_screen()), out, as_json)
+        running.train(train_embedded, options=options)
 
 
 @training.command("characters")
+@with_option_groups
 def characters_command(
-    out: Out,
+    *,
     text: Annotated[Path, typer.Option(help="Training text, such as Shakespeare's plays.")],
-    positions: Positions = "learned",
-    steps: Steps = None,
-    batch: Batch = None,
-    rate: Rate = None,
-    series: Series = False,
-    seed: Seed = 0,
-    threads: Threads = 2,
-    as_json: AsJson = False,
+    options: _Small,
+    running: _Running,
 ) -> None:
     """Train a character-level model on a text.
 
@@ -79,32 +108,16 @@ def characters_command(
     with one_line_errors():
         from theodolite.papers.training.command import train_characters
 
-        options = {
-            "positions": positions,
-            "steps": steps,
-            "batch": batch,
-            "learning_rate": rate,
-            "series": series,
-        }
-        _say(
-            train_characters(out, text, options, seed=seed, threads=threads, console=_quiet_screen()),
-            out,
-            as_json,
-        )
+        running.train(train_characters, text, options=options)
 
 
 @training.command("addition")
+@with_option_groups
 def addition_command(
-    out: Out,
+    *,
     digits: Annotated[str, typer.Option(help="Digits of the operands, as 10 or 5-10.")] = "5-10",
-    positions: Positions = "learned",
-    steps: Steps = None,
-    batch: Batch = None,
-    rate: Rate = None,
-    series: Series = False,
-    seed: Seed = 0,
-    threads: Threads = 2,
-    as_json: AsJson = False,
+    options: _Small,
+    running: _Running,
 ) -> None:
     """Train a model that adds two numbers.
 
@@ -115,32 +128,12 @@ def addition_command(
     with one_line_errors():
         from theodolite.papers.training.command import train_addition
 
-        options = {
-            "positions": positions,
-            "steps": steps,
-            "batch": batch,
-            "learning_rate": rate,
-            "series": series,
-        }
-        _say(
-            train_addition(out, digits, options, seed=seed, threads=threads, console=_quiet_screen()),
-            out,
-            as_json,
-        )
+        running.train(train_addition, digits, options=options)
 
 
 @training.command("few-shot")
-def few_shot_command(
-    out: Out,
-    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary",
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None,
-    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None,
-    rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: 0.001].")] = None,
-    series: Series = False,
-    seed: Seed = 0,
-    threads: Threads = 2,
-    as_json: AsJson = False,
-) -> None:
+@with_option_groups
+def few_shot_command(*, options: _FewShot, running: _Running) -> None:
     """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
 
     The label of a word depends on one of its two attributes; which, and how, differs between prompts. `theodolite
@@ -151,14 +144,7 @@ def few_shot_command(
     with one_line_errors():
         from theodolite.papers.training.command import train_few_shot
 
-        options = {
-            "positions": positions,
-            "steps": steps,
-            "batch": batch,
-            "learning_rate": rate,
-            "series": series,
-        }
-        _say(train_few_shot(out, options, seed=seed, threads=threads, console=_quiet_screen()), out, as_json)
+        running.train(train_few_shot, options=options)
 
 
 @training.command("escape")
@@ -187,36 +173,45 @@ def escape_command(
         )
 
 
-@training.command("locater")
-def locater_command(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the grid; an existing grid is resumed or extended.")
-    ],
-    text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")],
-    held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")],
-    layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None,
-    widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None,
+@dataclass(frozen=True)
+class _Locater:
+    """Options of `LocaterOptions`."""
+
+    text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")]
+    held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
+    layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None
+    widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None
     means: Annotated[
         str | None,
         typer.Option(help="κ₂ of training runs with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
-    ] = None,
+    ] = None
     decays: Annotated[
         str | None,
         typer.Option(help="Weight decays of training runs without; '' for none [default: 0,0.01,0.1,1,10]."),
-    ] = None,
+    ] = None
     gradient: Annotated[
         str,
         typer.Option(
             help="Gradient of LocAteR's second term: exact, or published (as printed, which is wrong)."
         ),
-    ] = "exact",
+    ] = "exact"
     vocabulary: Annotated[
         str | None, typer.Option(help="Number of byte-pair tokens, or words [default: 2048].")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3,
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None,
-    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+    ] = None
+    seeds: Annotated[int, typer.Option(help="Training runs of each setting.")] = 3
+    steps: Annotated[int | None, typer.Option(help="Training steps [default: 50000].")] = None
+    side_by_side: Annotated[int, typer.Option(help="Training runs at a time, on a core each.")] = 1
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
+
+
+@training.command("locater")
+@with_option_groups
+def locater_command(
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the grid; an existing grid is resumed or extended.")
+    ],
+    options: _Locater,
     as_json: AsJson = False,
 ) -> None:
     """Train with and without LocAteR: every combination of depth, width, κ₂ or weight decay, and seed.
@@ -229,21 +224,8 @@ def locater_command(
     with one_line_errors():
         from theodolite.papers.localization.locater_command import LocaterOptions, train_locater
 
-        options = LocaterOptions(
-            text,
-            held_out,
-            layers,
-            widths,
-            means,
-            decays,
-            gradient,
-            vocabulary,
-            seeds,
-            steps,
-            side_by_side,
-            device,
-        )
-        _say(train_locater(out, options, _quiet_screen()), out, as_json)
+        lines = train_locater(out, LocaterOptions(**vars(options)), _quiet_screen())
+        _say(lines, out, as_json)
 
 
 def _quiet_screen() -> Console:

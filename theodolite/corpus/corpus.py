@@ -30,7 +30,7 @@ from theodolite.corpus.documents import (
     read_path,
     stdlib_sources,
 )
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
@@ -356,7 +356,7 @@ def _streamed(name: str, config: str | None, split: str, text_column: str) -> It
     except UsageError:
         raise
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error) or type(error).__name__
         raise UsageError(
             f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
             "network, give a folder that holds its files."

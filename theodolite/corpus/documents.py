@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts
 
@@ -302,7 +302,7 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[Document]:
                     if document := document_of_row(row, text_column, str(path)):
                         yield document
     except pyarrow.ArrowInvalid as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
 
 

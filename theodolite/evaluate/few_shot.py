@@ -47,12 +47,11 @@ def few_shot_answers(
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
     check_predicts(model)
-    if model.tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
+    tokenizer = model.required_tokenizer()
     if prompts < 2 or seed < 0:
         raise UsageError(f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more")
     drawn = rules.draw(prompts, np.random.default_rng([seed, TEST_STREAM]))
-    ids, asked, label_ids = prompt_ids(drawn, rules, model.tokenizer)
+    ids, asked, label_ids = prompt_ids(drawn, rules, tokenizer)
     if model.longest is not None and ids.shape[1] > model.longest:
         raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")
     right = right_answers(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
@@ -75,8 +75,7 @@ def harness(
             the model cannot be evaluated.
     """
     check_predicts(model)
-    if model.tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there")
+    tokenizer = copy.deepcopy(model.required_tokenizer())  # lm-eval may add a padding token
     numbers = (("batch", batch, 1), ("shots", min(shots, default=-1), 0), ("limit", limit, 1))
     for what, number, least in numbers:
         if number is not None and number < least:
@@ -87,7 +86,7 @@ def harness(
         manager, names = _task_manager(tasks, folder)
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.hf,
-            tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval may add a padding token
+            tokenizer=tokenizer,
             batch_size=batch,
             max_length=model.longest,
         )
@@ -153,7 +152,7 @@ def _loaded(
         with contextlib.chdir(folder) if folder is not None else contextlib.nullcontext():
             loaded = manager.load(list(names))
     except _loading_errors() as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error) or type(error).__name__
         hint = "" if download else "; missing data are only downloaded with --download"
         raise UsageError(f"cannot load {', '.join(names)}: {first}{hint}") from error
     for name, task in loaded["tasks"].items():

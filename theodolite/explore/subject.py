@@ -154,10 +154,7 @@ _DIFFERENT = (
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
-    if model.tokenizer is None:
-        raise UsageError(f"{model.id} has no tokenizer beside its weights: save one there to read a prompt")
-    tokenizer: Any = model.tokenizer
-    ids = tuple(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if any(not 0 <= token < model.vocabulary for token in ids):
         raise UsageError(
             f"the tokenizer of {model.id} gives tokens that its {model.vocabulary} embeddings do not have: it "

@@ -145,6 +145,16 @@ class OpenModel:
         with torch.inference_mode():
             return self.hf(input_ids=ids.to(self.device), use_cache=False).logits
 
+    def required_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            UsageError: the checkpoint has none.
+        """
+        if self.tokenizer is None:
+            raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
+        return self.tokenizer
+
     @property
     def vocabulary(self) -> int | None:
         """Rows of the token embedding, or None for a model that reads no tokens."""

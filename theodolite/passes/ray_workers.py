@@ -23,7 +23,7 @@ from torch import Tensor
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.survey import later_pass
@@ -109,11 +109,11 @@ class Worker:
             model = open_model(job.source, dtype=job.dtype, device=job.device, revision=job.revision)
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
-        own = fingerprint_of(model)
+        fingerprint = fingerprint_of(model)
         differences = [
-            f"{name} is {own[name]}, not {value}"
+            f"{name} is {fingerprint[name]}, not {value}"
             for name, value in job.expected.items()
-            if own[name] != value
+            if fingerprint[name] != value
         ]
         if differences:
             raise UsageError(f"node {node} would measure something else: {'; '.join(differences)}")
@@ -164,8 +164,8 @@ def fetched(answer: Any, doing: str) -> Any:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, TheodoliteError | MemoryError | torch.OutOfMemoryError):
             raise error.cause from error
-        first = (str(error.cause).strip().splitlines() or [""])[0]
-        raise WorkError(f"a worker failed when it {doing}: {type(error.cause).__name__}: {first}") from error
+        why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
+        raise WorkError(f"a worker failed when it {doing}: {why}") from error
     except ray.exceptions.RayError as error:
         raise WorkerLost from error
 
@@ -191,7 +191,7 @@ def packed(state: dict[str, Tensor]) -> Packed:
 
     A part of a corpus fills few groups of contexts and few places of the sample, and these are most of a state.
     """
-    found: Packed = {}
+    arrays: Packed = {}
     for name, tensor in state.items():
         rows = None
         if tensor.ndim > 2:
@@ -199,21 +199,19 @@ def packed(state: dict[str, Tensor]) -> Packed:
             rows = filled.nonzero().flatten()
         values = tensor if rows is None or len(rows) == tensor.shape[1] else tensor[:, rows]
         indices = None if values is tensor or rows is None else rows.numpy()
-        found[name] = (values.contiguous().numpy(), indices, tuple(tensor.shape))
-    return found
+        arrays[name] = (values.contiguous().numpy(), indices, tuple(tensor.shape))
+    return arrays
 
 
 def unpacked(state: Packed) -> dict[str, Tensor]:
     """What `packed` was given."""
-    found = {}
+    tensors = {}
     for name, (values, rows, shape) in state.items():
-        own = torch.from_numpy(np.array(values))  # Ray's own arrays are read-only
+        filled = torch.from_numpy(np.array(values))  # Ray's own arrays are read-only
+        tensors[name] = filled if rows is None else filled.new_zeros(shape)
         if rows is not None:
-            whole = own.new_zeros(shape)
-            whole[:, torch.from_numpy(np.array(rows))] = own
-            own = whole
-        found[name] = own
-    return found
+            tensors[name][:, torch.from_numpy(np.array(rows))] = filled
+    return tensors
 
 
 @contextmanager
@@ -236,9 +234,8 @@ def connected(address: str) -> Iterator[None]:
         _refuse_silence(address)
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
-            f"no Ray cluster at {address} ({first}): start one with `ray start --head`, or give no address"
+            f"no Ray cluster at {address} ({first_line(error)}): start one with `ray start --head`, or give no address"
         ) from error
     try:
         yield

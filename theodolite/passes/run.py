@@ -10,7 +10,6 @@ here is ever pickled. This module measures nothing and draws nothing.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from torch import Tensor
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, write_atomically
+from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically
 
 SCHEMA_VERSION = 4
 
@@ -139,23 +138,15 @@ class Run:
         folder = Path(folder)
         if folder.exists():
             raise UsageError(f"{folder} exists already: choose another folder or remove it")
-        temporary = folder.with_name(folder.name + ".writing")
-        with disk_errors(folder):
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            try:
-                for name in TABLES:
-                    table: pd.DataFrame = getattr(self, name)
-                    table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-                write_checked(temporary / "arrays.safetensors", self.arrays)
-                text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
-                (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
-                # safetensors writes files that only their owner can read; a run is made to be shared.
-                shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
-                os.replace(temporary, folder)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        with folder_written_atomically(folder) as temporary:
+            for name in TABLES:
+                table: pd.DataFrame = getattr(self, name)
+                table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+            write_checked(temporary / "arrays.safetensors", self.arrays)
+            text = json.dumps(self.provenance, indent=2, ensure_ascii=False)
+            (temporary / "run.json").write_text(text + "\n", encoding="utf-8")
+            # safetensors writes files that only their owner can read; a run is made to be shared.
+            shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
         return replace(self, folder=folder)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from theodolite.models.factored import (
 from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
-from theodolite.system.files import disk_errors, write_atomically, write_text
+from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 
 SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
 
@@ -226,23 +225,15 @@ class UnfinishedPruning:
                 raise UsageError(f"{self.out} exists already: choose another --out or remove it")
             shutil.rmtree(self._workspace.folder, ignore_errors=True)
             return written
-        temporary = self.out.with_name(self.out.name + ".writing")
-        with disk_errors(self.out), without_progress_bars():
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            try:
-                self._write_weights(temporary, model, pruned, form)
-                pruned = _with_bytes(temporary, model, pruned, form)
-                pruned.table.to_parquet(temporary / TABLE, index=False)
-                text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
-                (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
-                for path in temporary.glob("*.safetensors"):  # written readable by their owner only
-                    shutil.copymode(temporary / SETTINGS, path)
-                write_extras(pruned, temporary)
-                os.replace(temporary, self.out)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        with folder_written_atomically(self.out) as temporary, without_progress_bars():
+            self._write_weights(temporary, model, pruned, form)
+            pruned = _with_bytes(temporary, model, pruned, form)
+            pruned.table.to_parquet(temporary / TABLE, index=False)
+            text = json.dumps(pruned.provenance, indent=2, ensure_ascii=False)
+            (temporary / SETTINGS).write_text(text + "\n", encoding="utf-8")
+            for path in temporary.glob("*.safetensors"):  # written readable by their owner only
+                shutil.copymode(temporary / SETTINGS, path)
+            write_extras(pruned, temporary)
         shutil.rmtree(self._workspace.folder, ignore_errors=True)
         return replace(pruned, folder=self.out)
 

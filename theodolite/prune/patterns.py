@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.theory.checks import check_finite
 
 AGREEMENT = 1e-3
 """Tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3."""
@@ -140,12 +141,6 @@ def checked_inputs(
     if (numbers < 0).any():
         raise UsageError(f"{name} holds negative numbers: give norms or mean squares")
     return numbers if numbers.any() else torch.ones_like(numbers)
-
-
-def check_finite(name: str, values: Tensor) -> None:
-    """Raises UsageError where there is NaN or infinity."""
-    if not torch.isfinite(values).all():
-        raise UsageError(f"{name} holds NaN or infinity: give finite numbers")
 
 
 def largest(

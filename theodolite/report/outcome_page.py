@@ -7,8 +7,6 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.page import PLOTLY, block_of, rendered
-from theodolite.system.files import disk_errors, write_text
+from theodolite.system.files import disk_errors, folder_written_atomically, write_text
 from theodolite.system.wording import visible
 
 RESULT = "result.json"
@@ -66,27 +64,15 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | P
     """
     root = Path(root)
     folder = folder_of(experiment.name, root)
-    temporary, old = (folder.with_name(f"{folder.name}.{state}") for state in ("writing", "old"))
     page = render(experiment, outcome, run)
     text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
-    with disk_errors(folder):
-        for stale in (temporary, old):
-            shutil.rmtree(stale, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            if not (root / PLOTLY).is_file():
-                write_text(root / PLOTLY, get_plotlyjs())
-            (temporary / "index.html").write_text(page, encoding="utf-8")
-            (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
-            for name, table in outcome.tables.items():
-                table.to_parquet(temporary / f"table-{name}.parquet", index=False)
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(temporary, folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+    with folder_written_atomically(folder, reroot=True) as temporary:
+        if not (root / PLOTLY).is_file():
+            write_text(root / PLOTLY, get_plotlyjs())
+        (temporary / "index.html").write_text(page, encoding="utf-8")
+        (temporary / RESULT).write_text(text + "\n", encoding="utf-8")
+        for name, table in outcome.tables.items():
+            table.to_parquet(temporary / f"table-{name}.parquet", index=False)
     return folder / "index.html"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,79 +169,48 @@ class Exclusions:
             raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
+def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, named: bool = False) -> Rule:
+    """A rule about the head or dimension of a row; `named`: only of its token."""
+    place = {"head": int(row.head)} if kind == "sink" else {"dimension": int(row.dimension)}
+    token = {"token_id": int(row.token_id), "token": str(row.token)} if named else {}
+    return Rule(kind, int(row.layer), **place, **token, first=first, share=float(share))  # type: ignore[arg-type]
+
+
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
     if run.is_trace:
         # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
-        rows = run.traces.sort_values("share", ascending=False, kind="stable")
-        rows = rows.assign(named=rows["kind"].isin(NAMED), first=rows["kind"].eq("first"))
-        for row in (
-            rows.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index().itertuples()
-        ):
-            if row.share >= least_share:
-                yield Rule(
-                    "sink",
-                    int(row.layer),
-                    head=int(row.head),
-                    first={"first": True, "learned": None}.get(row.kind, False),
-                    token_id=int(row.token_id) if row.named else None,
-                    token=str(row.token) if row.named else None,
-                    share=float(row.share),
-                )
+        sinks = run.traces.sort_values("share", ascending=False, kind="stable")
+        sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))
+        sinks = sinks.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index()
+        for row in sinks[sinks["share"] >= least_share].itertuples():
+            first = {"first": True, "learned": None}.get(row.kind, False)
+            yield _rule("sink", row, row.share, first=first, named=row.named)
         return
-    first = run.sinks[run.sinks["first"]].groupby(["layer", "head"])["share"].sum()
-    for (layer, head), share in first.items():
-        if share >= least_share:
-            yield Rule("sink", int(layer), head=int(head), first=True, share=float(share))
-    for row in run.sinks[~run.sinks["first"]].itertuples():
-        if row.share >= least_share:
-            yield Rule(
-                "sink",
-                int(row.layer),
-                head=int(row.head),
-                first=False,
-                token_id=int(row.token_id),
-                token=str(row.token),
-                share=float(row.share),
-            )
+    of_heads = run.sinks[run.sinks["first"]].groupby(["layer", "head"], as_index=False)["share"].sum()
+    for first, sinks in ((True, of_heads), (False, run.sinks[~run.sinks["first"]])):
+        for row in sinks[sinks["share"] >= least_share].itertuples():
+            yield _rule("sink", row, row.share, first=first, named=not first)
 
 
 def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
     contexts, counted = run.provenance["corpus"]["contexts"], "massive_contexts" in run.outliers
     for row in run.outliers.itertuples():
-        layer, dimension = int(row.layer), int(row.dimension)
         if row.share >= least_share:
-            yield Rule("outlier dimension", layer, dimension=dimension, share=float(row.share))
+            yield _rule("outlier dimension", row, row.share)
         # A survey of before this column was there counted tokens only, of which a context may have several.
         later = row.massive_contexts if counted else min(row.massive, contexts)
         for first, carriers in ((True, row.massive_first), (False, later)):
             share = carriers / contexts
             if carriers and share >= least_share:
-                bound = True if not (first or counted) else None
-                yield Rule(
-                    "massive activation",
-                    layer,
-                    dimension=dimension,
-                    first=first,
-                    share=share,
-                    upper_bound=bound,
-                )
+                rule = _rule("massive activation", row, share, first=first)
+                yield rule if first or counted else replace(rule, upper_bound=True)
 
 
 def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:
     for row in outliers.dimensions.itertuples():
         if row.adaptive or (row.published and row.share >= least_share):
-            yield Rule(
-                "outlier dimension", int(row.layer), dimension=int(row.dimension), share=float(row.share)
-            )
+            yield _rule("outlier dimension", row, row.share)
     for row in position_0_as_one(outliers.massive).itertuples():
         share = row.contexts / outliers.numbers["contexts"]
         if share >= least_share:
-            yield Rule(
-                "massive activation",
-                int(row.layer),
-                dimension=int(row.dimension),
-                first=bool(row.first),
-                token_id=None if row.first else int(row.token_id),
-                token=None if row.first else str(row.token),
-                share=float(share),
-            )
+            yield _rule("massive activation", row, share, first=bool(row.first), named=not row.first)

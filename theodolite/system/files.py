@@ -1,18 +1,21 @@
-"""Atomic file writes, and disk errors in one line."""
+"""Files and folders that are written as a whole, folders that remember what they are for, disk errors in one line."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors
 
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 
 TEMPORARY = ".writing"
-"""Suffix of a file that is not complete yet."""
+"""Suffix of a file or folder that is not complete yet."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -33,6 +36,62 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def folder_written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to `folder` at the end: what is at `folder` is always complete.
+
+    Args:
+        folder: where it goes. replace: in the place of what is there.
+
+    Raises:
+        WorkError: as `disk_errors`; nothing is left behind.
+    """
+    temporary, old = (folder.with_name(folder.name + suffix) for suffix in (TEMPORARY, ".old"))
+    with disk_errors(folder):
+        for stale in (temporary, old) if replace else (temporary,):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            if replace and folder.exists():
+                os.replace(folder, old)
+            os.replace(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if replace:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def folder_purpose(path: Path, purpose: dict[str, Any], refusal: str | None = None) -> Any:
+    """What the JSON file at `path` says its folder is for; `purpose`, written there now, if there is no such file.
+
+    Args:
+        path: the file.
+        purpose: plain values.
+        refusal: the error's message where there is no such file but something else; None: that does not matter.
+
+    Returns:
+        The file's contents, None if they are damaged; the caller judges whether they are its own.
+
+    Raises:
+        UsageError: `refusal`.
+        WorkError: the file cannot be written.
+    """
+    folder = path.parent
+    if not path.exists():
+        interrupted = path.with_name(path.name + TEMPORARY)
+        if refusal and (folder.is_file() or (folder.is_dir() and set(folder.iterdir()) - {interrupted})):
+            raise UsageError(refusal)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(purpose, indent=2) + "\n")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
     def refuse(*_args, **_options):
         raise AssertionError("a model was opened")
 
-    for place in ("theodolite.cli.reproduce.opened_model", "theodolite.passes.survey.survey"):
+    for place in ("theodolite.cli.options.Opening.open", "theodolite.passes.survey.survey"):
         monkeypatch.setattr(place, refuse)
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()

@@ -18,7 +18,7 @@ from theodolite.papers.training.embedded import partial_of, train_tiny
 from theodolite.papers.training.embedded_model import ESCAPES, Escape, TinyConfig
 from theodolite.papers.training.embedded_text import Source, python_sources, split_sources
 from theodolite.papers.training.loop import check_numbers
-from theodolite.system.files import TEMPORARY, disk_errors, write_text
+from theodolite.system.files import disk_errors, folder_purpose, write_text
 
 DEFAULT = TinyConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
 """Three hours for three seeds on one core."""
@@ -86,15 +86,10 @@ def train_escapes(
 def _claim(out: Path, config: TinyConfig) -> None:
     """Write into the folder how its models are trained, unless it says the same already."""
     claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "escape")}
-    place = out / CLAIM
-    if not place.is_file():
-        cut_short = place.with_name(place.name + TEMPORARY)
-        if out.is_file() or (out.is_dir() and set(out.iterdir()) - {cut_short}):
-            raise UsageError(f"{out} holds something else; choose another folder.")
-        with disk_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
-            write_text(place, json.dumps(claim, indent=2) + "\n")
-    existing = json.loads(place.read_text(encoding="utf-8"))
+    something_else = f"{out} holds something else; choose another folder."
+    existing = folder_purpose(out / CLAIM, claim, something_else)
+    if existing is None:
+        raise UsageError(something_else)
     if existing != claim:
         differing = next(name for name in claim if existing.get(name) != claim[name])
         raise UsageError(

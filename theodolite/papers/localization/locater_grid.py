@@ -35,7 +35,7 @@ from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_
 from theodolite.papers.localization.locater_training import Recipe, Setting, Training
 from theodolite.papers.training.loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
-from theodolite.system.files import disk_errors, write_text
+from theodolite.system.files import disk_errors, folder_purpose
 from theodolite.system.interrupt import interruptible
 from theodolite.train.penalty import Gradient
 
@@ -133,12 +133,7 @@ def train_grid(
 def _claim(job: Job) -> None:
     """Write into the folder how its training runs are made, unless it says the same already."""
     claim = {**asdict(job.recipe), "device": torch.device(job.device).type}
-    place = job.folder / CLAIM
-    if not place.exists():
-        with disk_errors(job.folder):
-            text = json.dumps(claim, indent=2) + "\n"
-            write_text(place, text)
-    if json.loads(place.read_text(encoding="utf-8")) != claim:
+    if folder_purpose(job.folder / CLAIM, claim) != claim:
         raise UsageError(f"{job.folder} holds a grid of another recipe or device; choose another folder.")
 
 

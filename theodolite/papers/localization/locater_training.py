@@ -27,7 +27,7 @@ from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
 from theodolite.papers.training.loop import SEEDS, read_checkpoint
 from theodolite.system.checksums import write_checked
-from theodolite.system.files import disk_errors, write_atomically, write_text
+from theodolite.system.files import disk_errors, folder_purpose, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 
@@ -226,13 +226,8 @@ class Training:
         return self.folder / "checkpoint.safetensors"
 
     def _restore(self) -> None:
-        claim = json.dumps(asdict(self.setting), indent=2) + "\n"
-        place = self.folder / "setting.json"
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not place.exists():
-                write_text(place, claim)
-        if place.read_text(encoding="utf-8") != claim:
+        setting = asdict(self.setting)
+        if folder_purpose(self.folder / "setting.json", setting) != setting:
             raise UsageError(
                 f"{self.folder} holds a training run of other settings; remove it to begin anew."
             )

@@ -8,7 +8,6 @@ that a training run which was killed and resumed gives the same bytes as one tha
 from __future__ import annotations
 
 import filecmp
-import json
 import math
 import os
 import shutil
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
-from theodolite.system.files import TEMPORARY, disk_errors, write_atomically, write_text
+from theodolite.system.files import disk_errors, folder_purpose, write_atomically
 from theodolite.system.interrupt import interruptible
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -145,25 +144,10 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
     A folder that does not say has to have a checkpoint, which `_restore` has judged by what is written in it.
     """
     folder = checkpoint.parent
-    claim = folder / "identity.json"
-    if claim.exists():
-        try:
-            claimed = json.loads(claim.read_text(encoding="utf-8"))
-        except ValueError:
-            claimed = None
-        if claimed != identity:
-            raise _another(folder)
-        return
-    if (
-        folder.is_dir()
-        and not checkpoint.exists()
-        and set(folder.iterdir()) - {claim.with_name(claim.name + TEMPORARY)}
-    ):
-        raise UsageError(f"{folder} does not say which training run it holds; remove it to begin anew.")
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(identity, indent=2) + "\n"
-        write_text(claim, text)
+    unknown = f"{folder} does not say which training run it holds; remove it to begin anew."
+    refusal = None if checkpoint.exists() else unknown
+    if folder_purpose(folder / "identity.json", identity, refusal) != identity:
+        raise _another(folder)
 
 
 def _another(folder: Path) -> UsageError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +41,7 @@ from theodolite.papers.training.loop import (
 )
 from theodolite.papers.training.loop import threads as using
 from theodolite.papers.training.tasks import Task
-from theodolite.system.files import disk_errors
+from theodolite.system.files import disk_errors, folder_written_atomically
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 """Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
@@ -224,13 +223,10 @@ def _loop(
 
 
 def _snapshot(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    temporary = folder.with_suffix(".writing")
-    with disk_errors(folder):
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_atomically(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        os.replace(temporary, folder)
 
 
 def _save(

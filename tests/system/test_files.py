@@ -1,0 +1,67 @@
+"""Folders that are whole or not there, and folders that remember what they are for."""
+
+import pytest
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.system.files import folder_purpose, folder_written_atomically
+
+
+def _write(folder, text, *, replace=False, fail=False):
+    with folder_written_atomically(folder, replace=replace) as temporary:
+        (temporary / "file").write_text(text)
+        if fail:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path, replace):
+    folder = tmp_path / "new" / "folder"
+    with pytest.raises(RuntimeError, match="killed"):
+        _write(folder, "half", replace=replace, fail=True)
+    assert list(folder.parent.iterdir()) == []
+    (folder.parent / "folder.writing").mkdir()
+    (folder.parent / "folder.writing" / "stale").touch()  # of a process that was killed
+    _write(folder, "whole", replace=replace)
+    assert [path.name for path in folder.rglob("*")] == ["file"]
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+
+
+def test_a_folder_is_replaced_only_when_asked_and_only_by_a_whole_one(tmp_path):
+    folder = tmp_path / "folder"
+    _write(folder, "first")
+    with pytest.raises(WorkError, match="cannot write"):
+        _write(folder, "second")
+    with pytest.raises(RuntimeError, match="killed"):
+        _write(folder, "second", replace=True, fail=True)
+    assert (folder / "file").read_text() == "first"
+    _write(folder, "second", replace=True)
+    assert (folder / "file").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_another_folder_called_old_is_left_alone(tmp_path):
+    """`NAME.old` belongs to the user unless the folder is replaced."""
+    (tmp_path / "folder.old").mkdir()
+    _write(tmp_path / "folder", "first")
+    assert (tmp_path / "folder.old").is_dir()
+
+
+def test_a_folder_remembers_its_purpose(tmp_path):
+    path = tmp_path / "grid" / "grid.json"
+    assert folder_purpose(path, {"seed": 0}) == {"seed": 0}
+    assert folder_purpose(path, {"seed": 1}) == {"seed": 0}
+    path.write_text("{")
+    assert folder_purpose(path, {"seed": 1}) is None
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    path = tmp_path / "grid.json"
+    (tmp_path / "grid.json.writing").touch()  # of a process that was killed as it wrote the purpose
+    assert folder_purpose(path, {}, "it holds something else") == {}
+    path.unlink()
+    (tmp_path / "photo").touch()
+    with pytest.raises(UsageError, match="it holds something else"):
+        folder_purpose(path, {}, "it holds something else")
+    with pytest.raises(UsageError, match="it holds something else"):
+        folder_purpose(tmp_path / "photo" / "grid.json", {}, "it holds something else")
+    assert folder_purpose(path, {}) == {}
