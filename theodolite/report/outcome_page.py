@@ -66,7 +66,7 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | P
     folder = folder_of(experiment.name, root)
     page = render(experiment, outcome, run)
     text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
-    with folder_written_atomically(folder, reroot=True) as temporary:
+    with folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
             write_text(root / PLOTLY, get_plotlyjs())
         (temporary / "index.html").write_text(page, encoding="utf-8")
