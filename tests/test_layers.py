@@ -37,7 +37,7 @@ LAYERS = [
     "__main__",
 ]
 HEIGHT = {name: height for height, name in enumerate(LAYERS)}
-TRANSFORMERS = {"models", "train", "papers", "cli", "passes", "evaluate"}
+TRANSFORMERS = {"models", "train", "papers"}
 
 
 def _imports(path: Path) -> set[str]:

@@ -142,9 +142,9 @@ class Opening:
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
         """The model without its @REVISION, and dtype and revision."""
-        import transformers
+        from theodolite.models.loading import hide_progress_bars
 
-        transformers.utils.logging.disable_progress_bar()
+        hide_progress_bars()
         if model is None or Path(model).exists():
             return model, {"dtype": self.dtype, "revision": self.revision}
         name, at, revision = model.partition("@")

@@ -230,9 +230,9 @@ def locater_command(
 
 def _quiet_screen() -> Console:
     """Where trainers report, without the progress bars of `transformers`."""
-    from transformers.utils import logging
+    from theodolite.models.loading import hide_progress_bars
 
-    logging.disable_progress_bar()
+    hide_progress_bars()
     return screen
 
 

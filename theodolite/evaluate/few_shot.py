@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, prompt_ids
 from theodolite.errors import UsageError
@@ -120,7 +119,7 @@ def few_shot_accuracy(
 
 @torch.no_grad()
 def right_answers(
-    model: PreTrainedModel,
+    model: nn.Module,
     ids: Int[Tensor, "prompts positions"],
     asked: Int[Tensor, "prompts words"],
     labels: Int[Tensor, "prompts words"],
@@ -139,11 +138,12 @@ def right_answers(
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
     batch = batch_of_prompts(ids.shape[1], batch)
+    device = next(model.parameters()).device
     right = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))
         rows = slice(first, first + batch)
-        logits = model(input_ids=ids[rows].to(model.device), use_cache=False).logits[..., label_ids].cpu()
+        logits = model(input_ids=ids[rows].to(device), use_cache=False).logits[..., label_ids].cpu()
         label_logits = logits.gather(1, asked[rows, :, None].expand(-1, -1, len(label_ids)))
         right.append(label_logits.argmax(dim=2) == labels[rows])
     show_progress(len(ids), len(ids))

@@ -48,6 +48,11 @@ LOADING_ERRORS = (
 MOST_LABELS = 10**7
 
 
+def hide_progress_bars() -> None:
+    """Those of `transformers`, for the rest of the process: a command has its own."""
+    transformers.utils.logging.disable_progress_bar()
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Loading takes less time than its progress bars take lines."""

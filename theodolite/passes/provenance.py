@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 import theodolite
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
     return {
         "theodolite": theodolite.__version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
     }
 

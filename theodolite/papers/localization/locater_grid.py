@@ -28,9 +28,9 @@ from jaxtyping import Float
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import logging
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import Recipe, Setting, Training
 from theodolite.papers.training.loop import threads as using
@@ -236,7 +236,7 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
         if os.getppid() == parent:
             send.send(("said", line))
 
-    logging.disable_progress_bar()
+    hide_progress_bars()
     try:
         for line in _train_all(share, job, stopped, say):
             send.send(("failed", line))
