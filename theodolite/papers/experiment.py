@@ -86,14 +86,14 @@ class Study:
             self._outcomes[experiment.name] = experiment.make(self)
         return self._outcomes[experiment.name]
 
-    def once(self, name: str, make: Callable[[], Result]) -> Result:
+    def cached(self, name: str, make: Callable[[], Result]) -> Result:
         """What several experiments work on, made by the first that asks for it under this name."""
         if name not in self._shared:
             self._shared[name] = make()
         result: Result = self._shared[name]
         return result
 
-    def opened(self) -> OpenModel:
+    def require_model(self) -> OpenModel:
         """The model.
 
         Raises:
@@ -112,7 +112,7 @@ class Study:
         described = self.run.provenance["corpus"]
         if described["name"] == "random_tokens":
             return self.run
-        model = self.opened()
+        model = self.require_model()
         length, contexts = described["length"], described["contexts"]
         return self._survey_of(
             Corpus.random_tokens(vocabulary_of(model), length, contexts, self.run.provenance["seed"])
@@ -122,7 +122,7 @@ class Study:
         if corpus.sha256 not in self._runs:
             name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
             place = None if self.folder is None else self.folder / name
-            self._runs[corpus.sha256] = self.survey(self.opened(), corpus, place)
+            self._runs[corpus.sha256] = self.survey(self.require_model(), corpus, place)
         return self._runs[corpus.sha256]
 
     def _require(self, need: str, name: str) -> None:

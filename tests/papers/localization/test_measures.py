@@ -48,9 +48,9 @@ def test_a_random_walk_is_no_spiral():
     walk = steps.cumsum(1)
     walk = walk - walk.mean(1, keepdim=True)
     plane = walk @ torch.linalg.svd(walk, full_matrices=False).Vh[:, :2].mT
-    found = turns(plane)
-    np.testing.assert_allclose(found, 0.5 + math.atan(0.5) / math.pi, atol=0.05)
-    assert not criteria.SPIRAL_TURNS.met(found).any()
+    turn_counts = turns(plane)
+    np.testing.assert_allclose(turn_counts, 0.5 + math.atan(0.5) / math.pi, atol=0.05)
+    assert not criteria.SPIRAL_TURNS.met(turn_counts).any()
 
 
 def test_a_diagonal_stands_out_by_what_lies_beside_it():

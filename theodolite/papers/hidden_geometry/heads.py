@@ -125,9 +125,9 @@ def _figure_25(study: Study) -> Outcome:
         for name, values in shares.items()
     ]
     readings += [
-        Reading(f"rank correlation with {said}, {MEANT[name]}", number(found))
-        for name, measure, found, _ in correlations.itertuples(index=False)
-        if (said := LOCALITY.get(measure))
+        Reading(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
+        for name, measure, correlation, _ in correlations.itertuples(index=False)
+        if (label := LOCALITY.get(measure))
     ]
     scatter = exhibit(
         "locality",

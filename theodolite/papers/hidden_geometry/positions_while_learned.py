@@ -21,9 +21,9 @@ from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import (
     binomial_error,
+    digits_in_words,
     is_adder,
     on_cpu,
-    spelled,
     task_of,
 )
 from theodolite.papers.hidden_geometry.positional_basis import shape_of
@@ -72,7 +72,7 @@ PAPER_ACCURACY = {
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Checkpoint:
     """A checkpoint of the series, surveyed."""
 
     step: int
@@ -86,10 +86,10 @@ def series_of(model: OpenModel) -> dict[int, Path]:
         UsageError: there is no series.
     """
     folder = Path(model.id)
-    place = folder.parent if folder.parent.name == SERIES else folder / SERIES
-    found = sorted(place.iterdir()) if place.is_dir() else []
+    series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
+    paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
     steps = {
-        int(path.name): path for path in found if path.name.isdigit() and (path / "config.json").is_file()
+        int(path.name): path for path in paths if path.name.isdigit() and (path / "config.json").is_file()
     }
     if len(steps) < 2:
         raise UsageError(
@@ -107,23 +107,23 @@ def some_contexts(corpus: Corpus) -> Corpus:
     )
 
 
-def _surveyed(study: Study) -> list[_Step]:
-    model, corpus = study.opened(), study.corpus
+def _surveyed(study: Study) -> list[_Checkpoint]:
+    model, corpus = study.require_model(), study.corpus
     if corpus is None:
         raise UsageError(
             "geometry/training surveys every checkpoint on the text of the run: give the text too"
         )
     contexts = some_contexts(corpus)
-    found = []
+    series = []
     for step, path in series_of(model).items():
         checkpoint = open_model(path, dtype=model.hf.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
-        place = None if study.folder is None else study.folder / name
-        found.append(_Step(step, study.survey(checkpoint, contexts, place)))
-    return found
+        run_folder = None if study.folder is None else study.folder / name
+        series.append(_Checkpoint(step, study.survey(checkpoint, contexts, run_folder)))
+    return series
 
 
-def _table(series: list[_Step]) -> pd.DataFrame:
+def _table(series: list[_Checkpoint]) -> pd.DataFrame:
     """One row per step and layer."""
     parts = []
     for entry in series:
@@ -148,7 +148,7 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
-def _said(row: pd.Series, needed: dict[str, Criterion]) -> str:
+def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
     return ", ".join(
         f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
     )
@@ -176,7 +176,7 @@ def appears(
     claim = f"{claim}: layer {layer}"
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    first, last = (_said(rows.iloc[place], needed) for place in (0, -1))
+    first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
@@ -207,7 +207,7 @@ def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
     ]
 
 
-def _curves(series: list[_Step]) -> Any:
+def _curves(series: list[_Checkpoint]) -> Any:
     shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
     layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
@@ -277,14 +277,14 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
 
 
 def _addition(study: Study) -> Outcome:
-    model = study.opened()
+    model = study.require_model()
     if not is_adder(model):
         raise UsageError(
             f"{model.id} was not trained on addition: give one that `theodolite train addition` made, and "
             "--corpus addition"
         )
     task = task_of(study.run)
-    trained = spelled(task.digits)
+    trained = digits_in_words(task.digits)
     measured = task.measure(on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
@@ -297,8 +297,8 @@ def _addition(study: Study) -> Outcome:
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
     readings = [
-        Reading(f"right answers, {name}", with_error(float(value), float(e)), said)
-        for name, said, value, e in zip(names, printed, values, errors, strict=True)
+        Reading(f"right answers, {name}", with_error(float(value), float(e)), published)
+        for name, published, value, e in zip(names, printed, values, errors, strict=True)
     ]
     readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})

@@ -74,19 +74,19 @@ def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) 
 
 def _gram(run: Run, names: list[str]) -> Exhibit:
     labels = need(run, "context_label")
-    places, of = [], []
+    places, label_names = [], []
     for label in frequent_labels(labels, SHOWN_LABELS):
-        found = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
-        places += found
-        of += [names[label]] * len(found)
+        contexts_of_label = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
+        places += contexts_of_label
+        label_names += [names[label]] * len(contexts_of_label)
     contexts = need(run, "context_basis")[:, places].astype(np.float64)
     unit = contexts / np.maximum(np.linalg.norm(contexts, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     grams = unit @ unit.transpose(0, 2, 1)
     return exhibit(
         "gram",
         "Cosines between contexts, by label",
-        drawing.context_gram(grams[len(grams) // 2], of),
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one label together.",
+        drawing.context_gram(grams[len(grams) // 2], label_names),
+        f"All pairs of {len(places)} contexts of the {len(set(label_names))} most frequent labels, those of one label together.",
         "one strong block a label on the diagonal, little beside it.",
         f"{SONG}, Fig. 2, bottom right",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
@@ -181,7 +181,7 @@ COMPARED = {
 """Layer column → (how it is called, its field of a published row)."""
 
 
-def _beside_paper(run: Run, name: str, title: str, part: str) -> Reading:
+def _reading_against_paper(run: Run, name: str, title: str, part: str) -> Reading:
     """The mean over layers, beside that of the models that the paper has on OpenWebText."""
     rows = published.AVERAGES.items() if part else ()
     printed = ", ".join(f"{model}: {getattr(row, part)[0]:g}" for model, row in rows)
@@ -196,7 +196,7 @@ def _clusters(study: Study) -> Outcome:
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(numbered.max()) + 1)]
     if not frequent_labels(numbered, 2)[1:]:
         raise UsageError("geometry/clusters needs two labels with two contexts each: give more --contexts")
-    readings = [_beside_paper(run, name, *said) for name, said in COMPARED.items()]
+    readings = [_reading_against_paper(run, name, *labels) for name, labels in COMPARED.items()]
     counted = len(frequent_labels(numbered, len(names)))
     readings.append(Reading("labels with two contexts or more", str(counted), "4 documents of 32"))
     figures = [_gram(run, names), _by_cluster(run, names), *_agreement(run)]
@@ -246,7 +246,7 @@ def _incoherence(study: Study) -> Outcome:
     ]
     parts = ("incoherence", "", "", "")
     readings = [
-        _beside_paper(run, name, f"|cosine|, {title}", part)
+        _reading_against_paper(run, name, f"|cosine|, {title}", part)
         for name, title, part in zip(names, titles, parts, strict=True)
     ]
     readings[1] = replace(readings[1], paper="“random baseline is about 0.1”")

@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_no_adder
+from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -125,9 +125,9 @@ def _figure_7(study: Study) -> Outcome:
         Reading(
             f"{what}: sinusoidal, learned",
             f"{number(table[name][0])}, {number(table[name][2:].mean())}",
-            said,
+            published_words,
         )
-        for what, said, name in (
+        for what, published_words, name in (
             ("how far the diagonal stands out", "“large spiky values”, “smooth”", "spike"),
             (f"directions that hold {percent(ENERGY)} of the energy", "“a sharper drop”", "directions"),
             ("share of energy at K = 10", "“more low-frequency”", "low_frequency_10"),
@@ -153,21 +153,21 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
         "low_frequency_10": "share of energy at K = 10",
     }
     verdicts = []
-    few = len(need(run, "positional_basis")[0]) - 1 < criteria.LEAST_POSITIONS
+    too_short = len(need(run, "positional_basis")[0]) - 1 < criteria.LEAST_POSITIONS
     for claim, name, criterion in claims:
         column = table[name].to_numpy(dtype=np.float64)
         learned = column[2:].mean()
-        said = (
+        values = (
             f"{what[name]}: learned {number(learned)} (mean over {len(column) - 2} layers), sinusoidal "
             f"{number(column[0])} ({number(column[1])} uncentred)"
         )
-        if few:
-            why = f"{said}; fewer than {criteria.LEAST_POSITIONS} positions"
+        if too_short:
+            why = f"{values}; fewer than {criteria.LEAST_POSITIONS} positions"
             verdicts.append(Verdict(f"{claim} (appendix B.1)", UNTESTABLE, why))
             continue
         error = mean_over_layers(value_of(run, name), error_of(run, name))[2]
         verdicts.append(
-            judge(f"{claim} (appendix B.1)", f"{said}; difference", learned - column[0], criterion, error)
+            judge(f"{claim} (appendix B.1)", f"{values}; difference", learned - column[0], criterion, error)
         )
     return verdicts
 
@@ -189,7 +189,7 @@ def _figure_5(study: Study) -> Outcome:
         )
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-        if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
+        if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
             verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
     readings = [
         Reading(

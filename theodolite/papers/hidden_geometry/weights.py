@@ -194,7 +194,7 @@ def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Flo
 
 
 def _figure_4(study: Study) -> Outcome:
-    model = study.opened()
+    model = study.require_model()
     layers, without = _split(model, _basis(study))
     if not layers:
         raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")

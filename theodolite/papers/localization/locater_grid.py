@@ -32,8 +32,8 @@ from transformers.utils import logging
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
-from theodolite.papers.localization.locater_training import Recipe, Setting, Training
-from theodolite.papers.training.loop import threads as using
+from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.interrupt import interruptible
@@ -42,7 +42,7 @@ from theodolite.train.penalty import Gradient
 ROUND = 5000
 """Steps by which every training goes on before any goes further."""
 
-POINTS = "points"
+RUN_FOLDERS = "points"
 CLAIM = "grid.json"
 
 
@@ -69,14 +69,14 @@ class Grid:
 
     def settings(self) -> list[Setting]:
         """Every training; a seed's before the next seed's."""
-        found = []
+        settings = []
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
-            found += [
+            settings += [
                 Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
             ]
-            found += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
-        return found
+            settings += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
+        return settings
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def train_grid(
             failed = _train_all(settings, job, pressed, say)
         else:
             shares = [settings[first::side_by_side] for first in range(side_by_side)]
-            failed = _beside([share for share in shares if share], job, pressed, say)
+            failed = _train_in_processes([share for share in shares if share], job, pressed, say)
         if pressed():
             raise KeyboardInterrupt
     if failed:
@@ -151,7 +151,7 @@ def _train_all(
     with using(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
         for target in [*range(ROUND, job.steps, ROUND), job.steps]:
             for setting in settings:
-                folder = job.folder / POINTS / setting.name
+                folder = job.folder / RUN_FOLDERS / setting.name
                 if stop():
                     return []
                 if setting in failed or (steps_of(folder) >= target and target < job.steps):
@@ -160,11 +160,11 @@ def _train_all(
                 try:
                     with FileLock(folder / "lock", timeout=0):
                         began = time.perf_counter()
-                        training = Training(folder, setting, job.recipe, text, job.device)
-                        done = training.step
+                        training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                        first_step = training.step
                         if training.advance(target, stop) and target == job.steps:
                             training.finish()
-                        _say_progress(training, done, time.perf_counter() - began, say)
+                        _say_progress(training, first_step, time.perf_counter() - began, say)
                 except Timeout:
                     say(f"{setting.name}: another process is at it; left out")
                 except TheodoliteError as error:
@@ -173,17 +173,19 @@ def _train_all(
     return list(failed.values())
 
 
-def _say_progress(training: Training, done: int, seconds: float, say: Callable[[str], None]) -> None:
-    if training.step == done:
+def _say_progress(
+    training: LocaterTraining, first_step: int, seconds: float, say: Callable[[str], None]
+) -> None:
+    if training.step == first_step:
         return
     last = training.tables()[0].iloc[-1]
     say(
         f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
-        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps per second"
+        f"{int(last['step'])}, {(training.step - first_step) / seconds:.1f} steps per second"
     )
 
 
-def _beside(
+def _train_in_processes(
     shares: list[list[Setting]], job: Job, pressed: Callable[[], bool], say: Callable[[str], None]
 ) -> list[str]:
     """A process for each share; they hear of Ctrl-C from here, and stop when this process is gone."""
@@ -194,7 +196,7 @@ def _beside(
     for share in shares:
         receive, send = context.Pipe(duplex=False)
         worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
-        with _unheard_interrupts():
+        with _ignored_interrupts():
             worker.start()
         send.close()  # so that the end of the process is the end of the pipe
         workers.append(worker)
@@ -221,7 +223,7 @@ def _beside(
 
 
 @contextmanager
-def _unheard_interrupts() -> Iterator[None]:
+def _ignored_interrupts() -> Iterator[None]:
     """What is started here ignores Ctrl-C, which reaches every process of a terminal: the first one decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -261,7 +263,7 @@ def steps_of(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Point:
+class GridRun:
     """What one training of a grid has given so far.
 
     Attributes:
@@ -284,7 +286,7 @@ def is_grid(folder: str | Path) -> bool:
     return (Path(folder) / CLAIM).is_file()
 
 
-def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
+def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
     """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
 
     Raises:
@@ -295,25 +297,25 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
         recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
-    points = [_point(place) for place in sorted((folder / POINTS).glob("*")) if _readable(place)]
-    if not points:
+    runs = [_grid_run(place) for place in sorted((folder / RUN_FOLDERS).glob("*")) if _readable(place)]
+    if not runs:
         raise UsageError(f"{folder} holds no training that has been saved yet; wait for the first ones.")
-    return recipe, points
+    return recipe, runs
 
 
 def _readable(folder: Path) -> bool:
     return (folder / "propagation.safetensors").exists()  # the last file of the first save
 
 
-def _point(folder: Path) -> Point:
+def _grid_run(folder: Path) -> GridRun:
     setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
     summary = folder / "summary.json"
-    kept = load_file(folder / "propagation.safetensors")
-    return Point(
+    curves = load_file(folder / "propagation.safetensors")
+    return GridRun(
         setting,
         pd.read_parquet(folder / "losses.parquet"),
         pd.read_parquet(folder / "heads.parquet"),
-        kept["propagation"],
-        kept["steps"].tolist(),
+        curves["propagation"],
+        curves["steps"].tolist(),
         json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
     )

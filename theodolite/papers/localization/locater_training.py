@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
-from theodolite.papers.training.loop import SEEDS, read_checkpoint
+from theodolite.papers.training.training_loop import SEEDS, read_checkpoint
 from theodolite.system.checksums import write_checked
 from theodolite.system.files import disk_errors, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
@@ -104,7 +104,7 @@ def measured(step: int, every: int) -> bool:
     return step % every == 0 or step in EARLY
 
 
-class Training:
+class LocaterTraining:
     """A model, its optimizer and what was measured so far; from its folder's checkpoint if there is one."""
 
     def __init__(self, folder: Path, setting: Setting, recipe: Recipe, text: GridText, device: str) -> None:

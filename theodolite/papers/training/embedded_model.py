@@ -15,10 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCau
 
 from theodolite.errors import UsageError
 
-Escape = Literal["none", "off-by-one", "learned"]
-ESCAPES: tuple[Escape, ...] = ("none", "off-by-one", "learned")
+NoOp = Literal["none", "off-by-one", "learned"]
+NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
 
-NO_ESCAPE = -1e4
+ABSENT_LOGIT = -1e4
 """A logit whose weight in a softmax is 0 in every dtype: no other logit comes near."""
 
 GATED_WIDTH = 3
@@ -26,7 +26,7 @@ GATED_WIDTH = 3
 
 
 @dataclass(frozen=True)
-class TinyConfig:
+class EmbeddedConfig:
     """What is trained and for how long. The defaults made the embedded model."""
 
     layers: int = 6
@@ -41,18 +41,18 @@ class TinyConfig:
     bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
     checkpoint_every: int = 500  # steps
     seed: int = 0
-    escape: Escape | None = (
+    no_op: NoOp | None = (
         None  # None: GPT-2; else gpt-oss, whose contexts all begin with the end-of-text token
     )
 
 
-def build(config: TinyConfig) -> PreTrainedModel:
+def build(config: EmbeddedConfig) -> PreTrainedModel:
     """A model before its training.
 
     Raises:
-        UsageError: `config.escape` is none of `ESCAPES`.
+        UsageError: `config.no_op` is none of `NO_OPS`.
     """
-    if config.escape is None:
+    if config.no_op is None:
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=config.vocabulary,
@@ -67,8 +67,8 @@ def build(config: TinyConfig) -> PreTrainedModel:
                 eos_token_id=0,
             )
         )
-    if config.escape not in ESCAPES:
-        raise UsageError(f"escape is '{config.escape}'; choose {', '.join(ESCAPES)}.")
+    if config.no_op not in NO_OPS:
+        raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
     model = GptOssForCausalLM(
         GptOssConfig(
             vocab_size=config.vocabulary,
@@ -93,6 +93,6 @@ def build(config: TinyConfig) -> PreTrainedModel:
     model.set_attn_implementation("eager")  # the one that has the learned logit on every processor
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
-            torch.nn.init.constant_(parameter, NO_ESCAPE if config.escape == "none" else 0.0)
-            parameter.requires_grad_(config.escape == "learned")
+            torch.nn.init.constant_(parameter, ABSENT_LOGIT if config.no_op == "none" else 0.0)
+            parameter.requires_grad_(config.no_op == "learned")
     return model

@@ -29,8 +29,8 @@ HELD_OUT = 0.1
 TESTED = 1000
 """Additions of each kind whose answers are checked, as published."""
 
-GLANCED = 200
-SHORTER = (1, 2, 3, 4)
+QUICK_TEST = 200
+SHORT_OPERANDS = (1, 2, 3, 4)
 """Numbers of digits that training never saw."""
 
 Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
@@ -59,7 +59,7 @@ class Task(Protocol):
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """The batch of a step."""
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """How well a model does, in few words and quickly."""
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Characters:
         rows = torch.from_numpy(np.stack([self.train[s : s + self.length + 1] for s in starts]))
         return rows[:, :-1], rows[:, 1:]
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """Loss on a few held-out windows."""
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
@@ -180,17 +180,17 @@ class Additions:
             target[len(example.prompt) - 1 : len(ids) - 1] = ids[len(example.prompt) :]
         return rows[:, :-1], targets
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """Accuracy on a few new examples."""
         return f"accuracy {self.accuracy(model):.3f}"
 
-    def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
+    def accuracy(self, model: PreTrainedModel, count: int = QUICK_TEST) -> float:
         """Exact-match accuracy on `count` new examples of the trained digits."""
         return self._accuracy(model, self.digits, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Exact-match accuracy: in distribution, and by number of digits."""
-        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORTER}
+        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
         return {
             "tested": TESTED,
             "accuracy": self._accuracy(model, self.digits, TESTED),

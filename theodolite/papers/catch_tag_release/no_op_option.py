@@ -26,10 +26,10 @@ from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.papers.catch_tag_release.escape_training import CLAIM, held_out_of, place_of
+from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.paired_effects import Effect, judge_interval
-from theodolite.papers.training.embedded_model import ESCAPES
+from theodolite.papers.training.embedded_model import NO_OPS
 from theodolite.passes.provenance import versions
 from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.report.drawing import escape as drawing
@@ -68,11 +68,11 @@ MEASURES = {
 }
 """Columns of the table, with what they are."""
 
-KEPT = Criterion("at least", 0.5, "“need” read as: an escape leaves half of the sinks (ours)")
-SAME = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
+HALF_OF_SINKS = Criterion("at least", 0.5, "“need” read as: an escape leaves half of the sinks (ours)")
+NO_WORSE = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
 
 
-class _EscapeHooks(Hooks):
+class _NoOpHooks(Hooks):
     """Of one model: by head, attention to the first token and to none, and contexts with a sink; the stream's peak."""
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -90,12 +90,12 @@ class _EscapeHooks(Hooks):
         assert inputs.sink is not None
         column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, column], -1).softmax(-1)
-        escaped, weights = weights[..., -1], weights[..., :-1]
+        to_no_op, weights = weights[..., -1], weights[..., :-1]
         self.first[layer] += weights[:, :, 1:, 0].mean(2).sum(0)  # position 0 sees nothing else
-        self.escaped[layer] += escaped[:, :, 1:].mean(2).sum(0)
-        whole, stretch = sinks_of(weights)
-        self.sinks[layer] += whole.any(-1).sum(0)
-        self.stretches[layer] += (whole | stretch).any(-1).sum(0)
+        self.escaped[layer] += to_no_op[:, :, 1:].mean(2).sum(0)
+        global_sinks, local_sinks = sinks_of(weights)
+        self.sinks[layer] += global_sinks.any(-1).sum(0)
+        self.stretches[layer] += (global_sinks | local_sinks).any(-1).sum(0)
         return (weights.to(inputs.value.dtype) @ inputs.value).transpose(1, 2)
 
 
@@ -105,18 +105,20 @@ def sinks_of(weights: Tensor) -> tuple[Tensor, Tensor]:
     Read off whole matrices, by the criteria of `accumulate.catches`.
     """
     length = weights.shape[-1]
-    seen_by = torch.arange(length, 0, -1)
-    whole = (weights.sum(2) / seen_by > SINK_THRESHOLD) & (seen_by - 1 >= least_queries(length))
-    paid, key = weights.max(-1)
-    others = (paid > SINK_THRESHOLD) & (key != torch.arange(length))
-    catching = torch.zeros_like(paid).scatter_add_(2, key, others.to(paid.dtype))
-    return whole, catching >= least_queries(length)
+    queries_of_key = torch.arange(length, 0, -1)
+    global_sinks = (weights.sum(2) / queries_of_key > SINK_THRESHOLD) & (
+        queries_of_key - 1 >= least_queries(length)
+    )
+    highest, best_key = weights.max(-1)
+    catches = (highest > SINK_THRESHOLD) & (best_key != torch.arange(length))
+    caught_queries = torch.zeros_like(highest).scatter_add_(2, best_key, catches.to(highest.dtype))
+    return global_sinks, caught_queries >= least_queries(length)
 
 
 def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     """The `MEASURES` of one model."""
     contexts, length = corpus.contexts.shape
-    sums, loss = _EscapeHooks(model.layers, model.heads), 0.0
+    sums, loss = _NoOpHooks(model.layers, model.heads), 0.0
     with hooked(model, sums):
         for ids in corpus.contexts.split(BATCH):
             logits = model.logits(ids)[:, :-1].double()
@@ -139,58 +141,58 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     }
 
 
-def escape_table(folder: Path, say: Any) -> pd.DataFrame:
+def no_op_table(folder: Path, say: Any) -> pd.DataFrame:
     """One row per model: escape, seed and the `MEASURES`."""
     rows = []
     for seed in seeds_of(folder):
-        for escape in ESCAPES:
-            place = place_of(folder, escape, seed)
-            say(f"measuring {place.name}")
-            model = open_model(place, device="cpu")
+        for no_op in NO_OPS:
+            model_folder = place_of(folder, no_op, seed)
+            say(f"measuring {model_folder.name}")
+            model = open_model(model_folder, device="cpu")
             tokenizer: Any = model.tokenizer
             corpus = Corpus.from_path(
                 held_out_of(folder, seed), tokenizer, model.longest or 0, CONTEXTS, seed
             )
-            rows.append({"escape": escape, "seed": seed, **measured(model, corpus)})
+            rows.append({"escape": no_op, "seed": seed, **measured(model, corpus)})
     return pd.DataFrame(rows)
 
 
 def seeds_of(folder: Path) -> list[int]:
     """The seeds whose models are all there."""
     seeds = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("held-out-*.jsonl"))
-    return [s for s in seeds if all(place_of(folder, e, s).is_dir() for e in ESCAPES)]
+    return [seed for seed in seeds if all(place_of(folder, no_op, seed).is_dir() for no_op in NO_OPS)]
 
 
-def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _paired(table: pd.DataFrame, no_op: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     by_seed = table.pivot(index="seed", columns="escape", values=name)
-    return by_seed[escape].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
+    return by_seed[no_op].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
 
 
-def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
-    """Verdicts, means with their intervals, and a figure, from `escape_table`."""
+def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
+    """Verdicts, means with their intervals, and a figure, from `no_op_table`."""
     verdicts = []
-    for escape in ESCAPES[1:]:
-        for name, what in (("sinks", "of the whole context"), ("stretches", "local or not")):
-            claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
-            own, none = _paired(table, escape, name)
-            if not (none > 0).all():
-                why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
+    for no_op in NO_OPS[1:]:
+        for name, scope in (("sinks", "of the whole context"), ("stretches", "local or not")):
+            claim = f"Heads with an escape grow sinks {scope}, too: {NAMES[no_op]} (section 2: they are there to tag)"
+            with_no_op, without = _paired(table, no_op, name)
+            if not (without > 0).all():
+                why = f"sinks {scope}: some seed has none without an escape: there is nothing to keep"
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
-            over = f"sinks {what} over those without an escape, paired by seed"
-            verdicts.append(judge_interval(claim, over, Effect(own / none), KEPT))
-        own, none = _paired(table, escape, "loss")
+            over = f"sinks {scope} over those without an escape, paired by seed"
+            verdicts.append(judge_interval(claim, over, Effect(with_no_op / without), HALF_OF_SINKS))
+        with_no_op, without = _paired(table, no_op, "loss")
         verdicts.append(
             judge_interval(
-                f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
+                f"A head that can make sinks needs no escape: {NAMES[no_op]} does not lower the loss (ours)",
                 "loss with the escape less that without, paired by seed",
-                Effect(own - none),
-                SAME,
+                Effect(with_no_op - without),
+                NO_WORSE,
             )
         )
     readings = [
-        Reading(what, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
-        for name, what in MEASURES.items()
+        Reading(label, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in NO_OPS))
+        for name, label in MEASURES.items()
     ]
     figure = exhibit(
         "escape",
@@ -201,29 +203,29 @@ def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
         wide=True,
     )
-    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": kept})
+    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": training})
 
 
-def _level(table: pd.DataFrame, escape: str, name: str) -> str:
-    values = table[table["escape"] == escape][name].dropna().to_numpy(np.float64)
+def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
+    values = table[table["escape"] == no_op][name].dropna().to_numpy(np.float64)
     return str(Effect(values)) if len(values) else "none"
 
 
 def _make(study: Study) -> Outcome:
-    kept = study.run.provenance.get("escapes")
-    if kept is None:
+    training = study.run.provenance.get("escapes")
+    if training is None:
         raise UsageError(
             f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
         )
-    return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
+    return no_op_outcome(no_op_table(Path(training["folder"]), study.say), training)
 
 
-def is_escapes(folder: str | Path) -> bool:
+def is_no_op_folder(folder: str | Path) -> bool:
     """Whether a folder is one of `theodolite train escape`, finished or not."""
     return (Path(folder) / CLAIM).is_file()
 
 
-def escapes_run(folder: str | Path) -> Run:
+def no_op_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/escape`: no tables, and the provenance of a folder.
 
     Raises:
@@ -239,7 +241,7 @@ def escapes_run(folder: str | Path) -> Run:
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
         "model": {
-            "id": f"{counted(len(ESCAPES) * len(seeds), 'model')} in {Path(folder).name}",
+            "id": f"{counted(len(NO_OPS) * len(seeds), 'model')} in {Path(folder).name}",
             "sha256": None,
             "architecture": "gpt-oss, one expert",
             "layers": 0,
@@ -257,7 +259,7 @@ def escapes_run(folder: str | Path) -> Run:
     return Run(empty, empty, empty, empty, empty, {}, provenance)
 
 
-ESCAPE = [
+NO_OP = [
     Experiment(
         "sinks/escape",
         "Do sinks need the tag? Models with a no-op option, and without",

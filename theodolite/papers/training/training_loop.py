@@ -36,7 +36,7 @@ SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrainingLoop:
     """How a model is fitted, whatever it is fitted to.
 
     `loss(step)` is the mean loss of that step's batch, a scalar with a graph; `rate(step)` its learning rate.
@@ -57,7 +57,7 @@ class Loop:
     done: Callable[[int, float], None] = lambda steps, loss: None
 
 
-def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
+def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
     """Train `model` in place, from its last checkpoint if there is one.
 
     Raises:
@@ -95,7 +95,7 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
             raise KeyboardInterrupt
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, step: int) -> float:
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: TrainingLoop, step: int) -> float:
     """One update; the batch's mean loss before it."""
     rate = loop.rate(step)
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
 """The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
 
 GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
-residual). `train_small` writes a folder that `transformers` opens, with `training.json` beside the weights: every
+residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` beside the weights: every
 setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
 same bytes on the same machine, number of threads and package versions, also when it was killed in between.
 """
@@ -31,17 +31,17 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.loop import (
+from theodolite.papers.training.tasks import Task
+from theodolite.papers.training.training_loop import (
     CHECKPOINT,
-    Loop,
+    TrainingLoop,
     check_numbers,
     fit,
     publish,
     refuse_existing,
     warmed_up,
 )
-from theodolite.papers.training.loop import threads as using
-from theodolite.papers.training.tasks import Task
+from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
@@ -49,7 +49,7 @@ SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 
 
 @dataclass(frozen=True)
-class SmallConfig:
+class TaskModelConfig:
     """What is trained and for how long. `PUBLISHED` has the settings of the paper."""
 
     layers: int
@@ -70,8 +70,8 @@ class SmallConfig:
 
 
 PUBLISHED = {
-    "characters": SmallConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
-    "addition": SmallConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
+    "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
+    "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
 }
 """Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `loop.py`."""
 
@@ -81,8 +81,8 @@ ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a step at these lengths, this one little."""
 
 
-def train_small(
-    out: str | Path, task: Task, config: SmallConfig, *, threads: int = 2, console: Console | None = None
+def train_task_model(
+    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
@@ -129,7 +129,7 @@ def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)
 
 
-def _check(config: SmallConfig) -> None:
+def _check(config: TaskModelConfig) -> None:
     for name in ("layers", "heads", "width", "batch", "steps", "learning_rate"):
         if getattr(config, name) <= 0:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be positive.")
@@ -139,7 +139,7 @@ def _check(config: SmallConfig) -> None:
         raise UsageError(f"positions are '{config.positions}'; choose learned or rotary.")
 
 
-def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
+def _model(config: TaskModelConfig, task: Task) -> PreTrainedModel:
     vocabulary = len(task.characters)
     if config.positions == "learned":
         return GPT2LMHeadModel(
@@ -176,7 +176,7 @@ def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
     )
 
 
-def learning_rate(config: SmallConfig, step: int) -> float:
+def learning_rate(config: TaskModelConfig, step: int) -> float:
     """Linear warm-up, then the cosine or the line of `config.schedule`."""
     begun, done = warmed_up(step, config.warm_up, config.steps)
     if begun < 1:
@@ -190,10 +190,10 @@ def _loop(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
-    config: SmallConfig,
+    config: TaskModelConfig,
     partial: Path,
     console: Console,
-) -> Loop:
+) -> TrainingLoop:
     def loss(step: int) -> Tensor:
         model.train()
         inputs, targets = task.batch(step, config.batch, config.seed)
@@ -203,13 +203,13 @@ def _loop(
 
     def saved(step: int, loss: float) -> None:
         model.eval()
-        console.print(f"step {step}: training loss {loss:.4f}; {task.glance(model)}")
+        console.print(f"step {step}: training loss {loss:.4f}; {task.quick_score(model)}")
 
     def done(step: int, loss: float) -> None:
         if config.series and (step in SERIES or step == config.steps):
             _snapshot(partial / "series" / f"{step:06d}", model, tokenizer)
 
-    return Loop(
+    return TrainingLoop(
         steps=config.steps,
         seed=config.seed,
         weight_decay=config.weight_decay,
@@ -251,6 +251,6 @@ def _save(
         publish(finished, out, partial / CHECKPOINT)
 
 
-def changed(config: SmallConfig, options: Iterable[tuple[str, Any]]) -> SmallConfig:
+def changed(config: TaskModelConfig, options: Iterable[tuple[str, Any]]) -> TaskModelConfig:
     """`config` with those options that are not None."""
     return replace(config, **{name: value for name, value in options if value is not None})

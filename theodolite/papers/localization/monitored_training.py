@@ -15,8 +15,8 @@ import pandas as pd
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from theodolite.papers.training.loop import BETAS
 from theodolite.papers.training.tasks import Characters
+from theodolite.papers.training.training_loop import BETAS
 from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
 
 LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
@@ -36,7 +36,7 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class WatchedTraining:
+class MonitoredRun:
     """One training run: the loss of every step's batch (nats), the numbers and the alarms of every look."""
 
     losses: list[float]
@@ -45,7 +45,9 @@ class WatchedTraining:
     time_share: float
 
 
-def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, every: int) -> WatchedTraining:
+def train_with_monitor(
+    task: Characters, learning_rate: LearningRate, seed: int, steps: int, every: int
+) -> MonitoredRun:
     """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
 
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
@@ -56,17 +58,17 @@ def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, e
     held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
     monitor = GeometryMonitor(model, held_out, every=every)
     losses: list[float] = []
-    looks: list[dict[str, float]] = []
+    measurements: list[dict[str, float]] = []
     for step in range(steps + 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", GeometryWarning)  # they are in the trace
             numbers = monitor(step)
         if numbers:
-            looks.append({"step": step, **numbers})
+            measurements.append({"step": step, **numbers})
         if step == steps or (losses and not math.isfinite(losses[-1])):
             break
         for group in optimizer.param_groups:
-            group["lr"] = pace.at(step)
+            group["lr"] = learning_rate.at(step)
         inputs, targets = task.batch(step, BATCH, seed)
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -74,11 +76,11 @@ def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, e
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    share = looks[-1]["time_share"]
-    table = pd.DataFrame(looks).drop(columns="time_share")
+    share = measurements[-1]["time_share"]
+    table = pd.DataFrame(measurements).drop(columns="time_share")
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
-    return WatchedTraining(losses, table, alarms, share)
+    return MonitoredRun(losses, table, alarms, share)
 
 
 def _config(task: Characters) -> GPT2Config:
