@@ -183,7 +183,9 @@ def find(name: str) -> list[Experiment]:
             alias = ALIASES[pattern]
             original = EXPERIMENTS[alias.of]
             chosen = [
-                replace(original, name=pattern, title=f"{original.title} (there: {alias.published_on})")
+                replace(
+                    original, name=pattern, title=f"{original.title} (published for {alias.published_on})"
+                )
             ]
         else:
             chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{pattern}/")]

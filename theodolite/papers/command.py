@@ -30,10 +30,10 @@ def list_experiments(console: Console) -> None:
     for experiment in EXPERIMENTS.values():
         table.add_row(experiment.name, escape(experiment.title))
     console.print(table)
-    console.print("\nThe same on another model or text:", highlight=False)
+    console.print("\nPublished figures that show the same for another model or text:", highlight=False)
     aliases = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for alias in ALIASES.values():
-        aliases.add_row(alias.name, f"{alias.of}, there {escape(alias.published_on)}")
+        aliases.add_row(alias.name, f"{alias.of}, published for {escape(alias.published_on)}")
     console.print(aliases)
 
 
@@ -47,7 +47,7 @@ def list_as_json() -> list[dict[str, Any]]:
         {
             "name": alias.name,
             "title": EXPERIMENTS[alias.of].title,
-            "paper": f"{alias.of}, there {alias.published_on}",
+            "paper": f"{alias.of}, published for {alias.published_on}",
         }
         for alias in ALIASES.values()
     ]
@@ -86,7 +86,7 @@ def run_experiments(
                 raise
             reasons.append(str(error))
             console.print(
-                f"{experiment.name} is left out: {harmless(str(error))}", markup=False, highlight=False
+                f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
             )
             continue
         page = write_outcome(experiment, outcome, study.run, place)

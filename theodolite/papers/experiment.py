@@ -71,7 +71,7 @@ class Study:
     def __post_init__(self) -> None:
         if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
             raise UsageError(
-                f"{self.model.id} is not the model of this run: give the model that was surveyed"
+                f"{self.model.id} is not the model of this run: pass the model that was surveyed"
             )
 
     def outcome(self, experiment: Experiment) -> Outcome:
@@ -136,7 +136,7 @@ class Study:
             labels = array(self.run, "context_label")
             if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
                 raise UsageError(
-                    f"{name} needs contexts with at least two labels: give a text with labels "
+                    f"{name} needs contexts with at least two labels: use a text with labels "
                     "(a folder of files, or rows with a column label or topic)"
                 )
         else:

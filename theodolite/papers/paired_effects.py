@@ -98,7 +98,7 @@ def common_step(runs: Sequence[GridRun]) -> int:
 
 
 def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
-    """One row a training: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
+    """One row per training run: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
 
     The lowest loss is that of all steps up to `step`; ρ is averaged over them.
     """
@@ -136,7 +136,7 @@ def profile(run: GridRun, step: int) -> Floats:
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    """One row per setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
     settings = []
     for setting, group in rows.groupby("setting", sort=False):
         row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
@@ -201,7 +201,7 @@ class Comparable:
 
 
 def comparable(runs: Sequence[GridRun]) -> Comparable:
-    """Sort trainings of one depth and width by what they are for."""
+    """Sort the training runs of one depth and width by what they are for."""
     step = common_step(runs)
     kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
     with_locater = [setting for setting in kinds if setting.scale or setting.mean]

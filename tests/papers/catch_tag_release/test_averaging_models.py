@@ -34,7 +34,7 @@ GROWN = {"sink": 0.99, "outlier": 9.0, "second_value": 0.01, "second_query_key":
 
 
 def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
-    """Trained models: kind, share of variance left, and what differs from a model that has grown everything."""
+    """Trained models: kind, share of residual variance, and what differs from a model that has grown everything."""
     table = pd.DataFrame(
         [
             {"kind": kind, "seed": seed, "left": left, "error": left / 5, "left_untagged": 1.0}
@@ -93,7 +93,7 @@ def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
     assert verdict(table.assign(solved=False), words) == UNTESTABLE
     evidence = next(verdict.evidence for verdict in judged(table) if words in verdict.claim)
-    assert "variance left 0.200" in evidence
+    assert "residual variance 0.200" in evidence
 
 
 def test_the_sink_before_training_is_said_beside_the_one_after():

@@ -96,5 +96,5 @@ def test_the_folder_is_known_and_others_are_refused(folder):
     study = Study(few_shot_run(folder))
     assert study.run.provenance["few_shot"]["models"] == ["few-0", "few-1"]
     del study.run.provenance["few_shot"]
-    with pytest.raises(UsageError, match="give the one that `theodolite train few-shot` wrote into"):
+    with pytest.raises(UsageError, match="pass the folder that `theodolite train few-shot` wrote"):
         study.outcome(FIGURE_3[0])

@@ -60,12 +60,12 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 def test_paired_verdicts():
     dense, oats = random_sinks(0), random_sinks(0)
     none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
-    assert pruned_sinks._kept(dense, oats).answer == "holds"
-    assert pruned_sinks._kept(dense, none).answer == "fails"
-    assert pruned_sinks._fewer(dense, oats, none, "Wanda").answer == "holds"
-    assert pruned_sinks._fewer(dense, none, oats, "Wanda").answer == "fails"
+    assert pruned_sinks._oats_verdict(dense, oats).answer == "holds"
+    assert pruned_sinks._oats_verdict(dense, none).answer == "fails"
+    assert pruned_sinks._method_verdict(dense, oats, none, "Wanda").answer == "holds"
+    assert pruned_sinks._method_verdict(dense, none, oats, "Wanda").answer == "fails"
     assert (
-        pruned_sinks._fewer(dense, random_sinks(2, 0.5), random_sinks(3, 0.5), "Wanda").answer
+        pruned_sinks._method_verdict(dense, random_sinks(2, 0.5), random_sinks(3, 0.5), "Wanda").answer
         == "not decided"
     )
 
@@ -138,7 +138,7 @@ def test_figures_4_and_5(study):
 
 def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):
     outcome = study.outcome(EXPERIMENTS["sinks/figure4"])
-    assert list(outcome.tables["models"]["model"]) == ["OATS", *pruned_sinks._edits(4)]
+    assert list(outcome.tables["models"]["model"]) == ["OATS", *pruned_sinks._ablations(4)]
     calls = {}
 
     def recorded(dense, other, layer=None):

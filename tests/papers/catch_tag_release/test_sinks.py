@@ -58,7 +58,7 @@ def test_a_planted_mechanism_is_judged(model, run, tmp_path):
     assert len(outcome.tables["sinks"]) == len(planted.SINKS)
     assert (tmp_path / "trace" / "traces.parquet").is_file()
     page = render(TRACE, outcome, run)
-    assert "Where each tag lives on" in page
+    assert "Where each tag persists" in page
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
 
 

@@ -130,7 +130,7 @@ def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, m
         np.testing.assert_array_equal(series[name], last.layers[name])
     assert set(outcome.runs) == {"step 0", "step 10", "step 12"}
     claims = [verdict.claim for verdict in outcome.verdicts]
-    assert claims == ["On additions no smooth curve of positions is learned (section 4.3): layer 1"]
+    assert claims == ["A model trained on addition learns no smooth positional curve (section 4.3): layer 1"]
 
 
 def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):

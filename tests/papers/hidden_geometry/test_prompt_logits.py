@@ -26,7 +26,7 @@ from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION, share_grids
 from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, _smooth_verdict
-from theodolite.papers.hidden_geometry.prompt_logits import _kept, _mean_verdict
+from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
 from theodolite.passes.prompts import Focus, prompt_ids
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
@@ -37,14 +37,14 @@ LENGTH = 24
 @pytest.fixture(scope="module")
 def surveyed(opened):
     """surveyed(family) → a model with its run and text."""
-    kept = {}
+    surveys = {}
 
     def of(family: str):
-        if family not in kept:
+        if family not in surveys:
             model = opened(family)
             corpus = Corpus.random_tokens(model.tokenizer, LENGTH, 8)
-            kept[family] = survey(model, corpus), model, corpus
-        return kept[family]
+            surveys[family] = survey(model, corpus), model, corpus
+        return surveys[family]
 
     return of
 
@@ -182,7 +182,7 @@ def test_every_family_gives_its_panels(surveyed, family):
 def test_what_is_kept_with_the_mean_within_pos(surveyed):
     """Oracle: softmax by torch of the logits (mean + pos) × (mean + pos), scored along the diagonal."""
     run, model, _ = surveyed("gpt2")
-    kept = pd.DataFrame(_kept(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
+    retained = pd.DataFrame(_retained_rows(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
     ids, _ = experiment.repeated_patterns(model, LENGTH, 16, run.provenance["seed"])
     split = constituents(model, ids, 1, decomposition=run)
     logits = split.logits_of(2)
@@ -194,7 +194,7 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
 
     even = score(torch.zeros_like(logits[:, 0, 0]))
     whole = score(logits.sum((1, 2)))
-    row = kept.loc[("previous", "within pos", "pos-pos")]
+    row = retained.loc[("previous", "within pos", "pos-pos")]
     assert (row["score"], row["uniform"]) == pytest.approx((whole, even), rel=1e-6)
     assert whole > even
     for place, only in (
@@ -203,7 +203,7 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
         (("within pos", "constant"), logits[:, 4, 4]),
     ):
         expected = (score(only) - even) / (whole - even)
-        assert kept.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)
+        assert retained.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_positional_logits_are_those_of_the_weights(surveyed):

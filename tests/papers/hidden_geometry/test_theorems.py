@@ -79,7 +79,9 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     outcome = Study(run).outcome(THEOREM_2)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
     assert all("drawn bases, not of this model" in verdict.claim for verdict in outcome.verdicts)
-    assert "at width 128 the noise of size 1/√d rules at every incoherence" in outcome.verdicts[2].evidence
+    assert (
+        "at width 128 the noise of size 1/√d dominates at every incoherence" in outcome.verdicts[2].evidence
+    )
     table = outcome.tables["errors"]
     loud = table[table["incoherence"] >= 128**-0.5]
     slope = np.polyfit(np.log(loud["incoherence"]), np.log(loud["noisy_error"]), 1)[0]

@@ -115,7 +115,7 @@ def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path
     with FileLock(place / "lock"):
         train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
-    assert "another process is at it" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert steps_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
 
 

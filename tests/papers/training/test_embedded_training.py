@@ -118,7 +118,9 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     assert not (tmp_path / "model").exists()
     steps: list[int] = []
     monkeypatch.setattr(
-        tiny, "learning_rate", lambda config, step: steps.append(step) or learning_rate(config, step)
+        embedded_training,
+        "learning_rate",
+        lambda config, step: steps.append(step) or learning_rate(config, step),
     )
     with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
         train(tmp_path / "model", replace(SMALL, steps=7))

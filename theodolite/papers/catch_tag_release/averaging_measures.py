@@ -1,6 +1,7 @@
-"""What a trained averaging model is measured by: its error, the sink, the tag, and what taking each away costs.
+"""What a trained averaging model is measured by: its error, the sink, the tag, and what ablating each costs.
 
-Every disturbance is on sequences that no training has seen, and the tag's has random directions beside it. Nothing
+Every ablation is measured on sequences not used in training, and that of the tag is compared with random directions.
+Nothing
 here trains, judges or draws.
 """
 
@@ -33,7 +34,7 @@ HELD_OUT_SEQUENCES = 2000
 """Sequences that a trained model is measured on."""
 
 HELD_OUT_SEED = 1 << 31
-"""Added to a seed for sequences that no training has seen."""
+"""Added to a seed for sequences not used in training."""
 
 DIRECTIONS = 64
 """Random directions beside the tag's own."""
@@ -41,7 +42,7 @@ DIRECTIONS = 64
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""
 
-SOLVED = Criterion("at most", 0.1, "a tenth of the target's variance left (ours)")
+SOLVED = Criterion("at most", 0.1, "a tenth of the target's variance (ours)")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class HeldOutSequences:
 
 
 def measured(trained: TrainedModels) -> pd.DataFrame:
-    """One row per seed, on sequences that no training has seen.
+    """One row per seed, on sequences not used in training.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
     sink: mean attention of tokens after [SEP] to it; sinks: share of sequences in which it exceeds 0.3. outlier: RMS of

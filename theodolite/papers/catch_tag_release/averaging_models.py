@@ -1,6 +1,7 @@
-"""Averaging learned from scratch: does it take the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
+"""Averaging learned from scratch: does it require the sink, the outlier dimension, the low-rank weights of Theorem 4.1?
 
-Claims of Zhang et al. 2025. The training runs are in `train.averaging`, the construction in `averaging_construction`.
+Claims of Zhang et al. 2025. The training runs are in `averaging_training`, the construction in
+`averaging_construction`.
 They need no model and no text.
 """
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 PUBLISHED, PUBLISHED_LARGE_TAG = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(5, 1)"
 STANDARD, QK_NORM = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
-PENALISED = ", held from [SEP]"
+PENALISED = ", sink penalised"
 RECIPES = {
     AveragingRecipe(PUBLISHED, 2, 3000, 64, 0.05): 8,
     AveragingRecipe(PUBLISHED_LARGE_TAG, 2, 3000, 64, 0.05, large_tag=True): 8,
@@ -76,11 +77,11 @@ def _averaging(study: Study) -> Outcome:
 def _compared(models: pd.DataFrame) -> list[Reading]:
     readings = [
         Reading(
-            "variance left by predicting the mean of all numbers; by 0",
+            "residual variance by predicting the mean of all numbers; by 0",
             f"{_range(models['left_mean_of_all'])}; 1",
         )
     ]
-    shown = (("variance left", "left"), ("η²", "eta"), ("outlier", "outlier"))
+    shown = (("residual variance", "left"), ("η²", "eta"), ("outlier", "outlier"))
     for kind, rows in models.groupby("kind", sort=False):
         sink = f"attention to [SEP] {_range(rows['sink'])}, before training {_range(rows['sink_begun'])}"
         parts = [sink, *(f"{what} {_range(rows[column])}" for what, column in shown)]
@@ -128,7 +129,7 @@ def judged(models: pd.DataFrame) -> list[Verdict]:
             _tag_is_read(f"The tags are what the second layer reads (section 4.2){where}", rows),
             _mean(
                 f"The sink is what makes the tags (section 4.2){where}",
-                "variance left with [SEP] hidden from later tokens in the first layer",
+                "residual variance with [SEP] hidden from later tokens in the first layer",
                 rows["left_blind"],
                 UNSOLVED,
             ),
@@ -156,9 +157,10 @@ def _tag_is_read(claim: str, rows: pd.DataFrame) -> Verdict:
     tag_specific = fails & (rows["as_costly"] <= SPECIFIC_SHARE).to_numpy()
     what = (
         f"share of the models that no longer solve it with the tag direction projected out of what the first layer "
-        f"writes (here {int(fails.sum())} of {len(rows)}; variance left {_mean_of(rows['left_untagged'])}), and of "
-        f"which at most {percent(SPECIFIC_SHARE)} of {DIRECTIONS} random directions of what it writes cost as much (variance "
-        f"left {_mean_of(rows['left_random'])}, spread over directions {number(rows['left_random_sd'].mean())}; as "
+        f"writes (here {int(fails.sum())} of {len(rows)}; residual variance {_mean_of(rows['left_untagged'])}), and of "
+        f"which at most {percent(SPECIFIC_SHARE)} of {DIRECTIONS} random directions of what it writes cost as much "
+        f"(residual variance {_mean_of(rows['left_random'])}, spread over directions "
+        f"{number(rows['left_random_sd'].mean())}; as "
         f"costly or more: {_shares(rows['as_costly'])} of them)"
     )
     share = float(tag_specific.mean())
@@ -180,7 +182,7 @@ def _necessity(solved: pd.DataFrame) -> Verdict:
         part = f"{kind}: {len(without)} of {len(rows)}"
         if len(without):
             best = without.loc[without["left"].idxmin()]
-            part += f" (attention {_range(without['sink'])}, variance left {number(best['left'])} and "
+            part += f" (attention {_range(without['sink'])}, residual variance {number(best['left'])} and "
             part += f"more, {number(without['left_blind'].min())} and more with [SEP] hidden)"
         parts.append(part)
     any_without = bool((solved["sink"] < SINK.limit).any())
@@ -195,7 +197,7 @@ def _learned(models: pd.DataFrame) -> Verdict:
     """Whether the paper's own architecture learns the task, from either start."""
     papers = models[models["kind"].isin([PUBLISHED, PUBLISHED_LARGE_TAG])]
     parts = [
-        f"{kind}: {int(rows['solved'].sum())} of {len(rows)} seeds (variance left {_range(rows['left'])})"
+        f"{kind}: {int(rows['solved'].sum())} of {len(rows)} seeds (residual variance {_range(rows['left'])})"
         for kind, rows in papers.groupby("kind", sort=False)
     ]
     claim = "A two-layer attention model can be trained to average (section 1)"
@@ -219,9 +221,9 @@ def _losses(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
         "losses",
         "Training from scratch",
         drawing.losses(steps, curves, {f"predicting {name}": level for name, level in marks.items()}),
-        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Held: attention to [SEP] above "
-        f"{FREE_ATTENTION:g} of a sequence's mean is charged for.",
-        "seeds that stay near the dotted lines have found no way to tell the tokens after [SEP].",
+        f"Squared error of every seed, {LENGTH} tokens with N(0, 1) numbers. Sink penalised: a mean attention to "
+        f"[SEP] above {FREE_ATTENTION:g} is added to the loss.",
+        "seeds that stay near the dotted lines have not learned to identify the tokens after [SEP].",
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
@@ -246,7 +248,7 @@ def _maps(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
         "First-layer attention of trained models",
         drawing.attention_maps(pictures, middle),
         "The best seed of three kinds reads the same sequence, [SEP] in the marked column.",
-        "the sink below [SEP] where it was free to grow, and none where attention to it was charged for.",
+        "a sink at [SEP] where it was free to form, and none where attention to it was penalised.",
         f"{ZHANG}, Fig. 6, for trained models",
         wide=True,
     )
@@ -278,11 +280,11 @@ def _scatter(models: pd.DataFrame, column: str) -> Exhibit:
         f"Every trained model: error and {'the sink' if column == 'sink' else 'outliers'}",
         drawing.seeds(
             kinds,
-            ("share of the variance left", title),
+            ("residual variance", title),
             (SOLVED.limit, limit.limit),
             logarithmic=column == "outlier",
         ),
-        "One dot per seed, on sequences that no training has seen. Dotted: what counts as solved, and the criterion.",
+        "One dot per seed, on sequences not used in training. Dotted: what counts as solved, and the criterion.",
         look_for,
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
@@ -293,7 +295,7 @@ AVERAGING = [
     CONSTRUCTION,
     Experiment(
         "sinks/averaging",
-        "Averaging learned from scratch: does it take a sink, an outlier dimension, low-rank weights?",
+        "Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights?",
         "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
         (),
         _averaging,

@@ -52,7 +52,7 @@ class AveragingRecipe:
     Attributes:
         name: as tables call it.
         width: 2: the paper's architecture; more: a standard one of this width.
-        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences a step.
+        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step.
         large_tag: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
         normed: the second layer's queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2).
         penalised: attention to [SEP] above `FREE_ATTENTION` is charged for.
@@ -260,7 +260,7 @@ def attention_to_separator(
 def train_averaging(
     recipe: AveragingRecipe, seeds: Sequence[int], *, steps: int | None = None
 ) -> TrainedModels:
-    """Train one model a seed on the squared error.
+    """Train one model per seed on the squared error.
 
     Args:
         kind: what and how. seeds: of parameters and sequences.

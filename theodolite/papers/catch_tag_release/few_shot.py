@@ -1,6 +1,7 @@
 """Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
 
-The models come from `theodolite train few-shot`, one a seed, in the folders of one folder. All that are pruned from one
+The models come from `theodolite train few-shot`, one per seed, in the folders of one folder. All that are pruned from
+one
 model answer the same prompts; intervals are over models.
 """
 
@@ -51,7 +52,7 @@ CALIBRATION = 512
 PROMPT_SEED = 1
 """Seed of the prompts that all models answer."""
 
-EXAMPLES_HELP = Criterion("more than", 0.0, "more right answers with five examples than with none")
+EXAMPLES_HELP = Criterion("more than", 0.0, "higher accuracy with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
@@ -120,7 +121,7 @@ def shots_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
             verdicts += [
                 _over_models(
                     f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
-                    "size of the difference of accuracies",
+                    "absolute difference in accuracy",
                     np.abs(gap[:, 0]),
                     SIMILAR,
                 ),
@@ -157,9 +158,9 @@ def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
         f"Accuracy against the number of examples, {percent(sparsity)} removed",
         drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
         f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
-        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best that any reader of the prompts can "
-        "do, computed exactly.",
-        "whether the lines of the methods part from left to right.",
+        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, computed "
+        "exactly.",
+        "whether the methods diverge from left to right.",
         f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
         wide=True,
     )
@@ -173,7 +174,7 @@ def _make(study: Study) -> Outcome:
     training = study.run.provenance.get("few_shot")
     if training is None:
         raise UsageError(
-            f"sinks/figure3 is read from a folder of training runs: give the one that `{COMMAND}` wrote into"
+            f"sinks/figure3 is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
         )
     return shots_outcome(shots_table(Path(training["folder"]), study.say), training)
 

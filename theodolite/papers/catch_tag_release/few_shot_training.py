@@ -19,7 +19,7 @@ from theodolite.papers.training.task_models import TaskModelConfig
 from theodolite.papers.training.tasks import IGNORED, QUICK_TEST, Batch
 
 DEFAULT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
-"""Layers, heads, width, prompts a step, steps, rate: a quarter of an hour on one core."""
+"""Layers, heads, width, prompts per step, steps, rate: 15 minutes on one core."""
 
 CHECKED = 4000
 """Prompts on which a finished model is tested."""

@@ -1,8 +1,9 @@
-"""Do sinks need the tag? Models whose heads may attend to nothing, beside models whose heads may not.
+"""Do sinks need the tag? Models whose heads have a no-op option, and models whose heads have none.
 
-A head that has nothing to say must still pay its attention to something. If that were all that sinks are for, a head
-with an escape that carries no value (a softmax off by one, a learned logit) would grow none. The paper's sinks write a
-tag, which no escape can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
+A head that has nothing to add must still pay its attention to something. If that were all that sinks are for, a head
+with a no-op option that carries no value (a softmax off by one, a learned sink logit) would form none. The paper's
+sinks write a
+tag, which no no-op option can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
 """
 
 from __future__ import annotations
@@ -50,25 +51,27 @@ CONTEXTS = 256
 BATCH = 32
 
 NAMES = {
-    "none": "no escape",
+    "none": "plain softmax",
     "off-by-one": "softmax off by one",
-    "learned": "learned logit",
+    "learned": "learned sink logit",
 }
 
 MEASURES = {
     "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
-    "stretches": "the same, with local sinks",
-    "caught": "share of queries that a token catches",
+    "stretches": "share of (context, head) pairs with a sink, local ones included",
+    "caught": "share of queries that a sink catches",
     "tag": "η² of the head's output by being caught, mean over caught queries",
     "first": "attention to the first token",
-    "most_first": "the same, of the head that pays it most",
+    "most_first": "attention to the first token, of the head that pays it most",
     "escaped": "attention that goes to no token",
     "massive": "largest entry of the residual stream over the median",
 }
 """Columns of the table, with what they are."""
 
-HALF_OF_SINKS = Criterion("at least", 0.5, "“need” read as: an escape leaves half of the sinks (ours)")
+HALF_OF_SINKS = Criterion(
+    "at least", 0.5, "“need” read as: half of the sinks remain with a no-op option (ours)"
+)
 NO_WORSE = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
 
 
@@ -142,7 +145,7 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
 
 
 def no_op_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row per model: escape, seed and the `MEASURES`."""
+    """One row per model: no-op option (column `escape`), seed and the `MEASURES`."""
     rows = []
     for seed in seeds_of(folder):
         for no_op in NO_OPS:
@@ -172,20 +175,20 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
     """Verdicts, means with their intervals, and a figure, from `no_op_table`."""
     verdicts = []
     for no_op in NO_OPS[1:]:
-        for name, scope in (("sinks", "of the whole context"), ("stretches", "local or not")):
-            claim = f"Heads with an escape grow sinks {scope}, too: {NAMES[no_op]} (section 2: they are there to tag)"
+        for name, scope in (("sinks", "whole-context sinks"), ("stretches", "sinks, local ones included")):
+            claim = f"Heads with a no-op option still form {scope}: {NAMES[no_op]} (section 2: sinks are there to tag)"
             with_no_op, without = _paired(table, no_op, name)
             if not (without > 0).all():
-                why = f"sinks {scope}: some seed has none without an escape: there is nothing to keep"
+                why = f"a seed's model with a plain softmax has no {scope}: there is nothing to compare"
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
-            over = f"sinks {scope} over those without an escape, paired by seed"
+            over = f"{scope} over those with a plain softmax, paired by seed"
             verdicts.append(judge_interval(claim, over, Effect(with_no_op / without), HALF_OF_SINKS))
         with_no_op, without = _paired(table, no_op, "loss")
         verdicts.append(
             judge_interval(
-                f"A head that can make sinks needs no escape: {NAMES[no_op]} does not lower the loss (ours)",
-                "loss with the escape less that without, paired by seed",
+                f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
+                "loss with the no-op option less that with a plain softmax, paired by seed",
                 Effect(with_no_op - without),
                 NO_WORSE,
             )
@@ -196,11 +199,11 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
     ]
     figure = exhibit(
         "escape",
-        "With an escape and without",
+        "With a no-op option and without",
         drawing.by_escape(table, NAMES, MEASURES),
         "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
-        f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
+        f"{ZHANG}, sections 1.4 and 2; the no-op options are ours",
         wide=True,
     )
     return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": training})
@@ -215,7 +218,7 @@ def _make(study: Study) -> Outcome:
     training = study.run.provenance.get("escapes")
     if training is None:
         raise UsageError(
-            f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
+            f"sinks/escape is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
         )
     return no_op_outcome(no_op_table(Path(training["folder"]), study.say), training)
 
@@ -234,7 +237,7 @@ def no_op_run(folder: str | Path) -> Run:
     seeds: Sequence[int] = seeds_of(Path(folder))
     if not seeds:
         raise UsageError(
-            f"{folder} has no seed whose models are all trained: go on with `{COMMAND} --out {folder}`"
+            f"{folder} has no seed whose models are all trained: resume with `{COMMAND} --out {folder}`"
         )
     empty = pd.DataFrame()
     provenance = {

@@ -1,8 +1,8 @@
 """Tiny models with and without a no-op option, on the same text, tokens and seeds: do sinks need the tag?
 
 One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
-that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training run that
-was killed goes on.
+that no model of a seed was trained on, `held-out-0.jsonl`, …. A model that exists is not trained again; a training
+run that was killed resumes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train_no_op_models(
     threads: int = 2,
     console: Console | None = None,
 ) -> list[str]:
-    """Train a model of every kind of escape and seed, those of a seed on the same tokens in the same order.
+    """Train a model with every no-op option and seed, those of a seed on the same tokens in the same order.
 
     Args:
         out: folder; models that are there already are left as they are.

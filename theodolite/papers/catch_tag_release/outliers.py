@@ -38,10 +38,10 @@ STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on 
 
 CLAIMS = {
     "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
-    "delimiters": f"They sit at the first token and at delimiters ({SUN})",
-    "dimensions": f"They sit in few, fixed dimensions ({SUN})",
-    "sudden": f"They appear within one layer ({SUN})",
-    "stays": f"They stay until the last layers ({SUN})",
+    "delimiters": f"Massive activations sit at the first token and at delimiters ({SUN})",
+    "dimensions": f"Massive activations sit in few, fixed dimensions ({SUN})",
+    "sudden": f"Massive activations appear within one layer ({SUN})",
+    "stays": f"Massive activations stay until the last layers ({SUN})",
     "at sinks": f"Massive activations are at tokens that are attention sinks ({SUN}; {ZHANG})",
     "sinks at": f"Attention sinks are at tokens with massive activations ({SUN}; {ZHANG})",
 }
@@ -50,7 +50,7 @@ CLAIMS = {
 def _outliers(study: Study) -> Outcome:
     corpus, run = study.corpus, study.run
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
     flags = ["published", "adaptive", "large_rms", "massive"]
@@ -89,7 +89,7 @@ def consistency_verdict(outliers: Outliers) -> Verdict:
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
     large = large[~large["massive"]]
     if large.empty:
-        return Verdict(claim, UNTESTABLE, f"no dimension's RMS stands out of its layer ({apart})")
+        return Verdict(claim, UNTESTABLE, f"no dimension's RMS stands out in its layer ({apart})")
     even = large["consistency"] >= EVEN
     what = (
         f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
@@ -177,7 +177,7 @@ def sink_verdicts(outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> li
         share = float((amount * _among(tokens, others)).sum() / amount.sum())
         chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
-        what = f"share of {what} (of all tokens of the text {percent(chance)} are such)"
+        what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
         verdicts.append(judge(CLAIMS[name], what, share, criterion))
     return verdicts
 
@@ -248,14 +248,18 @@ def _readings(outliers: Outliers) -> list[Reading]:
     place = f"layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]}"
 
     def mean(name: str) -> str:
-        return f"{number(float(layers[name].mean()))} a layer, at most {number(float(layers[name].max()))}"
+        return f"{number(float(layers[name].mean()))} per layer, at most {number(float(layers[name].max()))}"
 
     tokens = f"{percent(float(layers['tokens'].max()))}; of position 0 {percent(float(layers['tokens_first'].max()))}"
     rows = [
         ("outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", "", mean("published")),
         ("outlier dimensions, by comparison with their layer", "", mean("adaptive")),
         ("dimensions with massive activations, published rule", "“few”", mean("massive_published")),
-        ("the same, by comparison with their layer", "“few”", mean("massive_adaptive")),
+        (
+            "dimensions with massive activations, by comparison with their layer",
+            "“few”",
+            mean("massive_adaptive"),
+        ),
         ("tokens after position 0 that carry one, layer with most", "“few”", tokens),
         ("largest |x|", "above 100", number(float(largest.max()))),
         (
@@ -316,7 +320,7 @@ def _growth(outliers: Outliers) -> Exhibit:
         "Massive activations through the layers",
         drawing.growth(lines, references, outliers.numbers["thresholds"]["massive"]),
         "Mean value, in size, of each dimension in the tokens where it is massive in some layer, by either rule; the "
-        f"{drawing.LINES} with most places. Grey: what is usual, and the largest value of the layer in any dimension.",
+        f"{drawing.LINES} with most places. Grey: typical sizes, and the largest value of the layer in any dimension.",
         "lines that jump within one block and then stay level until the last ones.",
         SUN,
         wide=True,
@@ -355,16 +359,16 @@ def _counts(outliers: Outliers) -> Exhibit:
 
     columns = {
         "outlier dimensions, from data": (of("adaptive"), style.BLUE, "solid"),
-        "the same, published": (of("published"), style.SKY, "dash"),
+        "outlier dimensions, published": (of("published"), style.SKY, "dash"),
         "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
-        "these, published": (of("massive_published"), style.ORANGE, "dash"),
+        "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
     }
     return exhibit(
         "counts",
         "Published thresholds beside those from data",
         drawing.counts(columns, "dimensions"),
         "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
-        "Solid: what stands out of its own layer, as by chance something does in 1 % of healthy layers.",
+        "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",
         "dashed lines at 0 under solid ones, or at the whole width: this model's activations are of another size than "
         "those for which the thresholds were published.",
         f"{DETTMERS}; {SUN}; the rules from data are ours",

@@ -125,7 +125,7 @@ def _sink(position: int, tokens: list[str]) -> str:
 
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
-        return "none: no key gets more than 0.3 of the attention of those who see it, or of enough of them"
+        return "none: no key receives more than 0.3 of the attention of the queries that see it, or enough of a span's"
     catches = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
@@ -142,8 +142,8 @@ def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[
             Verdict(
                 caught, FAILS, "this head has no sink on this prompt: name another with --layer and --head"
             ),
-            Verdict(tagged, UNTESTABLE, "nothing is caught"),
-            Verdict(released, UNTESTABLE, "nothing is caught"),
+            Verdict(tagged, UNTESTABLE, "no token is caught"),
+            Verdict(released, UNTESTABLE, "no token is caught"),
         ]
     before, tag, *later = eta.values()
     deep = later[-1]
@@ -193,9 +193,9 @@ def _exhibits(
             "attention",
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
-            "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
-            "of those who see them on average, or for local sinks the most that a contiguous span pays.",
-            "strong columns: everything that comes after is caught by that token.",
+            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than 0.3 of the "
+            "attention of the queries that see them, or, for local sinks, most of the attention of a contiguous span.",
+            "strong columns: later tokens attend mostly to that token.",
             source,
             wide=True,
         ),
@@ -211,7 +211,7 @@ def _exhibits(
         ),
         exhibit(
             "values",
-            f"What there is to copy: value vectors of {head}",
+            f"Value vectors of {head}: what it can copy",
             drawing.by_dimension(trace.value.numpy(), tokens, sinks),
             "The value vector of each token, through W_O, the largest dimensions.",
             "the rows of the sinks (▼): the same colours as in the columns of the output.",
@@ -236,7 +236,7 @@ def _exhibits(
             "clusters",
             "Clusters: tokens on two principal components",
             drawing.clusters(next(iter(plane.values())), of_shown, shown, names),
-            "The scores behind the first two colours, at each place; a colour a sink that caught the token.",
+            "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
             "groups that mix before the head, stand apart in its output, and still do in deep layers.",
             source,
             choice=by_name(
@@ -253,7 +253,7 @@ def _exhibits(
             "received",
             "Where any head has a sink",
             drawing.received(trace.received.numpy(), tokens, sinks),
-            "By layer and token, the attention that the keenest head of the layer pays it on average.",
+            "By layer and token, the largest mean attention that a head of the layer pays it.",
             "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
             "layers.",
             f"{ZHANG}, Figs. 8f and 10f",
@@ -266,7 +266,7 @@ def _exhibits(
 def _make(default: str, study: Study) -> Outcome:
     model = study.require_model()
     ids = _ids(study, default)
-    study.say("looking at the prompt")
+    study.say("tracing the prompt")
     trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
     return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
 

@@ -1,6 +1,6 @@
-"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and what the low-rank term has to do with it.
+"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term.
 
-The model is pruned in memory. `theodolite compare` does the same for checkpoints that are there.
+The model is pruned in memory. `theodolite compare` does the same for existing checkpoints.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONTROL_SEED = 0
 KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
 MORE = Criterion("more than", 0.0, "the other method keeps fewer")
 REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
-SPARED = Criterion("at least", 0.9, "a control that is not aimed leaves nine tenths (ours)")
+SPARED = Criterion("at least", 0.9, "an untargeted control leaves nine tenths (ours)")
 
 
 def _prompt(study: Study) -> Prompt:
@@ -115,7 +115,7 @@ def _maps(study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, sour
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
         figures_compare.parallel_map(figures, square=True),
-        "Queries down, keys across; only sinks are written at the axes, ▼ marks them.",
+        "Queries down, keys across; only sinks are labelled, with ▼.",
         "strong columns of the dense model that are missing in another.",
         source,
         wide=True,
@@ -167,7 +167,7 @@ def _method_verdict(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name
 def _ablations(layer: int) -> dict[str, int | None]:
     return {
         f"OATS without the low-rank term of layer {layer}": None,
-        f"OATS without a random part as large of layer {layer}": CONTROL_SEED,
+        f"OATS without a norm-matched random part of layer {layer}": CONTROL_SEED,
     }
 
 
@@ -181,7 +181,7 @@ def _figure_4(study: Study) -> Outcome:
 
     measured = {name or "OATS": model for name, model in ablated_measures(study, edits, prompt).items()}
     table = _table(dense, measured, layer)
-    claim = f"The low-rank term is responsible for the sinks: without it they are gone, layer {layer} (section 3.2)"
+    claim = f"The low-rank term is responsible for the sinks of layer {layer}: ablating it removes them (section 3.2)"
     if not (dense.sinks[:, layer] & measured["OATS"].sinks[:, layer]).any():
         verdicts = [Verdict(claim, UNTESTABLE, "the pruned model has none of the layer's sinks in this text")]
     else:

@@ -182,7 +182,8 @@ def _allocation(study: Study) -> Outcome:
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
-        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {PUBLISHED_RATIO}, {RAISED_RATIO} where raised.",
+        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {PUBLISHED_RATIO}, "
+        f"{RAISED_RATIO} where raised.",
         "dots that lie higher on the left and lower on the right than those of uniform ranks.",
         "ours",
         wide=True,
@@ -191,7 +192,7 @@ def _allocation(study: Study) -> Outcome:
 
 
 def _better(claim: str, gains: Floats) -> Verdict:
-    """Whether the mean of gains, one a calibration, is above 0."""
+    """Whether the mean of gains, one per calibration, is above 0."""
     what = f"gain, paired, over {counted(CALIBRATIONS, 'calibration')}"
     return judge_interval(claim, what, Effect(gains.astype(np.float64)), GAIN, "calibrations")
 

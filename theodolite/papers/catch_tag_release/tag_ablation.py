@@ -121,7 +121,7 @@ def _make(study: Study) -> Outcome:
                 drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
                 "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
                 "untouched model.",
-                "η² that falls by about what it was: then the clusters were this tag's.",
+                "η² that falls by nearly its whole value: then the clusters came from this tag.",
                 f"{ZHANG}, section 2, Fig. 2d",
                 wide=True,
             ),

@@ -1,4 +1,4 @@
-"""Every sink of a text traced: what it catches, what it writes, where that lives on (Zhang et al. 2025, section 2)."""
+"""Every sink of a text traced: what it catches, what it writes, where that persists (Zhang et al. 2025, section 2)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def traced_outcome(run: Run) -> Outcome:
     """
     traces, heads = run.traces, run.heads
     if "gain_se" not in traces:
-        raise UsageError("this trace is an older theodolite's and lacks errors of the release: trace again")
+        raise UsageError(
+            "this trace was written by an older version and lacks standard errors of the release: trace again"
+        )
     tables = {"sinks": traces, "heads": heads}
     if not len(traces):
         reason = "no key of any head is a sink in this text: no query pays one more than 0.3 on average"
@@ -91,12 +93,12 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
     return [
         exhibit(
             "release",
-            "Where each tag lives on",
+            "Where each tag persists",
             drawing.release_map(traces, release),
             "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
-            "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
+            "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
             f"{ZHANG}, section 2; MATH: tag, release",
             wide=True,
         ),
@@ -115,7 +117,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             drawing.kept(heads),
             "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
             "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
-            "dots well above the line. On it, the grouping was there before the head looked.",
+            "dots well above the line. On it, the grouping was already there before the head.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),
     ]
@@ -162,10 +164,12 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     less = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
     evidence = (
-        f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {more} of "
-        f"{counted(len(clear), 'head')} with a sink, less in {less} (mean {number(float(clear['gain'].mean()))}, largest "
+        "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
+        f"{more} of "
+        f"{counted(len(clear), 'head')} with a sink, less in {less} (mean {number(float(clear['gain'].mean()))}, "
+        "largest "
         f"{with_error(best['gain'], best['gain_se'])}; more: by {number(min(needed))} to {number(max(needed))} "
-        f"standard errors, the more the more layers are later); {MORE}"
+        f"standard errors, more where more layers follow); {MORE}"
     )
     if 2 * more >= len(clear):
         return Verdict(RELEASED, HOLDS, evidence)
@@ -201,7 +205,7 @@ def _effective(weights: np.ndarray) -> float:
 
 
 def _sinks(known: np.ndarray, count: float) -> str:
-    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (as many as {number(count, 2)} alike)"
+    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (effective number {number(count, 2)})"
 
 
 def _heads_of(run: Run) -> int:
@@ -223,7 +227,7 @@ def _sink_summary(row: pd.Series) -> str:
         f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
         f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
         f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
-        f"{with_error(row['released'], row['released_se'])} at the most after it (layer {row['released_layer']}; "
+        f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
         f"gain {with_error(row['gain'], row['gain_se'])})"
     )
 
@@ -236,7 +240,7 @@ def trace_of(study: Study) -> Run:
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("sinks are traced through a text: give it beside the run")
+        raise UsageError("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
     study.say("tracing every sink through the model")
     return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
@@ -248,7 +252,7 @@ def _make(study: Study) -> Outcome:
 
 TRACE = Experiment(
     "sinks/trace",
-    "Every sink of the text: what it catches, the tag that it writes, where the tag lives on",
+    "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
     "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
     "tag is still to be seen in deep layers (section 2)",
     ("model",),

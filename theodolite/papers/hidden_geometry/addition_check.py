@@ -1,6 +1,6 @@
-"""Does the model add? What the paper says of models of additions can be judged only of one that does.
+"""Does the model add? What the paper says of models trained on addition can be judged only of one that does.
 
-The model is asked sums and nothing else is measured here.
+The model answers sums; nothing else is measured here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def binomial_error(share: float, count: int) -> float:
 def why_not_an_adder(study: Study) -> str | None:
     """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
     if study.model is None:
-        return "whether the model adds is not known without it: give the model beside the run"
+        return "whether the model adds is unknown without it: pass the model together with the run"
     if not is_adder(study.model):
         return f"{study.model.id} was not trained on addition alone, so whether it adds is not known"
     task = task_of(study.run)

@@ -64,15 +64,15 @@ CLAIMS = [
         "identical tokens",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
         "cvec-cvec",
-        "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
+        "Attention to identical tokens is determined by context, mean and bias included (ours)",
         "context",
     ),
     PatternClaims(
         "previous",
-        "the token before",
+        "the previous token",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
         "pos-pos",
-        "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
+        "Attention to neighbouring tokens is determined by position, mean and bias included (ours)",
         "position",
     ),
     PatternClaims(
@@ -80,7 +80,7 @@ CLAIMS = [
         "shifted tokens",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
         "cvec-cvec",
-        "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
+        "Attention to shifted tokens is determined by context, mean and bias included (ours)",
         "context",
     ),
 ]
@@ -153,7 +153,7 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
     asked = (
-        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is asked of such a head (ours)"
+        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
     )
     why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
@@ -187,7 +187,8 @@ def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
         retained = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
         what = (
             f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
+            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the "
+            "excess, and "
             f"no other group more (it retains {percent(retained)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
@@ -216,7 +217,7 @@ def _attribution(study: Study) -> Outcome:
     for pattern in CLAIMS:
         count = sum(head.follows for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        readings.append(Reading(f"heads found that attend to {pattern.title}", f"{count}{top}"))
+        readings.append(Reading(f"heads that attend to {pattern.title}", f"{count}{top}"))
     readings += refusals(study.run)
     table = study.run.attribution.copy()
     excess = table["score"] - table["uniform"]
@@ -271,7 +272,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
-            "heads that one group makes: strong in one map, pale in the others.",
+            "heads dominated by one group: strong in one map, pale in the others.",
             f"{SONG}, eq. 10; the shares are ours",
             choice=by_name(
                 "group",
@@ -316,7 +317,7 @@ def _constituents(study: Study) -> Outcome:
             OFTEN,
         ),
         judge(
-            "Position is often dominant, mean and bias counted with it (ours)",
+            "Position is often dominant, mean and bias included (ours)",
             what.format("position", len(apart), percent(means["position"])),
             largest["position"],
             OFTEN,
@@ -355,7 +356,7 @@ ATTRIBUTION = [
     ),
     Experiment(
         "geometry/constituents",
-        "How much of each head's logits every constituent carries",
+        "How much of each head's logit variance each constituent carries",
         "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
         ("constituents.share",),
         _constituents,

@@ -108,7 +108,7 @@ def _figure_2(study: Study) -> Outcome:
         f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {len(set(of))} labels, "
         "grouped by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
-        "block a label (bottom right).",
+        "block per label (bottom right).",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,

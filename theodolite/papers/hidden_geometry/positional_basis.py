@@ -58,8 +58,9 @@ def _against_published(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
         drawing.beside_published(run, name, rows, title, errors, log=log),
-        f"The thick line is this run, with its standard errors; the thin ones are {place}: a colour a model, dotted "
-        "on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are stretched onto this depth.",
+        f"The thick line is this run, with its standard errors; the thin ones are {place}: one colour per model, "
+        "dotted "
+        "on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are rescaled to this depth.",
         "the thick line among the thin ones of its kind of model.",
         f"{SONG}, {place}",
         wide=True,
@@ -203,7 +204,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
         "waves",
         "The first three components against position",
         geometry.waves(run, layers // 2),
-        "What the curve is made of, one line a component.",
+        "The components of the curve, one line each.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
         choice=by_layer(layers, lambda layer: geometry.waves_traces(run, layer)),

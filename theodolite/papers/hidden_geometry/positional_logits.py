@@ -1,6 +1,6 @@
 """All heads' logits between positions: the QK matrix of the positional basis (Figs. 19 and 22).
 
-Splits the logits of the model beside a run, with the run's own mean and positional basis.
+Splits the model's logits with the run's mean and positional basis.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _figure_19(study: Study) -> Outcome:
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
         "too. "
         "Every row less its mean; each head on its own scale, blue below and red above.",
-        "smooth shading in models of language, breaks in models of additions.",
+        "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
         choice=by_name(
             "block",
@@ -153,8 +153,8 @@ def _figure_19(study: Study) -> Outcome:
 POSITIONAL_LOGITS = [
     Experiment(
         "geometry/figure19",
-        "QK matrix of the positional basis of every head, as for models of additions",
-        "Models of additions have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
+        "QK matrix of the positional basis of every head, as for models trained on addition",
+        "Models trained on addition have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
         ("model", "arrays.positional_basis", "arrays.mean"),
         _figure_19,
     ),

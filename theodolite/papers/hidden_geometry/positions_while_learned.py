@@ -93,8 +93,8 @@ def series_of(model: OpenModel) -> dict[int, Path]:
     }
     if len(steps) < 2:
         raise UsageError(
-            f"{model.id} has no series of checkpoints beside its weights: make one with "
-            "`theodolite train characters --series` or `theodolite train addition --series`, and give that folder"
+            f"{model.id} has no series of checkpoints next to its weights: make one with "
+            "`theodolite train characters --series` or `theodolite train addition --series`, and pass that folder"
         )
     return steps
 
@@ -111,7 +111,7 @@ def _surveyed(study: Study) -> list[_Checkpoint]:
     model, corpus = study.require_model(), study.corpus
     if corpus is None:
         raise UsageError(
-            "geometry/training surveys every checkpoint on the text of the run: give the text too"
+            "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
         )
     contexts = some_contexts(corpus)
     series = []
@@ -193,17 +193,17 @@ def appears(
 
 def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
     """On one layer of the series whose last checkpoint gave `run`."""
-    learned = "Smooth, significant positions are learned, not predefined (section 2)"
+    learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
     positions = need(run, "positional_basis").shape[1] - 1
     if positions < criteria.LEAST_POSITIONS:
         why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
         return [Verdict(f"{learned}: layer {layer}", UNTESTABLE, why)]
     if digits_of(run.provenance["corpus"]["name"]):
-        claim = "On additions no smooth curve of positions is learned (section 4.3)"
+        claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
         return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
     return [
         appears(table, layer, learned, SMOOTH_CURVE),
-        appears(table, layer, "They come to form a spiral (abstract: “often”)", SPIRAL),
+        appears(table, layer, "The positional basis comes to form a spiral (abstract: “often”)", SPIRAL),
     ]
 
 
@@ -213,12 +213,12 @@ def _curves(series: list[_Checkpoint]) -> Any:
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
     return exhibit(
         "curves",
-        "The positional basis while it is learned",
+        "The positional basis over training",
         drawing.curves_by_step([entry.step for entry in shown], layers, curves.astype(np.float64)),
         "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
         "own scale, the same for both; violet positions are early, green ones late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
-        f"{SONG}, Fig. 1, at every checkpoint of a training",
+        f"{SONG}, Fig. 1, at every checkpoint of a training run",
         wide=True,
     )
 
@@ -237,8 +237,8 @@ def _training(study: Study) -> Outcome:
         drawing.measures_by_step(steps, panels, limits),
         f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
-        "the steps at which smoothness and norm rise, and whether they stay.",
-        f"{SONG}, sections 2 and 3, at every checkpoint of a training",
+        "the steps at which smoothness and norm rise, and whether they stay high.",
+        f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
     )
     chosen = sorted({1, (layers - 1) // 2} - {0})
@@ -257,7 +257,7 @@ def _training(study: Study) -> Outcome:
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
-        "Additions are learned in distribution (section 4.3)",
+        "Addition is learned in distribution (section 4.3)",
         f"exact-match accuracy on {count} sums of {trained}",
         float(values[0]),
         ACCURATE,
@@ -265,7 +265,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     )
     shorter = judge(
         "Length generalisation fails (section 4.3, appendix D.3)",
-        f"mean share over sums of 1, 2, 3 and 4 digits, {count} each",
+        f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
         float(values[1:].mean()),
         NO_GENERALISATION,
         float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
@@ -280,7 +280,7 @@ def _addition(study: Study) -> Outcome:
     model = study.require_model()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} was not trained on addition: give one that `theodolite train addition` made, and "
+            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
             "--corpus addition"
         )
     task = task_of(study.run)
@@ -297,19 +297,19 @@ def _addition(study: Study) -> Outcome:
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
     readings = [
-        Reading(f"right answers, {name}", with_error(float(value), float(e)), published)
+        Reading(f"exact-match accuracy, {name}", with_error(float(value), float(e)), published)
         for name, published, value, e in zip(names, printed, values, errors, strict=True)
     ]
     readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
     figure = exhibit(
         "accuracy",
-        "Right answers by number of digits",
+        "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
         f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
         "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
         "smooth is judged by geometry/figure5.",
-        "a fall from the left: lengths that training never saw.",
+        "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,
     )
@@ -321,15 +321,15 @@ def _addition(study: Study) -> Outcome:
 TRAINING = [
     Experiment(
         "geometry/training",
-        "The positional basis at every checkpoint of a training",
-        "Sinusoidal patterns are learned, not predefined (section 2); a training over time is left to later work "
+        "The positional basis at every checkpoint of a training run",
+        "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
         "(section 7)",
         ("model", "arrays.positional_basis", "layers.low_frequency_10"),
         _training,
     ),
     Experiment(
         "geometry/addition",
-        "Additions: accuracy in distribution and on shorter numbers",
+        "Addition: accuracy in distribution and on shorter numbers",
         "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
         ("model",),
         _addition,

@@ -1,6 +1,6 @@
-"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean has to do with them.
+"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them.
 
-Splits the logits of the model beside a run, with the run's own mean and positional basis.
+Splits the model's logits with the run's mean and positional basis.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ def _panels(study: Study, split: Constituents, title: str, head: int, tokens: li
         title.split(":")[0],
         title,
         drawing.qk_panels(split, head, tokens),
-        f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, which the softmax "
-        "does not notice, and one colour scale for all; per cent: shares of the variance of such logits. Constant is "
+        f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
+        "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
+        "Constant is "
         "mean and bias alone, which otherwise count with what is on the other side. All panels but QK and attention "
         "sum to QK. Attention is the model's own, up to its largest weight.",
         "the panel that has the pattern of QK, and of attention.",
@@ -141,7 +142,7 @@ def _tables(
 
 
 def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
-    """`L3H5: attends most to the token before (0.26)`."""
+    """`L3H5: attends most to the previous token (0.26)`."""
     patterns = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
     return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
 
@@ -167,7 +168,7 @@ def _mean_verdict(run: Run) -> Verdict:
     claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
     table = run.constituents
     if not len(table):
-        return Verdict(claim, UNTESTABLE, "this run has 0 shares of constituents: survey the model again")
+        return Verdict(claim, UNTESTABLE, "this run has no constituent shares: survey the model again")
     winners = []
     for pos in (("pos",), ("mean", "pos")):
         sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
@@ -231,7 +232,7 @@ def _retained_readings(
     shares_text = (
         f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
     )
-    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
+    what = f"{head_name(*place)}, attention to {pattern.title}: retained by {pattern.strict} alone"
     return [Reading(what, shares_text)]
 
 
@@ -254,7 +255,8 @@ def _figure_30(study: Study) -> Outcome:
                     f"L{layer}H{head}-{key}",
                     name,
                     drawing.qk_panels(constituents_shown, head, tokens, raw=True),
-                    f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
+                    f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest "
+                    "to its "
                     f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
                     "the same patterns with and without the mean.",
                     f"{SONG}, {place}",

@@ -1,4 +1,5 @@
-"""Contexts apart from one another and from positions: clusters by label, and incoherence beside its random baseline."""
+"""Separation of contexts from one another and from positions: clusters by label, incoherence against its random "
+"baseline."""
 
 from __future__ import annotations
 
@@ -86,8 +87,9 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
         "gram",
         "Cosines between contexts, by label",
         drawing.context_gram(grams[len(grams) // 2], label_names),
-        f"All pairs of {len(places)} contexts of the {len(set(label_names))} most frequent labels, those of one label together.",
-        "one strong block a label on the diagonal, little beside it.",
+        f"All pairs of {len(places)} contexts of the {len(set(label_names))} most frequent labels, those of one "
+        "label together.",
+        "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
@@ -195,7 +197,7 @@ def _clusters(study: Study) -> Outcome:
     named = provenance(run, "corpus", "labels") or []
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(numbered.max()) + 1)]
     if not frequent_labels(numbered, 2)[1:]:
-        raise UsageError("geometry/clusters needs two labels with two contexts each: give more --contexts")
+        raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
     readings = [_reading_against_paper(run, name, *labels) for name, labels in COMPARED.items()]
     counted = len(frequent_labels(numbered, len(names)))
     readings.append(Reading("labels with two contexts or more", str(counted), "4 documents of 32"))
@@ -222,7 +224,7 @@ def _incoherence(study: Study) -> Outcome:
         ),
         "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
         "random directions of the same width have.",
-        "solid lines near their dotted ones: position and context do not know of each other.",
+        "solid lines near their dotted ones: position and context are as unrelated as random directions.",
         f"{SONG}, section 5 and Table 1",
         wide=True,
     )
@@ -265,7 +267,7 @@ SEPARATION = [
     ),
     Experiment(
         "geometry/incoherence",
-        "Incoherence of positions and contexts beside random directions",
+        "Incoherence of positions and contexts against random directions",
         "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
         ("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
         _incoherence,

@@ -1,4 +1,5 @@
-"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and models of additions (Fig. 5)."""
+"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and models trained on addition "
+"(Fig. 5)."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def _figure_7(study: Study) -> Outcome:
         ),
         exhibit(
             "singular-values",
-            "Singular values of both",
+            "Singular values of the fixed encoding and the learned bases",
             drawing.singular_values_beside(values[1:], values[0], "sinusoidal"),
             "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
             "learned curves that drop sooner.",
@@ -204,7 +205,7 @@ def _figure_5(study: Study) -> Outcome:
             "Gram matrix of positions",
             geometry.gram(pictured, layers // 2),
             "Cosines between positions, at every layer.",
-            "smooth shading in models of language; breaks and fractured regions in models of additions.",
+            "smooth shading in language models; breaks and fractured regions in models trained on addition.",
             f"{SONG}, Fig. 5, left; Figs. 18 and 21",
             choice=by_layer(layers, lambda layer: geometry.gram_traces(pictured, layer), grid=True),
             wide=True,
@@ -223,7 +224,7 @@ def _figure_5(study: Study) -> Outcome:
             "Share of low frequencies, layer by layer",
             figures_layers.low_frequency(run),
             "Share of the energy in the K × K lowest frequencies at every layer.",
-            "values near 1 at K = 10 in models of language, about one half in models of additions.",
+            "values near 1 at K = 10 in language models, about one half in models trained on addition.",
             f"{SONG}, Table 3 and appendix D.3",
         ),
     ]
@@ -235,8 +236,8 @@ def _figure_5(study: Study) -> Outcome:
 SMOOTHNESS = [
     Experiment(
         "geometry/figure5",
-        "Gram matrix and frequencies of positions at every layer, as for models of additions",
-        "Models of additions have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
+        "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
+        "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_5,
     ),

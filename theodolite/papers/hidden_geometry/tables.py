@@ -1,4 +1,4 @@
-"""Tables 1 to 3: averages over layers, robustness on another text, and smoothness handed on to the QK matrix."""
+"""Tables 1 to 3: averages over layers, robustness on another text, and the smoothness that the QK matrix inherits."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _table_2(study: Study) -> Outcome:
     ]
     readings.append(
         Reading(
-            "overlap of the directions of position, as many as the rank",
+            "overlap of the leading positional directions, as many as the rank",
             f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
         )
     )
@@ -202,7 +202,7 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
     claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
         return [
-            Verdict(claim, UNTESTABLE, "the run itself is on random tokens: give another text by --other")
+            Verdict(claim, UNTESTABLE, "the run itself is on random tokens: pass another text with --other")
         ]
     missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
     if why := no_room(first):

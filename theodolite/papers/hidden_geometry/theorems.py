@@ -104,7 +104,7 @@ def _theorem_1(study: Study) -> Outcome:
         drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, middle),
         "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
         "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
-        "Differences amplify what the means over few contexts have by chance: the bound is lower on more contexts.",
+        "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
         choice=by_name(
@@ -124,7 +124,7 @@ def _theorem_1(study: Study) -> Outcome:
     )
     ratio = attained[:, moderate] / trivial
     readings = [
-        Reading("smallest k at which a bound says anything", range_text, "“moderate k and m”"),
+        Reading("smallest k at which a bound is informative", range_text, "“moderate k and m”"),
         Reading(
             f"bound over no approximation at k = {cutoffs[moderate]}, best m, median of layers",
             number(float(np.median(bounds[:, :, moderate].min(axis=1) / trivial))),
@@ -186,7 +186,8 @@ def _factorisation(clean: FactorisationError, noisy: FactorisationError, marks: 
         f"Mean relative error over {DRAWS} drawn pairs of bases ({SETTING.vectors[0]} vectors each in {SETTING.width} "
         f"dimensions, weights of {SETTING.sparsity} terms), with standard errors, and the bound that no error without "
         "noise exceeds. Vertical lines: this model's incoherence, means over layers.",
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which it rules throughout.",
+        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, dominated by the noise "
+        "throughout.",
         f"{SONG}, Theorem 2; the bound with its constant is ours",
         wide=True,
     )
@@ -218,7 +219,7 @@ def _theorem_2(study: Study) -> Outcome:
         Reading("this model's mean incoherence, mean over layers", number(mean)),
         Reading("its largest incoherence, mean over layers", number(largest)),
         Reading(
-            "incoherence from which on the statement with noise says something "
+            "incoherence above which the statement with noise is informative "
             f"({positions} positions, {contexts} contexts)",
             number(math.sqrt(math.log(positions * contexts) / width)),
             "√(ln(n₁n₂)/d)",
@@ -236,7 +237,7 @@ def _slope_above_noise(noisy: FactorisationError) -> float:
 
 
 def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Verdict]:
-    drawn = "Theorem 2; of drawn bases, not of this model"
+    drawn = "Theorem 2; on random bases, not on this model"
     where = f"{DRAWS} draws, incoherence {INCOHERENCES[0]:g} to {INCOHERENCES[-1]:g}"
     return [
         judge(
@@ -246,7 +247,7 @@ def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Ve
             LINEAR,
         ),
         judge(
-            f"No error exceeds the bound of the proof ({drawn})",
+            f"No factorisation error exceeds the bound of the proof ({drawn})",
             f"largest error over exp(s(8ρ + 4ρ²)) − 1, {where}",
             float((clean.maximum / clean.bound).max()),
             NEVER_ABOVE,
@@ -257,7 +258,8 @@ def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Ve
 
 def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, drawn: str) -> Verdict:
     verdict = judge(
-        f"It does so with noise added to the weights ({drawn}, “moreover”)",
+        f"The kernel factorises up to an error of order incoherence with noise added to the weights, too ({drawn}, "
+        "“moreover”)",
         f"|slope of ln error against ln incoherence − 1|, {DRAWS} draws, incoherence {NOISE_FLOOR:.2g} (1/√d) to "
         f"{INCOHERENCES[-1]:g}",
         abs(_slope_above_noise(noisy) - 1),
@@ -272,7 +274,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
         )
     ).replace("  ", " ")
     why = (
-        f"; at width {SETTING.width} the noise of size 1/√d rules at every incoherence"
+        f"; at width {SETTING.width} the noise of size 1/√d dominates at every incoherence"
         if verdict.answer == FAILS
         else ""
     )

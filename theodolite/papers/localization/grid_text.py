@@ -65,7 +65,7 @@ class TextFiles:
         train, held_out: UTF-8 files.
         length: tokens of a context.
         batch: contexts per step; the training text must fill one.
-        vocabulary: tokens of a byte-level BPE; None: one token a word, every word of the training text, as published.
+        vocabulary: tokens of a byte-level BPE; None: one token per word, every word of the training text, as published.
     """
 
     train: Path
@@ -147,7 +147,7 @@ def load_text(folder: Path) -> GridText:
 
 
 def word_tokenizer(text: str) -> Tokenizer:
-    """One token a word between white space, the frequent ones first, and one a line end; others become `<unk>`."""
+    """One token per word between white space, the frequent ones first, and one per line end; others become `<unk>`."""
     counts = Counter(text.split())
     words = sorted(counts.keys() - {END_OF_LINE, UNKNOWN}, key=lambda word: (-counts[word], word))
     vocabulary = {word: index for index, word in enumerate([END_OF_LINE, UNKNOWN, *words])}

@@ -191,10 +191,10 @@ def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict
     return [
         _verdict_on(
             f"The predicted regime is that of the measured curve, from {SOURCES[name]}",
-            "Cohen's κ of both names",
+            "Cohen's κ of the two regimes",
             estimate,
             AGREES,
-            f"; the same name in {percent(share)} of the heads",
+            f"; the same regime in {percent(share)} of the heads",
         )
         for name, (estimate, share) in regimes.items()
     ]
@@ -241,7 +241,8 @@ def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> 
         "heads",
         "Predicted and measured signal propagation of every head",
         head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
-        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point a head; violet "
+        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
+        "violet "
         "blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
@@ -268,7 +269,8 @@ def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> E
         drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
         "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
         "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
-        "whether any prediction follows the measured curve. Where none does, the tokens of this layer are no walk.",
+        "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
+        "follow a random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
         choice=by_name("head", head_labels(run), lambda place: drawing.values_patch(values(place))),
         wide=True,
@@ -291,7 +293,7 @@ def _bars(correlation_of: Correlations) -> Exhibit:
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
         "Of a predicted number with a measured one over all heads, with the central 95 % of a bootstrap over heads "
         "(heads of one layer are not independent, so these are too narrow rather than too wide).",
-        "tall bars: the spectrum tells what the head does. η → entropy below 0 is what the paper expects.",
+        "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,
     )

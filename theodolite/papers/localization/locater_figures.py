@@ -1,6 +1,6 @@
 """Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
 
-No model is opened and nothing is surveyed. The numbers are made in `trainings`; what is claimed is judged here, by
+No model is opened and nothing is surveyed. The numbers come from `paired_effects`; what is claimed is judged here, by
 differences paired by seed with their confidence intervals.
 """
 
@@ -119,7 +119,7 @@ def against_others(data: Comparable) -> list[Verdict]:
         effect = difference(data.rows, best, rival, "lowest_loss", relative=False)
         verdicts.append(
             judge_effect(
-                "LocAteR does better than plain weight decay tuned as fairly (ours)",
+                "LocAteR does better than equally tuned weight decay (ours)",
                 f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
                 f"{label_of(rival)} (best of {len(data.decays)}), both chosen on the same held-out text",
                 effect,
@@ -159,7 +159,7 @@ def stripes(data: Comparable) -> list[Verdict]:
         for setting in (data.exact[-1], data.plain)
     )
     what = f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}"
-    claim = "LocAteR entails salient stripes of ρ, and no LocAteR has none (section 7)"
+    claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
     return [judge_effect(claim, what, effect, 1, f" ({levels})")]
 
 
@@ -195,7 +195,7 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
     lowest = min(float(low.min()) for _, low, _ in shown[-1].lines)
     highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
     window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
-    shown.append(Panel("the same, magnified", shown[-1].lines, True, window))
+    shown.append(Panel("held-out perplexity, magnified", shown[-1].lines, True, window))
     return exhibit(
         key,
         title,
@@ -276,7 +276,7 @@ def outcome_of(runs: Sequence[GridRun], recipe: dict[str, Any]) -> Outcome:
     """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
-        points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
+        runs: training runs of one depth and width. recipe: of their grid, as `read_grid` gives it.
     """
     data = comparable(runs)
     printed = captions(data, data.printed, " with the printed gradient")
@@ -301,7 +301,7 @@ def _of_shape(study: Study, layers: int, width: int) -> Outcome:
         shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
         has = ", ".join(f"{depth} layers at d = {size}" for depth, size in shapes)
         raise UsageError(
-            f"the grid has no training of {layers} layers at d = {width} (it has {has}): train them with "
+            f"the grid has no training run of {layers} layers at d = {width} (it has {has}): train them with "
             f"`theodolite train locater --layers {layers} --widths {width}`"
         )
     return outcome_of(chosen, recipe)
@@ -321,7 +321,7 @@ def _grid_of(study: Study) -> Path:
     grid = study.run.provenance.get("grid")
     if grid is None:
         raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of training runs: give the folder "
+            "figures 6 to 12 of localization are read from a grid of training runs: pass the folder "
             "that `theodolite train locater` wrote"
         )
     return Path(grid["folder"])

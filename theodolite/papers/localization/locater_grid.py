@@ -40,7 +40,7 @@ from theodolite.system.interrupt import interruptible
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000
-"""Steps by which every training goes on before any goes further."""
+"""Steps that every training run takes before any goes further."""
 
 RUN_FOLDERS = "points"
 CLAIM = "grid.json"
@@ -53,7 +53,7 @@ class Grid:
     Attributes:
         layers, widths: depths and d; every combination of all that follows at each.
         seeds: 0 … seeds − 1.
-        scale: κ₁ of every LocAteR training.
+        scale: κ₁ of every LocAteR training run.
         means: κ₂ of the LocAteR training runs.
         weight_decays: of the training runs without LocAteR; 0.01 is the published one.
         gradient: of the second term of LocAteR (`locater_penalty`).
@@ -68,7 +68,7 @@ class Grid:
     gradient: Gradient = "exact"
 
     def settings(self) -> list[Setting]:
-        """Every training; a seed's before the next seed's."""
+        """Every setting; a seed's before the next seed's."""
         settings = []
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
@@ -96,12 +96,12 @@ def train_grid(
 
     Raises:
         UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
-        WorkError: a training failed (the others are finished), or a file cannot be written.
+        WorkError: a training run failed (the others are finished), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
     """
     for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
         if number < 1:
-            raise UsageError(f"there is no {what} to train with: give at least one {what}.")
+            raise UsageError(f"there is nothing to train: give at least one {what}.")
     for setting in settings:
         setting.check()
     with disk_errors(job.folder):
@@ -166,7 +166,7 @@ def _train_all(
                             training.finish()
                         _say_progress(training, first_step, time.perf_counter() - began, say)
                 except Timeout:
-                    say(f"{setting.name}: another process is at it; left out")
+                    say(f"{setting.name}: another process is training it; skipped")
                 except TheodoliteError as error:
                     failed[setting] = str(error)
                     say(f"{setting.name}: {error}")
@@ -252,19 +252,19 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
 
 
 def steps_of(folder: Path) -> int:
-    """The step of a training's checkpoint; 0 where there is none."""
+    """The step of a training run's checkpoint; 0 where there is none."""
     place = folder / "checkpoint.safetensors"
     if not place.exists():
         return 0
     try:
         return int(read_notes(place)["step"])
     except CorruptFile as error:
-        raise UsageError(f"{place} is damaged ({error}): remove {folder} to begin it anew.") from error
+        raise UsageError(f"{place} is damaged ({error}): remove {folder} to start it over.") from error
 
 
 @dataclass(frozen=True)
 class GridRun:
-    """What one training of a grid has given so far.
+    """What one training run of a grid has given so far.
 
     Attributes:
         losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
@@ -287,7 +287,7 @@ def is_grid(folder: str | Path) -> bool:
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
-    """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
+    """How a grid's training runs are made, and all of them, in the order of their names; also while they go on.
 
     Raises:
         UsageError: the folder holds no grid, or none that has been measured.
@@ -299,7 +299,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
     runs = [_grid_run(place) for place in sorted((folder / RUN_FOLDERS).glob("*")) if _readable(place)]
     if not runs:
-        raise UsageError(f"{folder} holds no training that has been saved yet; wait for the first ones.")
+        raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
     return recipe, runs
 
 

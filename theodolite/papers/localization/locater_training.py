@@ -1,6 +1,7 @@
 """One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
-A training lives in a folder and goes on from its checkpoint to whatever step is asked for next; the learning rate is
+A training run lives in a folder and resumes from its checkpoint to whatever step is asked for next; the learning rate
+is
 fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
 seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
 batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
@@ -234,7 +235,7 @@ class LocaterTraining:
                 write_text(place, claim)
         if place.read_text(encoding="utf-8") != claim:
             raise UsageError(
-                f"{self.folder} holds a training run of other settings; remove it to begin anew."
+                f"{self.folder} holds a training run of other settings; remove it to start over."
             )
         if not self._checkpoint.exists():
             return

@@ -91,7 +91,7 @@ def compare_learning_rates(
         show_progress: told before each training run.
 
     Returns:
-        runs: one row a training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
+        runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
             loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
             the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
             are numbers of updates done; empty where it never happens.

@@ -1,7 +1,7 @@
 """What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
 
 Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The training runs and what
-counts as a loss that notices are in `collapse`.
+counts as a loss that notices are in `monitor_runs`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SHOWN = (
     ("loss", "loss, nats per character"),
     ("entropy_share_min", "lowest entropy of a head over its maximum"),
     ("propagation_min", "lowest ρ of a head"),
-    ("alarms", "alarms that stand"),
+    ("alarms", "active alarms"),
 )
 SOURCE = "theodolite's own; the alarms are those of docs/monitor.md"
 
 
 def judged(runs: pd.DataFrame) -> list[Verdict]:
-    """Verdicts on `runs` of `collapse`: the lead over the loss, and the false alarms."""
+    """Verdicts on `runs` of `compare_learning_rates`: the lead over the loss, and the false alarms."""
     failing, healthy = runs[runs["pace"] != HEALTHY.name], runs[runs["pace"] == HEALTHY.name]
     warned = failing["first_alarm"].notna()
     late = warned & (failing["first_alarm"] >= failing["loss_notices"])  # False where the loss never notices
@@ -53,18 +53,21 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
     leads = failing["lead"].dropna()
     lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
     evidence = (
-        f"first alarm before the loss rises or stalls more than in any healthy training in "
+        f"first alarm before the loss rises or stalls more than in any healthy training run, in "
         f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} of "
         f"them the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
     )
     claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
     false_alarms = healthy["first_alarm"].notna()
-    alarm_evidence = f"alarms in {int(false_alarms.sum())} of {counted(len(healthy), 'healthy training')}; criterion: in none (ours)"
-    no_alarm_claim = "A training at a good learning rate raises no alarm (ours)"
+    alarm_evidence = (
+        f"alarms in {int(false_alarms.sum())} of {counted(len(healthy), 'healthy training run')}; criterion: in none "
+        "(ours)"
+    )
+    no_alarm_claim = "A training run at a good learning rate raises no alarm (ours)"
     return [
         Verdict(claim, HOLDS if (warned & ~late).all() else FAILS, evidence)
         if len(failing)
-        else Verdict(claim, UNTESTABLE, "no failing training"),
+        else Verdict(claim, UNTESTABLE, "no failing training run"),
         Verdict(no_alarm_claim, FAILS if false_alarms.any() else HOLDS, alarm_evidence),
     ]
 
@@ -77,7 +80,7 @@ def _monitor(study: Study) -> Outcome:
         Characters.of_text(text, LENGTH),
         seeds=seeds,
         show_progress=lambda name, seed: study.say(
-            f"training {next(numbers)} of {len(seeds) * len(LEARNING_RATES)}: {name}, seed {seed}"
+            f"training run {next(numbers)} of {len(seeds) * len(LEARNING_RATES)}: {name}, seed {seed}"
         ),
     )
     runs = comparison["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
@@ -114,10 +117,10 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
     names = ("first alarm", "the loss rises or stalls", "the loss is behind the healthy one's")
     return exhibit(
         "moments",
-        "Who notices first",
+        "What notices first",
         figures_monitor.moments(rows, dict(zip(names, steps, strict=True)), STEPS),
-        "A dot where each training was noticed; no dot: never. The last kind needs the healthy training beside it, "
-        "which nobody has in practice.",
+        "A dot where each kind of sign appeared first; no dot: never. The last kind needs the healthy training run "
+        "for comparison, which nobody has in practice.",
         "whether the first alarm is left of the loss, and no alarm in the healthy training runs.",
         SOURCE,
     )
@@ -143,7 +146,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
         f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
         f"the monitor looks every {EVERY} steps.",
-        "how far the heads have gone while the loss still falls.",
+        "how far the heads have degenerated while the loss still falls.",
         SOURCE,
         wide=True,
     )
@@ -152,7 +155,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
 MONITORED = [
     Experiment(
         "localization/monitor",
-        "A collapse caught while it happens: the monitor beside the loss, at learning rates that are too high",
+        "Collapse detected while it happens: the monitor against the loss, at learning rates that are too high",
         "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
         (),
         _monitor,

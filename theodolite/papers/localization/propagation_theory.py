@@ -1,6 +1,6 @@
 """Figures 1 and 2 of Bao et al. 2024: the piecewise linear softmax, and ρ(θ) as published and as corrected.
 
-They need no model and no text. Limits are in `localization_limits`, a simulation is in `localization_walks`.
+They need no model and no text. Limits are in `limits`, a simulation is in `simulated_walks`.
 """
 
 from __future__ import annotations

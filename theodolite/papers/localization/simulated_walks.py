@@ -1,6 +1,6 @@
 """Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, beside four predictions of ρ.
 
-It needs no model and no text. What is simulated is in `walks`.
+It needs no model and no text. The simulation is in `walk_simulation`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
         name,
         f"Simulated signal propagation, {name} Σ",
         drawing.simulation(positions, *values(0)),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in which "
+        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
+        "which "
         f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
         "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
         "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
@@ -188,7 +189,7 @@ def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, 
     shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
     verdicts.append(
         judge(
-            "What the exact distribution leaves is the simulation's own error",
+            "The exact distribution differs from the simulation by the simulation's own error alone",
             f"share of points beyond {FAR:g} standard errors over walks, {points}",
             float(np.mean(shares)),
             WITHIN_ERROR,
@@ -229,7 +230,7 @@ def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
         verdicts.append(
             judge(
                 f"ρ localizes with {change} (section 5, Fig. 5)",
-                f"effective share of positions {contrast}, the least ({where})",
+                f"effective share of positions {contrast}, the smallest ({where})",
                 value,
                 NARROWER,
                 error,
@@ -258,7 +259,7 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
     return [
         judge(
             "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
-            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the least ({where})",
+            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
             value,
             HIGHER,
             error,
@@ -302,7 +303,7 @@ def _readings(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor
 
 
 def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
-    """One row a covariance and pair."""
+    """One row per covariance and pair."""
     parts = []
     for name, sim in sims.items():
         square, widths = sim.eigenvalues.square().sum(-1), width(sim.propagates)
@@ -328,7 +329,7 @@ def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]])
 
 
 def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
-    """One row a covariance, pair and token."""
+    """One row per covariance, pair and token."""
     rows = []
     for name, sim in sims.items():
         columns = {"simulated": sim.propagation}

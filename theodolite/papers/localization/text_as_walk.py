@@ -76,7 +76,7 @@ def text_walk(study: Study) -> TextWalk:
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(study.run.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
@@ -169,7 +169,7 @@ def _growth(moments: WalkMoments) -> Exhibit:
             at, list(LINES.values()), values(count // 2), ("t", "E‖x_t‖² over E‖x_1‖²"), xaxis=log, yaxis=log
         ),
         "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
-        "a line of slope 1, as that of the simulated walk; behind a norm the size cannot grow at all.",
+        "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
         f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
         choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
     )
@@ -209,7 +209,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
 
     return exhibit(
         "layers",
-        "How much of a walk each layer is",
+        "How closely each layer follows a random walk",
         drawing.curves(
             tables[TEXT]["layer"].to_numpy(dtype=np.float64),
             list(LINES.values()),
@@ -250,21 +250,30 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
             EXPLAINS,
         ),
         _verdict(
-            "The residual stream, too, has the second moments of a random walk",
+            "The residual stream has the second moments of a random walk",
             residual,
             "r_squared",
             EXPLAINS,
         ),
         _verdict(
-            "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
+            "The increments of what attention reads are uncorrelated (Assumption 1)",
+            text,
+            "autocorrelation",
+            UNCORRELATED,
+            size=True,
         ),
         _verdict(
-            "Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)",
+            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
             text,
             "growth",
             GROWTH_EXPONENT,
         ),
-        _verdict("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
+        _verdict(
+            "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
+            text,
+            "frobenius",
+            NEAR,
+        ),
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
             f"{MEASURES['autocorrelation']}, text less random tokens",
@@ -297,7 +306,7 @@ def _readings(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[R
     simulated = tables[WALK]
     rows.append(
         Reading(
-            "lowest R² of the simulated walk over layers: what this test gives a true walk",
+            "lowest R² of the simulated walk over layers: what this test gives for a true walk",
             number(float(simulated["r_squared"].min())),
             "a walk: 1",
         )

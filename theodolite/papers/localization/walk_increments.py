@@ -33,7 +33,7 @@ LAGS = 8
 """Of the autocorrelation of increments."""
 
 LEAST_LENGTH = LAGS + 4
-"""Tokens a context: every lag has at least two pairs of increments."""
+"""Tokens per context: every lag has at least two pairs of increments."""
 
 
 class WalkSums(LayerSums):

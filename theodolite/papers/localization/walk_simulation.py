@@ -26,7 +26,7 @@ class WalkSetting:
     """What is simulated. The sizes are the paper's; it does not print its pairs of mean and scale, these are ours.
 
     Attributes:
-        width: d. length: T tokens a walk. walks: walks for each W_QK. draws: W_QK for each pair.
+        width: d. length: T tokens per walk. walks: walks for each W_QK. draws: W_QK for each pair.
         means, scales: of the eigenvalues w ~ N(mean, scale²) of W_QK; every mean with every scale is a pair.
     """
 

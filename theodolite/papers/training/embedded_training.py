@@ -1,6 +1,7 @@
 """The small, seeded trainer that made the embedded model, and can make others like it.
 
-`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`tiny_model.py`) on it with plain PyTorch,
+`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`embedded_model.py`) on it with plain
+PyTorch,
 and writes a folder that `transformers` opens. It is made for a few
 million parameters on a few processor cores: no distribution, no other architectures, no options beyond
 `EmbeddedConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,

@@ -81,7 +81,7 @@ def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> s
     python = platform.python_version()
     return CARD.format(
         license="psfl" if python_text else "unknown",
-        data=PYTHON_TEXT.format(python=python) if python_text else "The text was its user's own.\n",
+        data=PYTHON_TEXT.format(python=python) if python_text else "The text was supplied by the user.\n",
         command=command(result, config, python_text),
         theodolite=__version__,
         torch=torch.__version__,
@@ -95,7 +95,7 @@ def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> s
 
 
 def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
-    """The call that repeats the training: on the command line where that has the options, else in Python."""
+    """The call that repeats the training run: on the command line where that has the options, else in Python."""
     changed = {
         field.name: getattr(config, field.name)
         for field in fields(config)
@@ -106,7 +106,8 @@ def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -
         return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     text = "" if python_text else "sources=…, "
-    return f"train_embedded_model({result.folder.name!r}, {text}config=EmbeddedConfig({settings}), threads={result.threads})"
+    arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
+    return f"train_embedded_model({result.folder.name!r}, {arguments})"
 
 
 def _row(result: EmbeddedResult, name: str) -> str:

@@ -121,7 +121,7 @@ def train_task_model(
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
-    """One token a character; a character that is not among `characters` is left out."""
+    """One token per character; a character that is not among `characters` is left out."""
     vocabulary = {character: index for index, character in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")

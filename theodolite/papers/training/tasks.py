@@ -46,7 +46,7 @@ class Task(Protocol):
 
     @property
     def characters(self) -> str:
-        """The vocabulary, one token a character."""
+        """The vocabulary, one token per character."""
 
     @property
     def length(self) -> int:

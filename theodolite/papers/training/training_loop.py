@@ -1,4 +1,4 @@
-"""The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to go on from.
+"""The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to resume from.
 
 The folder of the checkpoint says whose it is from the start, so that another training run takes nothing from it.
 It knows no text, no task and no architecture. Whatever is random in a step is drawn from (seed, step) alone, so
@@ -40,7 +40,7 @@ class TrainingLoop:
     """How a model is fitted, whatever it is fitted to.
 
     `loss(step)` is the mean loss of that step's batch, a scalar with a graph; `rate(step)` its learning rate.
-    `identity` says which training the folder of `checkpoint` and all in it belong to. `done(steps, loss)` is
+    `identity` says which training run the folder of `checkpoint` and all in it belong to. `done(steps, loss)` is
     called after every update (and with 0 and NaN before the first) and `saved(steps, loss)` after every
     checkpoint that is due.
     """
@@ -110,7 +110,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Traini
 
 
 def check_numbers(seed: int, threads: int) -> None:
-    """Refuse what no training can use.
+    """Refuse what no training run can use.
 
     Raises:
         UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive.
@@ -140,7 +140,7 @@ def _trained(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
-    """Write into the checkpoint's folder which training it is of, unless it says so already.
+    """Write into the checkpoint's folder which training run it is of, unless it says so already.
 
     A folder that does not say has to have a checkpoint, which `_restore` has judged by what is written in it.
     """
@@ -159,7 +159,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
         and not checkpoint.exists()
         and set(folder.iterdir()) - {claim.with_name(claim.name + TEMPORARY)}
     ):
-        raise UsageError(f"{folder} does not say which training run it holds; remove it to begin anew.")
+        raise UsageError(f"{folder} does not say which training run it holds; remove it to start over.")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(identity, indent=2) + "\n"
@@ -167,7 +167,7 @@ def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
 
 
 def _another(folder: Path) -> UsageError:
-    return UsageError(f"{folder} holds a training run of other settings or text; remove it to begin anew.")
+    return UsageError(f"{folder} holds a training run of other settings or text; remove it to start over.")
 
 
 def _checkpoint(
@@ -210,11 +210,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         return read_checked(path)
     except CorruptFile as error:
-        raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to begin anew.") from error
+        raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to start over.") from error
 
 
 def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
-    """Refuse to train into what is there, unless this training wrote it and was killed before it forgot its checkpoint.
+    """Refuse to train into what is there, unless this training run wrote it and was killed before it forgot its
+    checkpoint.
 
     Raises:
         UsageError: `out` exists, and the checkpoint is not of the last step, or not there.
@@ -224,7 +225,7 @@ def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
 
 
 def publish(finished: Path, out: Path, checkpoint: Path) -> None:
-    """Give the finished folder its name, and forget the training: last of all its checkpoint.
+    """Give the finished folder its name, and forget the training run: last of all its checkpoint.
 
     Raises:
         UsageError: `out` is there, with another model in it.
