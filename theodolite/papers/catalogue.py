@@ -172,7 +172,7 @@ def find(name: str) -> list[Experiment]:
     is `figure5`, in every group.
 
     Raises:
-        UsageError: no such name; the nearest ones are said.
+        UsageError: no such name; the error suggests the nearest ones.
     """
     experiments: dict[str, Experiment] = {}
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
@@ -211,7 +211,7 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
     """Refuse an option that none of the experiments takes, rather than ignore it.
 
     Raises:
-        UsageError: such an option; who takes it is said.
+        UsageError: such an option; the error names the experiments that take it.
     """
     known = {option for experiment in experiments for option in experiment.options}
     for option in given:

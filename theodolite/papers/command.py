@@ -106,7 +106,7 @@ def run_experiments(
 def show_outcome(
     experiment: Heading, outcome: Outcome, console: Console, shown_verdicts: Collection[Verdict] = ()
 ) -> None:
-    """Print what the paper says beside what was found, and the verdicts that were not `said` before."""
+    """Print the paper's numbers next to the measured ones, and the verdicts that are not in `shown_verdicts`."""
     console.print(f"\n[bold]{escape(experiment.name)}[/bold]  {escape(experiment.title)}", highlight=False)
     if outcome.readings:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -75,7 +75,7 @@ class Study:
             )
 
     def outcome(self, experiment: Experiment) -> Outcome:
-        """What the experiment gives; made once.
+        """The experiment's outcome; made once.
 
         Raises:
             UsageError: something that it needs is not there.
@@ -87,7 +87,7 @@ class Study:
         return self._outcomes[experiment.name]
 
     def cached(self, name: str, make: Callable[[], Result]) -> Result:
-        """What several experiments work on, made by the first that asks for it under this name."""
+        """What several experiments share under a name, made when first asked for."""
         if name not in self._shared:
             self._shared[name] = make()
         result: Result = self._shared[name]
@@ -145,6 +145,13 @@ class Study:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
 
 
+def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
+    """The contexts `chosen` (a slice or indices) of a corpus."""
+    return Corpus(
+        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
+    )
+
+
 def model_run(model: OpenModel, seed: int = 0) -> Run:
     """What stands for the run of experiments that read a prompt alone: no tables, and the provenance of the model."""
     empty = pd.DataFrame()
@@ -154,17 +161,18 @@ def model_run(model: OpenModel, seed: int = 0) -> Run:
 
 def theory_run(seed: int = 0) -> Run:
     """What stands for the run of experiments that need none: no tables, and the provenance of nothing read."""
+    return run_without_tables("no model", "no model", seed=seed)
+
+
+def run_without_tables(
+    model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
+) -> Run:
+    """What stands for the run of experiments that survey no model: no tables, and this provenance.
+
+    Args:
+        model, architecture, layers, heads: as pages name the model. provenance: further entries.
+    """
     empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": "no model",
-            "sha256": None,
-            "architecture": "no model",
-            "layers": 0,
-            "heads": 0,
-        },
-        "seed": seed,
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
+    entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
+    return Run(empty, empty, empty, empty, empty, {}, entries | provenance)

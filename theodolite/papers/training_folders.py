@@ -1,4 +1,4 @@
-"""Experiments that are read from a folder of training runs instead of a model: which folder is whose."""
+"""Experiments that are read from a folder of training runs instead of a model: which folder belongs to which."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from theodolite.passes.run import Run
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """A kind of folder: the command that writes it, how it is told, what stands for its run, what is read from it."""
+    """A kind of folder: the command that writes it, how it is recognised, the stand-in for its run, what is read "
+    "from it."""
 
     command: str
     is_there: Callable[[Path], bool]

@@ -118,5 +118,5 @@ def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path)
         no_op_run(folder.parent / "begun")
     study = Study(no_op_run(folder))
     del study.run.provenance["escapes"]
-    with pytest.raises(UsageError, match="give the one"):
+    with pytest.raises(UsageError, match="pass the folder"):
         study.outcome(NO_OP[0])

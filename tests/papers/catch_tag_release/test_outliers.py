@@ -111,7 +111,7 @@ def test_a_model_without_massive_activations_gives_no_verdict_on_them(opened):
 
 def test_the_text_of_the_run_must_be_given(studied):
     study, _ = studied
-    with pytest.raises(UsageError, match="give it too"):
+    with pytest.raises(UsageError, match="pass it as well"):
         Study(study.run, study.model).outcome(OUTLIERS[0])
 
 

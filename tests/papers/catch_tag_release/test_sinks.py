@@ -162,7 +162,7 @@ def test_a_text_without_sinks_is_not_judged(model):
 
 
 def test_refusals(model, run):
-    with pytest.raises(UsageError, match="give it beside the run"):
+    with pytest.raises(UsageError, match="pass it together with the run"):
         Study(run, model).outcome(TRACE)
     with pytest.raises(UsageError, match="writes no tag in this text"):
         Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(ABLATION[0])

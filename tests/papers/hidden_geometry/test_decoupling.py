@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.papers.hidden_geometry.decoupling import decouple, haar_rotation
+from theodolite.papers.haar import haar_rotation
+from theodolite.papers.hidden_geometry.decoupling import decouple
 
 
 def sample(seed: int, *shape: int) -> Tensor:

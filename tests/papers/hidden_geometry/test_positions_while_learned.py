@@ -141,7 +141,7 @@ def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
 
 
 def test_a_series_needs_the_text(run, adder):
-    with pytest.raises(UsageError, match="give the text"):
+    with pytest.raises(UsageError, match="pass the text"):
         Study(_of(run, adder), adder).outcome(SERIES)
 
 
@@ -203,7 +203,7 @@ def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share,
     assert known or f"{share:.2f}" in verdict.evidence
     alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
     assert alone.answer == UNTESTABLE
-    assert "give the model" in alone.evidence
+    assert "pass the model" in alone.evidence
 
 
 def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):

@@ -296,11 +296,11 @@ def test_published_figures_on_other_models_have_their_names():
 def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
     """Oracle: Python's HTML parser finds the scripts that the page has for a harmless prompt, and no others."""
     run, model, _ = surveyed("gpt2")
-    outcome = EXPERIMENTS["geometry/figure6"]
+    figure_6 = EXPERIMENTS["geometry/figure6"]
     pages = []
     for prompt in ("an angle", "<script>\x1b\u202e</script>"):
-        outcome = reproduce(outcome.name, run, model, focus=Focus(prompt, 1, 2))
-        pages.append(write_outcome(outcome, outcome, run, tmp_path).read_text())
+        outcome = reproduce(figure_6.name, run, model, focus=Focus(prompt, 1, 2))
+        pages.append(write_outcome(figure_6, outcome, run, tmp_path).read_text())
     plain, hostile = (Reader(page) for page in pages)
     assert len(hostile.named("script")) == len(plain.named("script"))
     assert "\x1b" not in pages[1]

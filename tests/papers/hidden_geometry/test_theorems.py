@@ -78,7 +78,7 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     monkeypatch.setattr(theorems, "DRAWS", 30)
     outcome = Study(run).outcome(THEOREM_2)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
-    assert all("drawn bases, not of this model" in verdict.claim for verdict in outcome.verdicts)
+    assert all("on random bases, not on this model" in verdict.claim for verdict in outcome.verdicts)
     assert (
         "at width 128 the noise of size 1/√d dominates at every incoherence" in outcome.verdicts[2].evidence
     )

@@ -134,7 +134,7 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
         train_grid(replace(job, steps=0), SETTINGS[:1], files, console())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/grid.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="no training that has been saved"):
+    with pytest.raises(UsageError, match="no saved training run"):
         read_grid(tmp_path / "empty")
 
 

@@ -87,7 +87,7 @@ def test_a_series_is_not_taken_over_by_another_training(
     before = hashes(partial)
     for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
         with pytest.raises(
-            UsageError, match="holds a training run of other settings or text; remove it to begin"
+            UsageError, match="holds a training run of other settings or text; remove it to start over"
         ):
             adder(tmp_path / "m", **change)
     assert hashes(partial) == before
@@ -121,7 +121,7 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted
     (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to begin anew"):
+    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to start over"):
         adder(tmp_path / "n")
 
 

@@ -97,7 +97,7 @@ def _outside(numbers: Tensor) -> list[Reading]:
 
 
 def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """Errors of the construction by (b, d) and s_tag, over sequences, beside the derived ones."""
+    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
     averages = mean_after(numbers, places)
     rows = []
     for name, (b, d) in VARIANTS.items():
@@ -112,7 +112,7 @@ def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
 
 
 def _attention(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, beside the derived ones."""
+    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, against the derived ones."""
     place = torch.arange(numbers.shape[-1])
     after, is_separator = place > places[:, None], place == places[:, None]
     products = torch.where(is_separator[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())

@@ -37,7 +37,7 @@ HELD_OUT_SEED = 1 << 31
 """Added to a seed for sequences not used in training."""
 
 DIRECTIONS = 64
-"""Random directions beside the tag's own."""
+"""Random directions that the tag's own is compared with."""
 
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""
@@ -73,7 +73,7 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
     sink: mean attention of tokens after [SEP] to it; sinks: share of sequences in which it exceeds 0.3. outlier: RMS of
-    the residual stream's largest coordinate over the median of the others, tokens after [SEP]. tag_share: share of
+    the residual stream's largest coordinate over the median of the others, over tokens after [SEP]. tag_share: share of
     the tag direction (difference of means of what the first layer writes after and before [SEP]) in its largest
     coordinate. eta: between over total sum of squares of what it writes, tokens grouped by before and after [SEP];
     eta_chance the same with the places of another sequence. second_…: second over first singular value. …_begun: the

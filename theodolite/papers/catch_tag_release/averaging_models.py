@@ -49,7 +49,7 @@ RECIPES = {
     AveragingRecipe(QK_NORM, WIDTH, 1000, 64, 0.01, normed=True): 5,
     AveragingRecipe(QK_NORM + PENALISED, WIDTH, 1000, 64, 0.01, normed=True, penalised=True): 5,
 }
-"""What is trained, and with how many seeds."""
+"""Recipe → number of seeds."""
 
 UNSOLVED = Criterion("at least", SOLVED.limit, "no longer solved")
 SPECIFIC_SHARE = 0.05
@@ -138,7 +138,7 @@ def judged(models: pd.DataFrame) -> list[Verdict]:
 
 
 def _mean(claim: str, what: str, values: pd.Series, criterion: Criterion) -> Verdict:
-    """Judge a mean over seeds; its range is said."""
+    """Judge a mean over seeds; the evidence gives its range."""
     spread = f" (from {_range(values)})" if len(values) else ""
     return judge(
         claim, f"{what}, mean over seeds{spread}", float(values.mean()), criterion, float(values.sem())
@@ -150,7 +150,7 @@ def _mean_of(values: pd.Series) -> str:
 
 
 def _tag_is_read(claim: str, rows: pd.DataFrame) -> Verdict:
-    """Whether models need the tag's direction, beyond what any direction of what the layer writes would cost them."""
+    """Whether models need the tag's direction more than a random direction of what the layer writes."""
     if rows.empty:
         return Verdict(claim, UNTESTABLE, "no model solves the task")
     fails = UNSOLVED.met(rows["left_untagged"].to_numpy(dtype=np.float64))

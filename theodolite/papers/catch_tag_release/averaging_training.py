@@ -28,7 +28,7 @@ RECORDED = 10
 """Steps whose losses are averaged to one point of a curve."""
 
 FREE_ATTENTION = 0.15
-"""Mean attention of a sequence to [SEP] that is free of charge where it is held down: half of what makes a sink."""
+"""Mean attention of a sequence to [SEP] that costs nothing where it is penalised: half of what makes a sink."""
 
 PENALTY_WEIGHT = 1.0
 """Weight of what exceeds it in the loss: four times the variance of the target, were all attention there."""
@@ -37,7 +37,7 @@ START_SCALE = 0.5
 """Of the entries of the paper's matrices before training; at 1 fewer seeds learn."""
 
 START_TAG = 5.0
-"""Mean of s_tag at the large_tag start: [SEP] begins outside of the numbers, which are N(0, 1) with tag −1."""
+"""Mean of s_tag with `large_tag`: [SEP] starts outside the range of the numbers, which are N(0, 1) with tag −1."""
 
 WARM_UP, FINAL_RATE = 50, 0.02
 
@@ -55,7 +55,7 @@ class AveragingRecipe:
         steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step.
         large_tag: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
         normed: the second layer's queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2).
-        penalised: attention to [SEP] above `FREE_ATTENTION` is charged for.
+        penalised: attention to [SEP] above `FREE_ATTENTION` is penalised.
     """
 
     name: str
@@ -294,7 +294,7 @@ def _share_of_rate(step: int, steps: int) -> float:
 
 
 def sink_penalty(forward_pass: ForwardPass, separator: Places) -> Tensor:
-    """What a held model pays for attention to [SEP]: its excess over `FREE_ATTENTION`, summed over seeds."""
+    """The loss term of a penalised model: the attention to [SEP] in excess of `FREE_ATTENTION`, summed over seeds."""
     after = torch.arange(forward_pass.attention.shape[-1]) > separator[..., None]
     attention = (attention_to_separator(forward_pass, separator) * after).sum(-1) / after.sum(-1)
     return PENALTY_WEIGHT * (attention - FREE_ATTENTION).clamp_min(0).mean(-1).sum()

@@ -24,10 +24,9 @@ from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import Criterion, Verdict
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.paired_effects import Effect, judge_interval
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.run import Run
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
@@ -199,25 +198,15 @@ def is_few_shot(folder: str | Path) -> bool:
 def few_shot_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/figure3`: no tables, and the provenance of a folder."""
     folders = models_in(folder)
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{counted(len(folders), 'model')} in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "GPT-NeoX",
-            "layers": 0,
-            "heads": 0,
-        },
-        "seed": 0,
-        "few_shot": {
+    return run_without_tables(
+        f"{counted(len(folders), 'model')} in {Path(folder).name}",
+        "GPT-NeoX",
+        few_shot={
             "folder": str(folder),
             "models": [model_folder.name for model_folder in folders],
             "prompts": PROMPTS,
         },
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    )
 
 
 FIGURE_3 = [

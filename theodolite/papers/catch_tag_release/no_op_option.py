@@ -28,11 +28,10 @@ from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.paired_effects import Effect, judge_interval
 from theodolite.papers.training.embedded_model import NO_OPS
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.run import Run
 from theodolite.report.drawing import escape as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
@@ -232,34 +231,24 @@ def no_op_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/escape`: no tables, and the provenance of a folder.
 
     Raises:
-        UsageError: not all models of a seed are there yet.
+        UsageError: not all models of a seed are trained yet.
     """
     seeds: Sequence[int] = seeds_of(Path(folder))
     if not seeds:
         raise UsageError(
             f"{folder} has no seed whose models are all trained: resume with `{COMMAND} --out {folder}`"
         )
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{counted(len(NO_OPS) * len(seeds), 'model')} in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "gpt-oss, one expert",
-            "layers": 0,
-            "heads": 0,
-        },
-        "seed": 0,
-        "escapes": {
+    return run_without_tables(
+        f"{counted(len(NO_OPS) * len(seeds), 'model')} in {Path(folder).name}",
+        "gpt-oss, one expert",
+        escapes={
             "folder": str(folder),
             "seeds": list(seeds),
             "contexts": CONTEXTS,
             "threshold": number(SINK_THRESHOLD),
             "training": json.loads((Path(folder) / CLAIM).read_text(encoding="utf-8")),
         },
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    )
 
 
 NO_OP = [

@@ -365,7 +365,7 @@ def _counts(outliers: Outliers) -> Exhibit:
     }
     return exhibit(
         "counts",
-        "Published thresholds beside those from data",
+        "Published thresholds against those from data",
         drawing.counts(columns, "dimensions"),
         "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
         "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",

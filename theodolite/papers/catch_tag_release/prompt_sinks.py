@@ -97,7 +97,8 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """What is coloured, in the order of the computation; the head's output is the tag, deeper layers the release."""
+    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers "
+    "the release."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {

@@ -24,6 +24,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.papers.experiment import corpus_subset
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.settings import RankRatio
@@ -47,11 +48,11 @@ MOST_CONTEXTS = 128
 
 @dataclass(frozen=True)
 class ModelSinks:
-    """What is measured of one model.
+    """The measures of one model.
 
     Attributes:
         loss: next-token loss of each context, nats per token.
-        sinks: which keys of which heads are sinks of each context (the survey's criterion; no learned columns).
+        sinks: which keys of which heads are sinks of each context (the survey's criterion; learned sink logits aside).
         prompt: one head on one prompt, where one was asked for.
     """
 
@@ -62,7 +63,7 @@ class ModelSinks:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The head that is looked at, and on what."""
+    """The head that is shown, and on which prompt."""
 
     ids: Tensor
     layer: int
@@ -113,7 +114,7 @@ def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -
 
 
 def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Sinks of another model that the first has not, over the first one's; its standard error over contexts."""
+    """Sinks of another model that the first lacks, over the first one's; its standard error over contexts."""
     return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
 
 
@@ -149,9 +150,8 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
 
 def part_of(corpus: Corpus, contexts: slice) -> Corpus:
     """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
-    ids, labels = corpus.contexts[contexts], corpus.labels[contexts]
-    chosen = evenly(len(ids), MOST_CONTEXTS)
-    return Corpus(corpus.name, ids[chosen], labels[chosen], corpus.label_names, corpus.seed)
+    part = corpus_subset(corpus, contexts)
+    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
 
 
 def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:

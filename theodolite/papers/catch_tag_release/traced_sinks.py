@@ -233,7 +233,7 @@ def _sink_summary(row: pd.Series) -> str:
 
 
 def trace_of(study: Study) -> Run:
-    """The trace of the study's text, made once and kept beside the pages.
+    """The trace of the study's text, made once and kept next to the pages.
 
     Raises:
         UsageError: there is no text.

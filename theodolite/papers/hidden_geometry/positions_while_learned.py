@@ -17,7 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
 from theodolite.models import OpenModel, open_model
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, corpus_subset
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import (
     binomial_error,
@@ -58,7 +58,7 @@ SMOOTH_CURVE = {
     "relative_norm": criteria.SIGNIFICANT,
 }
 SPIRAL = SMOOTH_CURVE | {"turns": criteria.SPIRAL_TURNS}
-"""What the positions of a layer must meet, all of it, to be a smooth, significant curve; and a spiral."""
+"""What the positions of a layer must meet, all of them, to be a smooth, significant curve; and a spiral."""
 
 ACCURATE = Criterion("at least", 0.99, "section 4.3: “above 99%”")
 NO_GENERALISATION = Criterion(
@@ -80,7 +80,7 @@ class _Checkpoint:
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
-    """Training step → checkpoint, of the folder that the model was opened from, or beside it in its series.
+    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series.
 
     Raises:
         UsageError: there is no series.
@@ -101,10 +101,7 @@ def series_of(model: OpenModel) -> dict[int, Path]:
 
 def some_contexts(corpus: Corpus) -> Corpus:
     """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
-    chosen = evenly(len(corpus.contexts), SURVEYED_CONTEXTS)
-    return Corpus(
-        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
-    )
+    return corpus_subset(corpus, evenly(len(corpus.contexts), SURVEYED_CONTEXTS))
 
 
 def _surveyed(study: Study) -> list[_Checkpoint]:

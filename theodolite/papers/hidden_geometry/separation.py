@@ -184,7 +184,7 @@ COMPARED = {
 
 
 def _reading_against_paper(run: Run, name: str, title: str, part: str) -> Reading:
-    """The mean over layers, beside that of the models that the paper has on OpenWebText."""
+    """The mean over layers, next to that of the models that the paper has on OpenWebText."""
     rows = published.AVERAGES.items() if part else ()
     printed = ", ".join(f"{model}: {getattr(row, part)[0]:g}" for model, row in rows)
     mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))

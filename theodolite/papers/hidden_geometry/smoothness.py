@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN_POSITIONS = 128
 SHOWN_FREQUENCIES = 10
 NEARBY = 32
-"""The diagonal of a Gram matrix is compared with what lies a 32nd of the positions beside it."""
+"""The diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away."""
 
 ENERGY = 0.9
 
@@ -98,7 +98,7 @@ def _figure_7(study: Study) -> Outcome:
             "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
             "same positions and width, centred as the learned bases are.",
             "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
-            f"{SONG}, Fig. 7 beside Fig. 2",
+            f"{SONG}, Fig. 7 against Fig. 2",
             choice=by_name(
                 "basis", figure_names, lambda place: geometry.gram_traces(pictured, place), grid=True
             ),
@@ -110,7 +110,7 @@ def _figure_7(study: Study) -> Outcome:
             drawing.singular_values_beside(values[1:], values[0], "sinusoidal"),
             "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
             "learned curves that drop sooner.",
-            f"{SONG}, Fig. 7 beside Fig. 3, left",
+            f"{SONG}, Fig. 7 against Fig. 3, left",
         ),
         exhibit(
             "frequencies",
@@ -118,7 +118,7 @@ def _figure_7(study: Study) -> Outcome:
             geometry.dct(pictured, 0),
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "more weight away from the corner in the fixed encoding.",
-            f"{SONG}, Fig. 7 beside Fig. 3, right",
+            f"{SONG}, Fig. 7 against Fig. 3, right",
             choice=by_name("basis", figure_names, lambda place: geometry.dct_traces(pictured, place)),
         ),
     ]
@@ -243,7 +243,7 @@ SMOOTHNESS = [
     ),
     Experiment(
         "geometry/figure7",
-        "The sinusoidal encoding of Vaswani et al. beside the learned basis",
+        "The sinusoidal encoding of Vaswani et al. against the learned basis",
         "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_7,

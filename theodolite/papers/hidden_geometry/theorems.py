@@ -284,7 +284,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
 THEOREMS = [
     Experiment(
         "geometry/theorem1",
-        "The smoothness bound of Theorem 1 beside the attained error",
+        "The smoothness bound of Theorem 1 against the attained error",
         "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
         ("arrays.positional_basis",),
         _theorem_1,

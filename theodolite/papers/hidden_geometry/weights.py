@@ -34,7 +34,7 @@ SHOWN_HEADS, SHOWN_LAYERS = 12, 13
 """Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
 
 TIMES, DEVIATIONS = 2.0, 2.0
-"""A part is there where it holds twice what random bases give it, and more than chance by two of their sd (ours)."""
+"""A part is present where it holds twice its share in random bases, and exceeds it by two of their sd (ours)."""
 
 LEAST_SURVIVING = 10
 """Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""

@@ -134,7 +134,7 @@ def regime_of_curve(curve: Floats) -> np.ndarray:
 
 
 def mean_of(curve: Floats) -> Floats:
-    """Mean over the positions that are there, (heads,); NaN where none is."""
+    """Mean over the finite positions, (heads,); NaN where none is."""
     known = np.isfinite(curve)
     count = known.sum(axis=1)
     means: Floats = np.divide(

@@ -52,7 +52,7 @@ class LocaterOptions:
 
 
 def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[str]:
-    """Train the grid, or what of it is not trained yet; gives a line on each training run.
+    """Train what is missing of the grid; returns a line on each training run.
 
     Raises:
         UsageError: an option is wrong, or as `train_grid`.

@@ -17,7 +17,7 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
@@ -32,8 +32,7 @@ from theodolite.papers.paired_effects import (
     rank_correlation_by_seed,
     without_seed,
 )
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
@@ -273,7 +272,7 @@ def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
 
 
 def outcome_of(runs: Sequence[GridRun], recipe: dict[str, Any]) -> Outcome:
-    """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
+    """The outcome of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
         runs: training runs of one depth and width. recipe: of their grid, as `read_grid` gives it.
@@ -334,21 +333,13 @@ def grid_run(folder: str | Path) -> Run:
         UsageError: the folder holds no grid.
     """
     recipe, runs = read_grid(folder)
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{len(runs)} training runs in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "Post-LN decoder",
-            "layers": max(run.setting.layers for run in runs),
-            "heads": 1,
-        },
-        "seed": 0,
-        "grid": {"folder": str(folder), **recipe},
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    return run_without_tables(
+        f"{len(runs)} training runs in {Path(folder).name}",
+        "Post-LN decoder",
+        layers=max(run.setting.layers for run in runs),
+        heads=1,
+        grid={"folder": str(folder), **recipe},
+    )
 
 
 REGULARISED = [

@@ -287,7 +287,7 @@ def is_grid(folder: str | Path) -> bool:
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
-    """How a grid's training runs are made, and all of them, in the order of their names; also while they go on.
+    """How a grid's training runs are made, and all of them, in the order of their names; also while they are running.
 
     Raises:
         UsageError: the folder holds no grid, or none that has been measured.

@@ -208,7 +208,7 @@ class LocaterTraining:
             write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
             write_atomically(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
-            # Last: a training run that was killed before it goes on from an older one, and writes all of them again.
+            # Last: a training run killed before this resumes from an older one, and writes all of them again.
             write_atomically(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -70,7 +70,7 @@ MAY_BE_NEVER = (
 )
 
 ShowProgress = Callable[[str, int], None]
-"""Told the name of the pace and the seed before each training run."""
+"""Called with the name of the learning rate and the seed before each training run."""
 
 
 def compare_learning_rates(
@@ -82,13 +82,13 @@ def compare_learning_rates(
     every: int = EVERY,
     show_progress: ShowProgress = lambda learning_rate, seed: None,
 ) -> dict[str, pd.DataFrame]:
-    """Train at every pace with every seed, and compare.
+    """Train at every learning rate with every seed, and compare.
 
     Args:
         task: the characters, in contexts of `LENGTH`.
         learning_rates: the first one is the healthy one.
-        seeds, steps, every: of each training run; `every` is how often the monitor looks.
-        show_progress: told before each training run.
+        seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
+        show_progress: called before each training run.
 
     Returns:
         runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,

@@ -145,7 +145,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
         f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
-        f"the monitor looks every {EVERY} steps.",
+        f"the monitor measures every {EVERY} steps.",
         "how far the heads have degenerated while the loss still falls.",
         SOURCE,
         wide=True,

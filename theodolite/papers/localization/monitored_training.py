@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
+from theodolite.papers.training.gpt2 import gpt2
 from theodolite.papers.training.tasks import Characters
 from theodolite.papers.training.training_loop import BETAS
 from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
@@ -37,7 +37,8 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class MonitoredRun:
-    """One training run: the loss of every step's batch (nats), the numbers and the alarms of every look."""
+    """One training run: the loss of every step's batch (nats), the monitor's numbers and alarms at every "
+    "measurement."""
 
     losses: list[float]
     looks: pd.DataFrame
@@ -48,12 +49,12 @@ class MonitoredRun:
 def train_with_monitor(
     task: Characters, learning_rate: LearningRate, seed: int, steps: int, every: int
 ) -> MonitoredRun:
-    """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
+    """Train for `steps` updates, or until the loss is no number, and measure every `every` steps.
 
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
     """
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(_config(task)).train()
+    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
     held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
     monitor = GeometryMonitor(model, held_out, every=every)
@@ -81,18 +82,3 @@ def train_with_monitor(
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
     return MonitoredRun(losses, table, alarms, share)
-
-
-def _config(task: Characters) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=len(task.characters),
-        n_positions=task.length,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )

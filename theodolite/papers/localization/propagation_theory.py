@@ -144,7 +144,7 @@ def _plane() -> Exhibit:
         ),
         "The value of the first of two inputs under softmax, under its first-order expansion at 0 clamped to "
         "[0, 1], and the difference. Both depend on ω₁ − ω₂ alone.",
-        "the diagonal, where both agree, and two bands beside it where the clamp sets in and they differ most.",
+        "the diagonal, where both agree, and two bands along it where the clamp sets in and they differ most.",
         f"{BAO}, Fig. 1 and section 2",
         wide=True,
     )

@@ -1,4 +1,4 @@
-"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, beside four predictions of ρ.
+"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ.
 
 It needs no model and no text. The simulation is in `walk_simulation`.
 """
@@ -344,7 +344,7 @@ def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
 LOCALIZATION_WALKS = [
     Experiment(
         "localization/figure5",
-        "Simulated signal propagation and entropy, beside what theory predicts",
+        "Simulated signal propagation and entropy, against theory",
         "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
         (),
         _figure_5,

@@ -1,4 +1,4 @@
-"""Text as a random walk: second moments of hidden states beside min(s, t) Σ, random tokens and a true walk."""
+"""Text as a random walk: second moments of hidden states against min(s, t) Σ, random tokens and a true walk."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def train_characters(
 def train_addition(
     out: Path, digits: str, options: dict[str, Any], *, seed: int, threads: int, console: Console
 ) -> list[str]:
-    """Train on sums of numbers of so many digits; `options` that are None are as published.
+    """Train on sums of numbers of a range of digits; `options` that are None are as published.
 
     Raises:
         UsageError: `digits` is no range, or as `train_task_model`.

@@ -1,8 +1,8 @@
-"""What the trainer of tiny models builds: GPT-2's architecture, or gpt-oss's where a head may have an escape.
+"""The architectures of the embedded-model trainer: GPT-2's, or gpt-oss's where heads have a no-op option.
 
-An escape is something that is in every softmax and carries no value. gpt-oss has one, a learned logit a head; held at
-0 it is the softmax off by one, 1 + Σ eˣ below the line; held far below all others it is no escape at all. So the three
-are one architecture with the same number of weights, but for those four a layer.
+A no-op option is a term in every softmax that carries no value. gpt-oss has one, a learned sink logit per head; fixed
+at 0 it is the softmax off by one, with 1 + Σ eˣ in the denominator; fixed far below all other logits it has no effect.
+So the three are one architecture with the same number of weights, but for the sink logits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from theodolite.errors import UsageError
+from theodolite.papers.training.gpt2 import gpt2
 
 NoOp = Literal["none", "off-by-one", "learned"]
 NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
@@ -27,7 +28,7 @@ GATED_WIDTH = 3
 
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """What is trained and for how long. The defaults made the embedded model."""
+    """Sizes and schedule of a model. The defaults made the embedded model."""
 
     layers: int = 6
     heads: int = 4
@@ -53,19 +54,8 @@ def build(config: EmbeddedConfig) -> PreTrainedModel:
         UsageError: `config.no_op` is none of `NO_OPS`.
     """
     if config.no_op is None:
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=config.vocabulary,
-                n_positions=config.length,
-                n_embd=config.width,
-                n_layer=config.layers,
-                n_head=config.heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
+        return gpt2(
+            config.vocabulary, config.length, config.layers, config.heads, config.width, special_token=0
         )
     if config.no_op not in NO_OPS:
         raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")

@@ -1,4 +1,4 @@
-"""The small, seeded trainer that made the embedded model, and can make others like it.
+"""The seeded trainer that made the embedded model, and can make others like it.
 
 `train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`embedded_model.py`) on it with plain
 PyTorch,
@@ -12,7 +12,6 @@ alone.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -44,15 +43,15 @@ from theodolite.papers.training.training_loop import (
     TrainingLoop,
     check_numbers,
     fit,
+    partial_of,
     publish,
     refuse_existing,
-    warmed_up,
+    share_of_peak,
 )
 from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors
 
 WARM_UP = 0.04  # share of the steps
-FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
 
@@ -90,11 +89,6 @@ def train_embedded_model(
     return result
 
 
-def partial_of(out: Path) -> Path:
-    """Where an unfinished training run into `out` is kept."""
-    return out.with_name(out.name + ".partial")
-
-
 def _check(sources: Sequence[Source], config: EmbeddedConfig) -> None:
     if not sources or any(source.share <= 0 for source in sources):
         raise UsageError("There must be at least one source of text, each with a positive share.")
@@ -128,9 +122,7 @@ def _loop(
 
 def learning_rate(config: EmbeddedConfig, step: int) -> float:
     """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    begun, done = warmed_up(step, max(1, round(WARM_UP * config.steps)), config.steps)
-    cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * (begun if begun < 1 else cosine)
+    return config.learning_rate * share_of_peak(step, max(1, round(WARM_UP * config.steps)), config.steps)
 
 
 def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
@@ -204,7 +196,7 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
 def _save(
     partial: Path, out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str
 ) -> None:
-    """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
+    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
     with disk_errors(out):
         shutil.rmtree(finished, ignore_errors=True)

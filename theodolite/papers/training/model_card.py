@@ -58,7 +58,7 @@ that text and is mostly wrong. It was trained without a beginning-of-sequence to
 
 @dataclass(frozen=True)
 class EmbeddedResult:
-    """What a training run gave. Losses are in nats per token, measured in float32, by source where held out.
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
 
     `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
     interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.

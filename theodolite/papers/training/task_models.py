@@ -1,7 +1,7 @@
 """The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
 
 GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
-residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` beside the weights: every
+residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` next to the weights: every
 setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
 same bytes on the same machine, number of threads and package versions, also when it was killed in between.
 """
@@ -9,7 +9,6 @@ same bytes on the same machine, number of threads and package versions, also whe
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -22,8 +21,6 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedModel,
@@ -31,15 +28,17 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
+from theodolite.papers.training.gpt2 import gpt2
 from theodolite.papers.training.tasks import Task
 from theodolite.papers.training.training_loop import (
     CHECKPOINT,
     TrainingLoop,
     check_numbers,
     fit,
+    partial_of,
     publish,
     refuse_existing,
-    warmed_up,
+    share_of_peak,
 )
 from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors
@@ -50,7 +49,7 @@ SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 
 @dataclass(frozen=True)
 class TaskModelConfig:
-    """What is trained and for how long. `PUBLISHED` has the settings of the paper."""
+    """Sizes and schedule of a model. `PUBLISHED` has the settings of the paper."""
 
     layers: int
     heads: int
@@ -75,8 +74,6 @@ PUBLISHED = {
 }
 """Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `loop.py`."""
 
-FINAL_RATE = 0.1
-
 ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a step at these lengths, this one little."""
 
@@ -96,7 +93,7 @@ def train_task_model(
     """
     out, console = Path(out), console or Console(stderr=True)
     check_numbers(config.seed, threads)
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     refuse_existing(out, partial / CHECKPOINT, config.steps)
     _check(config)
     tokenizer = character_tokenizer(task.characters, task.length)
@@ -142,20 +139,14 @@ def _check(config: TaskModelConfig) -> None:
 def _model(config: TaskModelConfig, task: Task) -> PreTrainedModel:
     vocabulary = len(task.characters)
     if config.positions == "learned":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocabulary,
-                n_positions=task.length,
-                n_embd=config.width,
-                n_layer=config.layers,
-                n_head=config.heads,
-                resid_pdrop=config.dropout,
-                embd_pdrop=config.dropout,
-                attn_pdrop=config.dropout,
-                bos_token_id=None,
-                eos_token_id=None,
-                activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
-            )
+        return gpt2(
+            vocabulary,
+            task.length,
+            config.layers,
+            config.heads,
+            config.width,
+            dropout=config.dropout,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
         )
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(
@@ -178,12 +169,8 @@ def _model(config: TaskModelConfig, task: Task) -> PreTrainedModel:
 
 def learning_rate(config: TaskModelConfig, step: int) -> float:
     """Linear warm-up, then the cosine or the line of `config.schedule`."""
-    begun, done = warmed_up(step, config.warm_up, config.steps)
-    if begun < 1:
-        return config.learning_rate * begun
-    if config.schedule == "linear":
-        return config.learning_rate * (1 - done)
-    return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
+    linear = config.schedule == "linear"
+    return config.learning_rate * share_of_peak(step, config.warm_up, config.steps, linear=linear)
 
 
 def _loop(
@@ -240,7 +227,7 @@ def _save(
     tokenizer: PreTrainedTokenizerFast,
     result: dict[str, Any],
 ) -> None:
-    """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
+    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
     _snapshot(finished, model, tokenizer)
     with disk_errors(out):

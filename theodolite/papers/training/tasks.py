@@ -37,6 +37,21 @@ Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 """Inputs, and the token that should follow each (`IGNORED` where nothing is asked)."""
 
 
+def read_text(path: str | Path, what: str) -> str:
+    """A UTF-8 file; `what` names the option or thing to replace in the error.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_file():  # a pipe or a device may have no end
+        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another {what}.") from error
+
+
 class Task(Protocol):
     """What a training run reads and how it is judged."""
 
@@ -83,16 +98,7 @@ class Characters:
         Raises:
             UsageError: it cannot be read, or is shorter than 20 contexts.
         """
-        if not Path(path).is_file():  # a pipe or a device may have no end
-            raise UsageError(
-                f"{path} cannot be read as UTF-8 text (there is no such file); give another --text."
-            )
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{path} cannot be read as UTF-8 text ({error}); give another --text."
-            ) from error
+        text = read_text(path, "--text")
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
         return cls.of_text(text, length)

@@ -32,6 +32,7 @@ from theodolite.system.interrupt import interruptible
 CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
+FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
@@ -121,9 +122,18 @@ def check_numbers(seed: int, threads: int) -> None:
         raise UsageError(f"threads is {threads}; it must be positive.")
 
 
-def warmed_up(step: int, warm_up: int, steps: int) -> tuple[float, float]:
-    """(share of the warm-up done, share of the rest done) when `step` begins; both between 0 and 1."""
-    return min(1.0, (step + 1) / warm_up), max(0.0, (step - warm_up) / max(1, steps - warm_up))
+def partial_of(out: Path) -> Path:
+    """Folder of an unfinished training run into `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def share_of_peak(step: int, warm_up: int, steps: int, *, linear: bool = False) -> float:
+    """Learning rate of a step over its peak: linear warm-up, then a cosine to `FINAL_RATE`, or a line to 0."""
+    warmed = (step + 1) / warm_up
+    if warmed < 1:
+        return warmed
+    done = max(0.0, (step - warm_up) / max(1, steps - warm_up))
+    return 1 - done if linear else FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
