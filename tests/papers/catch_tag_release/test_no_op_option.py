@@ -89,9 +89,9 @@ def test_verdicts_follow_the_numbers():
         (" softmax off by one", "holds"),
         (" softmax off by one", "holds"),
         (" softmax off by one does not lower the loss", "fails"),
-        (" learned logit", "fails"),
-        (" learned logit", "holds"),
-        (" learned logit does not lower the loss", "holds"),
+        (" learned sink logit", "fails"),
+        (" learned sink logit", "holds"),
+        (" learned sink logit does not lower the loss", "holds"),
     ]
     ratios = np.array([0.19 / 0.2, 0.28 / 0.3, 0.41 / 0.4])
     assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence

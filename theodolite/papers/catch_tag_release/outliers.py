@@ -151,11 +151,7 @@ def massive_verdicts(outliers: Outliers) -> list[Verdict]:
 
 
 def sink_verdicts(outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> list[Verdict]:
-    """Whether massive activations and sinks are at the same tokens, by token and first position, as the run has sinks.
-
-    Args:
-        sinks: the run's table.
-    """
+    """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
     missing = (
         _nothing(outliers)
         if outliers.massive.empty
@@ -182,10 +178,14 @@ def sink_verdicts(outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> li
     return verdicts
 
 
+def _typical(outliers: Outliers) -> pd.Series:
+    """RMS of the median dimension of each row's layer."""
+    return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
+
+
 def _nothing(outliers: Outliers) -> str:
     largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
-    typical = outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
-    ratio = float((outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / typical).max())
+    ratio = float((outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / _typical(outliers)).max())
     return (
         f"no massive activation by either rule: the largest |x| is {number(largest)}, and no value more than "
         f"{number(ratio)} times the RMS of its layer's median dimension"
@@ -243,7 +243,7 @@ def _carrier_names(tokens: pd.DataFrame) -> str:
 def _readings(outliers: Outliers) -> list[Reading]:
     layers, dimensions = outliers.layers, outliers.dimensions
     largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
-    ratio = largest / (dimensions["rms"] / dimensions["rms_ratio"])
+    ratio = largest / _typical(outliers)
     top = int(ratio.to_numpy().argmax())
     place = f"layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]}"
 
@@ -294,11 +294,7 @@ def _map(outliers: Outliers) -> Exhibit:
 
 def _growth(outliers: Outliers) -> Exhibit:
     layers = outliers.dimensions.groupby("layer")
-    typical = (
-        (outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"])
-        .groupby(outliers.dimensions["layer"])
-        .median()
-    )
+    typical = _typical(outliers).groupby(outliers.dimensions["layer"]).median()
     references = {
         "RMS of the median dimension": typical.to_numpy(dtype=np.float64),
         "largest |x|, positions 1 on": layers["maximum"].max().to_numpy(dtype=np.float64),
@@ -307,13 +303,10 @@ def _growth(outliers: Outliers) -> Exhibit:
     order = outliers.growth.sort_values(
         ["places", "dimension", "layer"], ascending=[False, True, True], kind="stable"
     )
+    keys = ["dimension", "token_id", "token", "first"]
     lines = {
-        (f"dimension {dimension}", _name(token, first)): np.abs(
-            activation["value"].to_numpy(dtype=np.float64)
-        )
-        for (dimension, _, token, first), activation in order.groupby(
-            ["dimension", "token_id", "token", "first"], sort=False
-        )
+        (f"dimension {dimension}", _name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
+        for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
     }
     return exhibit(
         "growth",
