@@ -206,7 +206,9 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
         "maps",
         "profiles",
     }
-    with pytest.raises(UsageError, match=r"no training of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"):
+    with pytest.raises(
+        UsageError, match=r"no training run of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"
+    ):
         made_by["localization/figure10"].make(study)
     assert folders.made_by(REGULARISED) == "theodolite train locater"
     run = study.run
