@@ -42,14 +42,13 @@ import theodolite.report.pruned_model
 import theodolite.sinks.trace
 from tests import checkpoints
 from theodolite.corpus.documents import Document
-from theodolite.papers.catch_tag_release import escape_training as escape
 from theodolite.papers.catch_tag_release import few_shot_training as few_shot
+from theodolite.papers.catch_tag_release import no_op_training
 from theodolite.papers.localization import locater_grid as grid
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_training import Recipe, Setting
-from theodolite.papers.training import small_models as small
-from theodolite.papers.training import tasks as small_tasks
-from theodolite.papers.training.embedded_model import TinyConfig
+from theodolite.papers.training import task_models, tasks
+from theodolite.papers.training.embedded_model import EmbeddedConfig
 from theodolite.papers.training.embedded_text import Source
 
 IN_A_ROW = 2
@@ -107,21 +106,23 @@ def _command(*arguments: str | Path) -> None:
 
 def _trainings(text: Path) -> list[Stage]:
     quiet = Console(quiet=True)
-    sizes = small.SmallConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
+    sizes = task_models.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
 
     def characters(out: Path) -> None:
-        task = small_tasks.Characters.of_file(text)
-        small.train_small(out, task, sizes, threads=1, console=quiet)
+        task = tasks.Characters.of_file(text)
+        task_models.train_task_model(out, task, sizes, threads=1, console=quiet)
 
     def shots(out: Path) -> None:
         task = few_shot.FewShot()
-        small.train_small(out, task, replace(sizes, positions="rotary"), threads=1, console=quiet)
+        task_models.train_task_model(out, task, replace(sizes, positions="rotary"), threads=1, console=quiet)
 
-    def escapes(out: Path) -> None:
-        config = TinyConfig(2, 2, 16, 16, 270, 4, 8, checkpoint_every=2)
+    def no_op_models(out: Path) -> None:
+        config = EmbeddedConfig(2, 2, 16, 16, 270, 4, 8, checkpoint_every=2)
         documents = tuple(Document(TEXT + str(number)) for number in range(12))
         sources = [Source("text", 1.0, documents)]
-        escape.train_escapes(out, seeds=1, sources=sources, config=config, threads=1, console=quiet)
+        no_op_training.train_no_op_models(
+            out, seeds=1, sources=sources, config=config, threads=1, console=quiet
+        )
 
     def locater(out: Path) -> None:
         recipe = replace(Recipe(), length=16, batch=4, vocabulary=None, measure_every=3, checkpoint_every=2)
@@ -129,7 +130,7 @@ def _trainings(text: Path) -> list[Stage]:
         files = TextFiles(text, text, recipe.length, recipe.batch, None)
         grid.train_grid(grid.Job(out, recipe, 9, "cpu"), settings, files, quiet)
 
-    named = {"characters": characters, "few-shot": shots, "escape": escapes, "locater": locater}
+    named = {"characters": characters, "few-shot": shots, "escape": no_op_models, "locater": locater}
     return [Stage(f"train {name}", run) for name, run in named.items()]
 
 

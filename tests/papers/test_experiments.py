@@ -29,7 +29,7 @@ from theodolite.report import published
 from theodolite.report.outcome import Outcome
 
 OF_THE_SURVEY = [*TABLES, *POSITIONAL, *CONTEXTS, *SMOOTHNESS, *DEPTH]
-FROM_THE_RUN = [made.name for made in OF_THE_SURVEY if "model" not in made.needs]
+FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
 CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
 
 
@@ -102,7 +102,7 @@ def test_what_the_text_cannot_decide_is_not_decided(run):
 
 
 def test_additions_are_known_by_their_tokens(run, monkeypatch):
-    monkeypatch.setattr(smoothness, "why_no_adder", lambda study: None)
+    monkeypatch.setattr(smoothness, "why_not_an_adder", lambda study: None)
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
     assert reproduce("geometry/figure5", rough).verdicts[0].answer == HOLDS
@@ -150,9 +150,9 @@ def test_figure_2_is_the_cosines_of_the_bases(run):
     assert (row["within"], row["between"]) == pytest.approx((within, between), abs=1e-6)
     gaps = []
     for left in range(40):
-        kept = [(i, j) for i, j in pairs if left not in (i, j)]
-        same = [cosines[i, j] for i, j in kept if labels[i] == labels[j]]
-        gaps.append(np.mean(same) - np.mean([cosines[i, j] for i, j in kept if labels[i] != labels[j]]))
+        remaining = [(i, j) for i, j in pairs if left not in (i, j)]
+        same = [cosines[i, j] for i, j in remaining if labels[i] == labels[j]]
+        gaps.append(np.mean(same) - np.mean([cosines[i, j] for i, j in remaining if labels[i] != labels[j]]))
     errors = gap_errors(cosines[None], 0, labels.tolist())
     assert errors[0] == pytest.approx(math.sqrt(39 / 40 * np.square(gaps - np.mean(gaps)).sum()), rel=1e-5)
     assert "no standard errors" not in outcome.verdicts[2].evidence
@@ -211,13 +211,13 @@ def test_small_models_of_other_families_give_every_verdict(opened, family):
     corpus = Corpus.random_tokens(model.tokenizer, 40, 8)
     outcome = Study(survey(model, corpus), model, corpus).outcome(CLAIMS)
     table = outcome.tables["claims"]
-    assert set(table["experiment"]) == {made.name for made in OF_THE_SURVEY}
+    assert set(table["experiment"]) == {experiment.name for experiment in OF_THE_SURVEY}
     assert len(table) == len(outcome.verdicts) == sum(int(row.here) for row in outcome.readings)
 
 
 def test_claims_collect_all_and_say_what_is_missing(run):
     table = Study(run).outcome(CLAIMS).tables["claims"].set_index("experiment")
-    assert set(table.index) == {made.name for made in OF_THE_SURVEY}
+    assert set(table.index) == {experiment.name for experiment in OF_THE_SURVEY}
     assert table.loc["geometry/figure8", "answer"] == UNTESTABLE
     assert "needs the model" in table.loc["geometry/figure8", "evidence"]
     without_text = Study(weights_only(run)).outcome(CLAIMS)
@@ -225,9 +225,11 @@ def test_claims_collect_all_and_say_what_is_missing(run):
 
 
 def test_names_groups_and_the_nearest_ones():
-    assert [made.name for made in find("geometry")] == [n for n in EXPERIMENTS if n.startswith("geometry/")]
-    assert {made.name for made in OF_THE_SURVEY} < set(EXPERIMENTS)
-    assert [made.name for made in find("geometry/table1,geometry/figure3")] == [
+    assert [experiment.name for experiment in find("geometry")] == [
+        n for n in EXPERIMENTS if n.startswith("geometry/")
+    ]
+    assert {experiment.name for experiment in OF_THE_SURVEY} < set(EXPERIMENTS)
+    assert [experiment.name for experiment in find("geometry/table1,geometry/figure3")] == [
         "geometry/table1",
         "geometry/figure3",
     ]
@@ -242,7 +244,7 @@ def test_names_groups_and_the_nearest_ones():
         find("zzz")
     with pytest.raises(UsageError, match="did you mean geometry"):
         find("geom")
-    assert [made.name for made in find("geometry/table1, ")] == ["geometry/table1"]
+    assert [experiment.name for experiment in find("geometry/table1, ")] == ["geometry/table1"]
     with pytest.raises(UsageError, match="names no experiment"):
         find(", ")
 

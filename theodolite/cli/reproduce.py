@@ -124,19 +124,19 @@ class _Request:
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder for their pages."""
     from theodolite.papers import Study
-    from theodolite.papers.catalogue import on_prompts, stand_alone
+    from theodolite.papers.catalogue import need_no_model, on_prompts
     from theodolite.papers.experiment import model_run, theory_run
-    from theodolite.papers.training_folders import made_by, trainings_at
+    from theodolite.papers.training_folders import made_by, training_folder_at
 
     name, seed = request.name, request.text.seed
-    trainings, command = request.model and trainings_at(request.model), made_by(experiments)
+    trainings, command = request.model and training_folder_at(request.model), made_by(experiments)
     if request.model is not None and trainings:
         refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
         return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: give the folder that `{command}` wrote")
-    if stand_alone(experiments):
+    if need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
         return Study(theory_run(seed), say=request.say), pages

@@ -163,11 +163,11 @@ def escape_command(
     Example: theodolite train escape --out escape --seeds 3
     """
     with one_line_errors():
-        from theodolite.papers.catch_tag_release.escape_training import DEFAULT, train_escapes
+        from theodolite.papers.catch_tag_release.no_op_training import DEFAULT, train_no_op_models
 
         config = DEFAULT if steps is None else replace(DEFAULT, steps=steps)
         _say(
-            train_escapes(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()),
+            train_no_op_models(out, seeds=seeds, config=config, threads=threads, console=_quiet_screen()),
             out,
             as_json,
         )

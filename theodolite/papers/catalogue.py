@@ -11,8 +11,8 @@ from theodolite.errors import UsageError
 from theodolite.judging import reading_order
 from theodolite.models import OpenModel
 from theodolite.papers.catch_tag_release.averaging_models import AVERAGING
-from theodolite.papers.catch_tag_release.escape import ESCAPE
 from theodolite.papers.catch_tag_release.few_shot import FIGURE_3
+from theodolite.papers.catch_tag_release.no_op_option import NO_OP
 from theodolite.papers.catch_tag_release.outliers import OUTLIERS
 from theodolite.papers.catch_tag_release.prompt_sinks import PROMPT_SINKS
 from theodolite.papers.catch_tag_release.pruned_sinks import COMPRESSION
@@ -52,7 +52,7 @@ class Alias:
 
     name: str
     of: str
-    shown_there: str
+    published_on: str
 
 
 _MEASURED = sorted(
@@ -85,7 +85,7 @@ _SINKS = [
     *TRACING,
     *ABLATION,
     *OUTLIERS,
-    *ESCAPE,
+    *NO_OP,
     *FIGURE_3,
     *COMPRESSION,
     *SWEEPS,
@@ -172,7 +172,7 @@ def find(name: str) -> list[Experiment]:
     is `figure5`, in every group.
 
     Raises:
-        UsageError: no such name; the nearest ones are said.
+        UsageError: no such name; the error suggests the nearest ones.
     """
     experiments: dict[str, Experiment] = {}
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
@@ -182,7 +182,11 @@ def find(name: str) -> list[Experiment]:
         elif pattern in ALIASES:
             alias = ALIASES[pattern]
             original = EXPERIMENTS[alias.of]
-            chosen = [replace(original, name=pattern, title=f"{original.title} (there: {alias.shown_there})")]
+            chosen = [
+                replace(
+                    original, name=pattern, title=f"{original.title} (published for {alias.published_on})"
+                )
+            ]
         else:
             chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{pattern}/")]
         if not chosen:
@@ -193,7 +197,7 @@ def find(name: str) -> list[Experiment]:
     return list(experiments.values())
 
 
-def stand_alone(experiments: list[Experiment]) -> bool:
+def need_no_model(experiments: list[Experiment]) -> bool:
     """Whether no model need be opened and no text read for any of them."""
     return all(experiment in _ALONE for experiment in experiments)
 
@@ -207,7 +211,7 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
     """Refuse an option that none of the experiments takes, rather than ignore it.
 
     Raises:
-        UsageError: such an option; who takes it is said.
+        UsageError: such an option; the error names the experiments that take it.
     """
     known = {option for experiment in experiments for option in experiment.options}
     for option in given:
@@ -258,7 +262,7 @@ def reproduce(
     if run is None and model is not None and on_prompts(chosen):
         run = model_run(model)
     elif run is None:
-        if not stand_alone(chosen):
+        if not need_no_model(chosen):
             raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
         run = theory_run()
     return Study(run, model, corpus, other, focus=focus or Focus()).outcome(chosen[0])

@@ -30,10 +30,10 @@ def list_experiments(console: Console) -> None:
     for experiment in EXPERIMENTS.values():
         table.add_row(experiment.name, escape(experiment.title))
     console.print(table)
-    console.print("\nThe same on another model or text:", highlight=False)
+    console.print("\nPublished figures that show the same for another model or text:", highlight=False)
     aliases = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for alias in ALIASES.values():
-        aliases.add_row(alias.name, f"{alias.of}, there {escape(alias.shown_there)}")
+        aliases.add_row(alias.name, f"{alias.of}, published for {escape(alias.published_on)}")
     console.print(aliases)
 
 
@@ -47,7 +47,7 @@ def list_as_json() -> list[dict[str, Any]]:
         {
             "name": alias.name,
             "title": EXPERIMENTS[alias.of].title,
-            "paper": f"{alias.of}, there {alias.shown_there}",
+            "paper": f"{alias.of}, published for {alias.published_on}",
         }
         for alias in ALIASES.values()
     ]
@@ -73,8 +73,8 @@ def run_experiments(
         KeyboardInterrupt: `stopped` said so between two of them.
     """
     results: list[dict[str, Any]] = []
-    said: set[Verdict] = set()
-    passed: list[str] = []
+    shown_verdicts: set[Verdict] = set()
+    reasons: list[str] = []
     page: Path | None = None
     for experiment in experiments:
         if stopped():
@@ -84,29 +84,29 @@ def run_experiments(
         except UsageError as error:
             if len(experiments) == 1:
                 raise
-            passed.append(str(error))
+            reasons.append(str(error))
             console.print(
-                f"{experiment.name} is left out: {harmless(str(error))}", markup=False, highlight=False
+                f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
             )
             continue
         page = write_outcome(experiment, outcome, study.run, place)
         results.append(result(experiment, outcome, study.run))
         if not as_json:
-            show_outcome(experiment, outcome, console, said)
-            said |= set(outcome.verdicts)
+            show_outcome(experiment, outcome, console, shown_verdicts)
+            shown_verdicts |= set(outcome.verdicts)
     if not results:
-        raise UsageError(passed[0])
+        raise UsageError(reasons[0])
     index = write_index(place)
     if as_json:
-        shown: Any = results[0] if len(experiments) == 1 else results
-        print(json.dumps(shown, ensure_ascii=False, allow_nan=False))
+        printed: Any = results[0] if len(experiments) == 1 else results
+        print(json.dumps(printed, ensure_ascii=False, allow_nan=False))
     return page if len(experiments) == 1 else index
 
 
 def show_outcome(
-    experiment: Heading, outcome: Outcome, console: Console, said: Collection[Verdict] = ()
+    experiment: Heading, outcome: Outcome, console: Console, shown_verdicts: Collection[Verdict] = ()
 ) -> None:
-    """Print what the paper says beside what was found, and the verdicts that were not `said` before."""
+    """Print the paper's numbers next to the measured ones, and the verdicts that are not in `shown_verdicts`."""
     console.print(f"\n[bold]{escape(experiment.name)}[/bold]  {escape(experiment.title)}", highlight=False)
     if outcome.readings:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -119,7 +119,7 @@ def show_outcome(
             table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
         console.print(table)
     for verdict in outcome.verdicts:
-        if verdict in said:
+        if verdict in shown_verdicts:
             continue
         mark = MARKS[verdict.answer]
         line = f"[{_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.answer}"

@@ -71,11 +71,11 @@ class Study:
     def __post_init__(self) -> None:
         if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
             raise UsageError(
-                f"{self.model.id} is not the model of this run: give the model that was surveyed"
+                f"{self.model.id} is not the model of this run: pass the model that was surveyed"
             )
 
     def outcome(self, experiment: Experiment) -> Outcome:
-        """What the experiment gives; made once.
+        """The experiment's outcome; made once.
 
         Raises:
             UsageError: something that it needs is not there.
@@ -86,14 +86,14 @@ class Study:
             self._outcomes[experiment.name] = experiment.make(self)
         return self._outcomes[experiment.name]
 
-    def once(self, name: str, make: Callable[[], Result]) -> Result:
-        """What several experiments work on, made by the first that asks for it under this name."""
+    def cached(self, name: str, make: Callable[[], Result]) -> Result:
+        """What several experiments share under a name, made when first asked for."""
         if name not in self._shared:
             self._shared[name] = make()
         result: Result = self._shared[name]
         return result
 
-    def opened(self) -> OpenModel:
+    def require_model(self) -> OpenModel:
         """The model.
 
         Raises:
@@ -112,7 +112,7 @@ class Study:
         described = self.run.provenance["corpus"]
         if described["name"] == "random_tokens":
             return self.run
-        model = self.opened()
+        model = self.require_model()
         length, contexts = described["length"], described["contexts"]
         return self._survey_of(
             Corpus.random_tokens(vocabulary_of(model), length, contexts, self.run.provenance["seed"])
@@ -122,7 +122,7 @@ class Study:
         if corpus.sha256 not in self._runs:
             name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
             place = None if self.folder is None else self.folder / name
-            self._runs[corpus.sha256] = self.survey(self.opened(), corpus, place)
+            self._runs[corpus.sha256] = self.survey(self.require_model(), corpus, place)
         return self._runs[corpus.sha256]
 
     def _require(self, need: str, name: str) -> None:
@@ -136,13 +136,20 @@ class Study:
             labels = array(self.run, "context_label")
             if labels is None or len(set(labels[labels >= 0].tolist())) < 2:
                 raise UsageError(
-                    f"{name} needs contexts with at least two labels: give a text with labels "
+                    f"{name} needs contexts with at least two labels: use a text with labels "
                     "(a folder of files, or rows with a column label or topic)"
                 )
         else:
             value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
             if value is None:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
+
+
+def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
+    """The contexts `chosen` (a slice or indices) of a corpus."""
+    return Corpus(
+        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
+    )
 
 
 def model_run(model: OpenModel, seed: int = 0) -> Run:
@@ -154,17 +161,18 @@ def model_run(model: OpenModel, seed: int = 0) -> Run:
 
 def theory_run(seed: int = 0) -> Run:
     """What stands for the run of experiments that need none: no tables, and the provenance of nothing read."""
+    return run_without_tables("no model", "no model", seed=seed)
+
+
+def run_without_tables(
+    model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
+) -> Run:
+    """What stands for the run of experiments that survey no model: no tables, and this provenance.
+
+    Args:
+        model, architecture, layers, heads: as pages name the model. provenance: further entries.
+    """
     empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": "no model",
-            "sha256": None,
-            "architecture": "no model",
-            "layers": 0,
-            "heads": 0,
-        },
-        "seed": seed,
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
+    entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
+    return Run(empty, empty, empty, empty, empty, {}, entries | provenance)

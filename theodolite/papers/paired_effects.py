@@ -14,7 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
-from theodolite.papers.localization.locater_grid import Point
+from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
@@ -91,44 +91,44 @@ def without_seed(setting: Setting) -> Setting:
     return replace(setting, seed=0)
 
 
-def common_step(points: Sequence[Point]) -> int:
+def common_step(runs: Sequence[GridRun]) -> int:
     """The last step at which every one of the training runs was measured."""
-    measured = [set(point.losses["step"].tolist()) for point in points]
+    measured = [set(run.losses["step"].tolist()) for run in runs]
     return int(max(set.intersection(*measured)))
 
 
-def at_step(points: Sequence[Point], step: int) -> pd.DataFrame:
-    """One row a training: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
+def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
+    """One row per training run: `setting` (without its seed), `label`, `seed`, `lowest_step` and `MEASURES`, at `step`.
 
     The lowest loss is that of all steps up to `step`; ρ is averaged over them.
     """
     rows = []
-    for point in points:
-        losses = point.losses[point.losses["step"] <= step]
+    for run in runs:
+        losses = run.losses[run.losses["step"] <= step]
         lowest = losses.loc[losses["held_out_loss"].idxmin()]
-        first = point.heads[(point.heads["layer"] == 0) & (point.heads["step"] == step)].iloc[0]
+        first = run.heads[(run.heads["layer"] == 0) & (run.heads["step"] == step)].iloc[0]
         rows.append(
             {
-                "setting": without_seed(point.setting),
-                "label": label_of(point.setting),
-                "seed": point.setting.seed,
+                "setting": without_seed(run.setting),
+                "label": label_of(run.setting),
+                "seed": run.setting.seed,
                 "final_loss": float(losses["held_out_loss"].iloc[-1]),
                 "lowest_loss": float(lowest["held_out_loss"]),
                 "lowest_step": int(lowest["step"]),
                 **{name: float(first[name]) for name in MEASURES if name in first},
-                "stripes": float(profile(point, step).std()),
+                "stripes": float(profile(run, step).std()),
             }
         )
     return pd.DataFrame(rows)
 
 
-def profile(point: Point, step: int) -> Floats:
+def profile(run: GridRun, step: int) -> Floats:
     """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
-    at = np.array(point.propagation_steps, dtype=np.float64)
+    at = np.array(run.propagation_steps, dtype=np.float64)
     chosen = (at > 0) & (at <= step)
-    values: Floats = point.propagation[:, 0].numpy()[chosen].astype(np.float64)
+    values: Floats = run.propagation[:, 0].numpy()[chosen].astype(np.float64)
     if len(values) < 2:
-        return values[0] if len(values) else np.full(point.propagation.shape[-1], np.nan)
+        return values[0] if len(values) else np.full(run.propagation.shape[-1], np.nan)
     between = np.diff(at[chosen])  # early steps are measured more often, and count by their time all the same
     middle = (values[1:] + values[:-1]) / 2
     mean: Floats = (between[:, None] * middle).sum(axis=0) / between.sum()
@@ -136,8 +136,8 @@ def profile(point: Point, step: int) -> Floats:
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
-    found = []
+    """One row per setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    settings = []
     for setting, group in rows.groupby("setting", sort=False):
         row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
         for name in MEASURES:
@@ -146,8 +146,8 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
         row["final_perplexity"] = math.exp(group["final_loss"].mean())
         row["lowest_perplexity"] = math.exp(group["lowest_loss"].mean())
         row["lowest_step"] = int(group["lowest_step"].median())
-        found.append(row)
-    return pd.DataFrame(found)
+        settings.append(row)
+    return pd.DataFrame(settings)
 
 
 def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Effect:
@@ -157,8 +157,8 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
     """
     values = []
     for setting in (of, against):
-        own = rows[rows["setting"] == setting].set_index("seed")[name]
-        values.append(own.map(math.log) if relative else own)
+        by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
+        values.append(by_seed.map(math.log) if relative else by_seed)
     paired = (values[0] - values[1]).dropna()
     return Effect(paired.sort_index().to_numpy(dtype=np.float64))
 
@@ -172,11 +172,11 @@ def rank_correlation_by_seed(
     """
     by_seed = []
     for _, group in rows.groupby("seed"):
-        own = group.set_index("setting")
-        if not all(setting in own.index for setting in settings):
+        by_setting = group.set_index("setting")
+        if not all(setting in by_setting.index for setting in settings):
             continue
-        values = np.array([float(own.at[setting, name]) for setting in settings])
-        others = [float(own.at[setting, against]) if against else setting.mean for setting in settings]
+        values = np.array([float(by_setting.at[setting, name]) for setting in settings])
+        others = [float(by_setting.at[setting, against]) if against else setting.mean for setting in settings]
         by_seed.append(float(np.nan_to_num(rank_correlation(np.array(others), values))))
     return Effect(np.array(by_seed, dtype=np.float64))
 
@@ -191,7 +191,7 @@ class Comparable:
         plain: the one of them with the published decay, None where it was not trained.
     """
 
-    points: list[Point]
+    runs: list[GridRun]
     step: int
     rows: pd.DataFrame
     exact: list[Setting]
@@ -200,10 +200,10 @@ class Comparable:
     plain: Setting | None
 
 
-def comparable(points: Sequence[Point]) -> Comparable:
-    """Sort trainings of one depth and width by what they are for."""
-    step = common_step(points)
-    kinds = sorted({without_seed(point.setting) for point in points}, key=lambda s: (s.mean, s.weight_decay))
+def comparable(runs: Sequence[GridRun]) -> Comparable:
+    """Sort the training runs of one depth and width by what they are for."""
+    step = common_step(runs)
+    kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
     with_locater = [setting for setting in kinds if setting.scale or setting.mean]
     none = [setting for setting in kinds if not (setting.scale or setting.mean)]
     exact = [setting for setting in with_locater if setting.gradient == "exact"]
@@ -211,4 +211,4 @@ def comparable(points: Sequence[Point]) -> Comparable:
     if printed:  # at κ₂ = 0 there is no second term, hence one gradient
         printed = [setting for setting in exact if setting.mean == 0] + printed
     plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
-    return Comparable(list(points), step, at_step(points, step), exact, printed, none, plain)
+    return Comparable(list(runs), step, at_step(runs, step), exact, printed, none, plain)

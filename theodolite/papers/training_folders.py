@@ -1,4 +1,4 @@
-"""Experiments that are read from a folder of training runs instead of a model: which folder is whose."""
+"""Experiments that are read from a folder of training runs instead of a model: which folder belongs to which."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from theodolite.papers.catch_tag_release.escape import ESCAPE, escapes_run, is_escapes
 from theodolite.papers.catch_tag_release.few_shot import FIGURE_3, few_shot_run, is_few_shot
+from theodolite.papers.catch_tag_release.no_op_option import NO_OP, is_no_op_folder, no_op_run
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.localization.locater_figures import REGULARISED, grid_run
 from theodolite.papers.localization.locater_grid import is_grid
@@ -15,8 +15,9 @@ from theodolite.passes.run import Run
 
 
 @dataclass(frozen=True)
-class Trainings:
-    """A kind of folder: the command that writes it, how it is told, what stands for its run, what is read from it."""
+class TrainingFolder:
+    """A kind of folder: the command that writes it, how it is recognised, the stand-in for its run, what is read "
+    "from it."""
 
     command: str
     is_there: Callable[[Path], bool]
@@ -25,13 +26,13 @@ class Trainings:
 
 
 KINDS = (
-    Trainings("theodolite train locater", is_grid, grid_run, REGULARISED),
-    Trainings("theodolite train escape", is_escapes, escapes_run, ESCAPE),
-    Trainings("theodolite train few-shot", is_few_shot, few_shot_run, FIGURE_3),
+    TrainingFolder("theodolite train locater", is_grid, grid_run, REGULARISED),
+    TrainingFolder("theodolite train escape", is_no_op_folder, no_op_run, NO_OP),
+    TrainingFolder("theodolite train few-shot", is_few_shot, few_shot_run, FIGURE_3),
 )
 
 
-def trainings_at(place: str | Path) -> Trainings | None:
+def training_folder_at(place: str | Path) -> TrainingFolder | None:
     """What kind of training runs a folder holds, if any."""
     return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
 

@@ -14,11 +14,11 @@ from theodolite.papers.catch_tag_release import averaging_construction, averagin
 from theodolite.papers.catch_tag_release import averaging_models as averaging
 from theodolite.papers.catch_tag_release.averaging_measures import (
     DIRECTIONS,
-    EVALUATED,
+    HELD_OUT_SEED,
     measured,
     random_directions,
 )
-from theodolite.papers.catch_tag_release.averaging_models import NORMED, PAPERS, STANDARD, judged
+from theodolite.papers.catch_tag_release.averaging_models import PUBLISHED, QK_NORM, STANDARD, judged
 from theodolite.papers.catch_tag_release.averaging_training import (
     AveragingRecipe,
     PublishedModel,
@@ -34,7 +34,7 @@ GROWN = {"sink": 0.99, "outlier": 9.0, "second_value": 0.01, "second_query_key":
 
 
 def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
-    """Trained models: kind, share of variance left, and what differs from a model that has grown everything."""
+    """Trained models: kind, share of residual variance, and what differs from a model that has grown everything."""
     table = pd.DataFrame(
         [
             {"kind": kind, "seed": seed, "left": left, "error": left / 5, "left_untagged": 1.0}
@@ -51,17 +51,17 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
 
 
 def verdict(table: pd.DataFrame, words: str) -> str:
-    found = [verdict.answer for verdict in judged(table) if words in verdict.claim]
-    return found[0]
+    answers = [verdict.answer for verdict in judged(table) if words in verdict.claim]
+    return answers[0]
 
 
 def test_one_model_without_a_sink_decides() -> None:
-    grown = [(STANDARD, 0.01, {}), (STANDARD, 0.02, {}), (PAPERS, 0.01, {}), (PAPERS, 0.02, {})]
+    grown = [(STANDARD, 0.01, {}), (STANDARD, 0.02, {}), (PUBLISHED, 0.01, {}), (PUBLISHED, 0.02, {})]
     assert verdict(models(*grown), "necessitate") == HOLDS
-    assert verdict(models(*grown, (NORMED, 0.05, {"sink": 0.1})), "necessitate") == FAILS
-    assert verdict(models(*grown, (NORMED, 0.5, {"sink": 0.1})), "necessitate") == HOLDS
-    assert verdict(models((PAPERS, 0.5, {})), "necessitate") == UNTESTABLE
-    assert verdict(models((PAPERS, 0.5, {})), "can be trained") == FAILS
+    assert verdict(models(*grown, (QK_NORM, 0.05, {"sink": 0.1})), "necessitate") == FAILS
+    assert verdict(models(*grown, (QK_NORM, 0.5, {"sink": 0.1})), "necessitate") == HOLDS
+    assert verdict(models((PUBLISHED, 0.5, {})), "necessitate") == UNTESTABLE
+    assert verdict(models((PUBLISHED, 0.5, {})), "can be trained") == FAILS
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_one_model_without_a_sink_decides() -> None:
 )
 def test_each_claim_has_its_number(column: str, value: float, words: str) -> None:
     """Oracle: one column moved to the wrong side; the first verdict of a claim is the paper's architecture's."""
-    rows = [(kind, 0.01, {}) for kind in [PAPERS] * 5 + [STANDARD] * 5]
+    rows = [(kind, 0.01, {}) for kind in [PUBLISHED] * 5 + [STANDARD] * 5]
     assert verdict(models(*rows), words) == HOLDS
     moved = models(*rows)
     moved[column] = [*(value * (1 + step / 100) for step in range(5)), *moved[column][5:]]
@@ -87,21 +87,21 @@ def test_each_claim_has_its_number(column: str, value: float, words: str) -> Non
 def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     """Oracle: by hand. All five need the direction, but any other one as well; or too few models are better."""
     words = "tags are what the second layer reads"
-    table = models(*[(PAPERS, 0.01, {})] * 5)
+    table = models(*[(PUBLISHED, 0.01, {})] * 5)
     assert verdict(table, words) == HOLDS
     assert verdict(table.assign(as_costly=0.06), words) == FAILS
     assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
     assert verdict(table.assign(solved=False), words) == UNTESTABLE
-    evidence = next(found.evidence for found in judged(table) if words in found.claim)
-    assert "variance left 0.200" in evidence
+    evidence = next(verdict.evidence for verdict in judged(table) if words in verdict.claim)
+    assert "residual variance 0.200" in evidence
 
 
 def test_the_sink_before_training_is_said_beside_the_one_after():
-    table = models(*[(PAPERS, 0.01, {"sink_begun": 0.75})] * 3)
-    found = next(v for v in judged(table) if "forms an attention sink" in v.claim)
-    assert "(before training 0.750)" in found.evidence
-    said = averaging._compared(table.assign(left_mean_of_all=0.7, eta=0.5))[1].here
-    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in said
+    table = models(*[(PUBLISHED, 0.01, {"sink_begun": 0.75})] * 3)
+    verdict = next(v for v in judged(table) if "forms an attention sink" in v.claim)
+    assert "(before training 0.750)" in verdict.evidence
+    reading = averaging._compared(table.assign(left_mean_of_all=0.7, eta=0.5))[1].here
+    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in reading
 
 
 def construction() -> PublishedModel:
@@ -126,15 +126,17 @@ def test_random_directions_of_a_plane() -> None:
         model.value_1[:, :, 0, 0] = 0.3
     kind = AveragingRecipe("built", 2, 0, 1, 0.0)
     row = measured(TrainedModels(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
-    numbers, places = draw([torch.Generator().manual_seed(EVALUATED)], averaging_measures.TESTED)
-    wanted = mean_after(numbers, places)
+    numbers, places = draw(
+        [torch.Generator().manual_seed(HELD_OUT_SEED)], averaging_measures.HELD_OUT_SEQUENCES
+    )
+    targets = mean_after(numbers, places)
     angles = (torch.arange(180) + 0.5) * torch.pi / 180
     left = torch.stack(
         [
-            (model(numbers, places, without=torch.tensor([[a.cos(), a.sin()]])).output - wanted)
+            (model(numbers, places, ablated=torch.tensor([[a.cos(), a.sin()]])).output - targets)
             .square()
             .mean()
-            / wanted.square().mean()
+            / targets.square().mean()
             for a in angles
         ]
     ).detach()
@@ -161,12 +163,12 @@ def test_random_directions_are_uniform_in_what_is_written() -> None:
 
 def test_measures_of_the_construction() -> None:
     """Oracle: what the theorem says of it at s_tag = 12: a sink, a tag of size 11, rank one, and no error."""
-    model, begun = construction(), PublishedModel([torch.Generator().manual_seed(0)])
+    model, initial = construction(), PublishedModel([torch.Generator().manual_seed(0)])
     with torch.no_grad():
-        begun.s_tag.fill_(1)  # [SEP] like any other token of number 0
-        begun.s_num.fill_(0)
+        initial.s_tag.fill_(1)  # [SEP] like any other token of number 0
+        initial.s_num.fill_(0)
     row = measured(
-        TrainedModels(AveragingRecipe("built", 2, 0, 1, 0.0), (0,), begun, model, torch.zeros(1, 1))
+        TrainedModels(AveragingRecipe("built", 2, 0, 1, 0.0), (0,), initial, model, torch.zeros(1, 1))
     ).iloc[0]
     assert 0.05 < row["sink_begun"] < 0.3
     assert row["solved"]
@@ -185,12 +187,14 @@ def test_measures_of_the_construction() -> None:
 def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: its own second call, and as many rows as seeds; every figure can be drawn."""
     monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
-    monkeypatch.setattr(averaging, "KINDS", {kind: 2 for kind in averaging.KINDS})
-    monkeypatch.setattr(averaging_measures, "TESTED", 100)
-    said: list[str] = []
-    first, again = (Study(theory_run(), say=said.append).outcome(averaging.AVERAGING[1]) for _ in range(2))
+    monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
+    monkeypatch.setattr(averaging_measures, "HELD_OUT_SEQUENCES", 100)
+    progress: list[str] = []
+    first, again = (
+        Study(theory_run(), say=progress.append).outcome(averaging.AVERAGING[1]) for _ in range(2)
+    )
     assert len(first.tables["models"]) == 12
-    assert len(said) == 12
+    assert len(progress) == 12
     pd.testing.assert_frame_equal(first.tables["models"], again.tables["models"])
     for exhibit in first.exhibits:
         assert exhibit.draw(theory_run()).data

@@ -9,15 +9,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from theodolite.papers.catch_tag_release.averaging_training import (
-    HELD_BELOW,
+    FREE_ATTENTION,
     LENGTH,
     WIDTH,
     AveragingRecipe,
     PublishedModel,
     StandardModel,
     attention_to_separator,
-    charge,
     draw,
+    sink_penalty,
     train_averaging,
 )
 from theodolite.theory.averaging import averaging_model, mean_after
@@ -35,8 +35,8 @@ def test_the_task() -> None:
     assert numbers.shape == (2, 500, LENGTH)
     assert sorted(set(places.flatten().tolist())) == list(range(LENGTH - 1))
     row, place = numbers[1, 7].tolist(), int(places[1, 7])
-    wanted = sum(row[place + 1 :]) / (LENGTH - 1 - place)
-    assert mean_after(numbers, places)[1, 7].item() == pytest.approx(wanted, abs=1e-6)
+    targets = sum(row[place + 1 :]) / (LENGTH - 1 - place)
+    assert mean_after(numbers, places)[1, 7].item() == pytest.approx(targets, abs=1e-6)
 
 
 def test_the_papers_architecture_holds_the_construction() -> None:
@@ -51,10 +51,10 @@ def test_the_papers_architecture_holds_the_construction() -> None:
         model.s_num.fill_(0)
         model.s_tag.fill_(9)
     numbers, places = draw(generators(1), 50)
-    look, known = model(numbers.double(), places), built(numbers.double(), places)
-    torch.testing.assert_close(look.output, known.output)
-    torch.testing.assert_close(look.attention, known.attention)
-    torch.testing.assert_close(look.hidden, known.hidden)
+    forward_pass, known = model(numbers.double(), places), built(numbers.double(), places)
+    torch.testing.assert_close(forward_pass.output, known.output)
+    torch.testing.assert_close(forward_pass.attention, known.attention)
+    torch.testing.assert_close(forward_pass.hidden, known.hidden)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -72,8 +72,8 @@ def test_the_standard_architecture(normed: bool) -> None:
             query, key = (torch.nn.functional.rms_norm(part, (WIDTH,), eps=1e-6) for part in (query, key))
         heads = (part[None] for part in (query, key, value))
         stream = stream + scaled_dot_product_attention(*heads, is_causal=True)[0] @ matrix[f"output_{layer}"]
-    wanted = stream[-1] @ model.readout[1, 0]
-    torch.testing.assert_close(model(numbers, places).output[1, 2], wanted[0], rtol=1e-4, atol=1e-5)
+    targets = stream[-1] @ model.readout[1, 0]
+    torch.testing.assert_close(model(numbers, places).output[1, 2], targets[0], rtol=1e-4, atol=1e-5)
 
 
 def test_hiding_and_projecting() -> None:
@@ -81,19 +81,19 @@ def test_hiding_and_projecting() -> None:
     model = StandardModel(generators(0, 1))
     numbers, places = draw(generators(2, 3), 20)
     direction = torch.nn.functional.normalize(torch.randn(2, WIDTH, generator=generators(4)[0]), dim=-1)
-    look, blind = model(numbers, places), model(numbers, places, blind=True)
+    forward_pass, blind_pass = model(numbers, places), model(numbers, places, hide_separator=True)
     after = torch.arange(LENGTH) > places[..., None]
-    assert (attention_to_separator(blind, places) * after).abs().max().item() == 0
-    assert torch.equal(blind.attention[~after], look.attention[~after])
-    torch.testing.assert_close(blind.attention.sum(-1), torch.ones(2, 20, LENGTH))
-    written = model(numbers, places, without=direction).written
+    assert (attention_to_separator(blind_pass, places) * after).abs().max().item() == 0
+    assert torch.equal(blind_pass.attention[~after], forward_pass.attention[~after])
+    torch.testing.assert_close(blind_pass.attention.sum(-1), torch.ones(2, 20, LENGTH))
+    written = model(numbers, places, ablated=direction).written
     assert (written @ direction[:, None, :, None]).abs().max().item() < 1e-5
 
 
 def test_the_same_seeds_give_the_same_bytes() -> None:
     first, again = (train_averaging(SMALL, (3, 4), steps=20) for _ in range(2))
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
     assert torch.equal(first.losses, again.losses)
     assert first.losses.shape == (2, 2)
 
@@ -101,8 +101,8 @@ def test_the_same_seeds_give_the_same_bytes() -> None:
 def test_seeds_do_not_know_of_each_other() -> None:
     """Oracle: a seed trained alone; only the order of sums differs."""
     together, alone = (train_averaging(SMALL, seeds, steps=20) for seeds in ((3, 4), (4,)))
-    for both, one in zip(together.model.parameters(), alone.model.parameters(), strict=True):
-        torch.testing.assert_close(both[1], one[0], rtol=1e-3, atol=1e-4)
+    for both, parameter in zip(together.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(both[1], parameter[0], rtol=1e-3, atol=1e-4)
 
 
 def test_it_learns() -> None:
@@ -110,9 +110,9 @@ def test_it_learns() -> None:
     trained = train_averaging(SMALL, (0,), steps=250)
     numbers, places = draw(generators(10**6), 500)
     with torch.no_grad():
-        look = trained.model(numbers, places)
-    wanted = mean_after(numbers, places)
-    assert (look.output - wanted).square().mean().item() < 0.9 * wanted.square().mean().item()
+        forward_pass = trained.model(numbers, places)
+    targets = mean_after(numbers, places)
+    assert (forward_pass.output - targets).square().mean().item() < 0.9 * targets.square().mean().item()
     assert trained.losses[0, -1] < trained.losses[0, 0]
 
 
@@ -122,18 +122,18 @@ def test_the_charge_for_attention() -> None:
     with torch.no_grad():
         model.separator.mul_(-20)  # a sink for some
     numbers, places = draw(generators(1), 40)
-    look = model(numbers, places)
-    wanted = 0.0
-    for attention, place in zip(look.attention[0].tolist(), places[0].tolist(), strict=True):
+    forward_pass = model(numbers, places)
+    targets = 0.0
+    for attention, place in zip(forward_pass.attention[0].tolist(), places[0].tolist(), strict=True):
         paid = [row[place] for row in attention[place + 1 :]]
-        wanted += max(0.0, sum(paid) / len(paid) - HELD_BELOW) / 40
-    assert wanted > 0
-    assert charge(look, places).item() == pytest.approx(wanted, rel=1e-4)
-    assert charge(model(numbers, places, blind=True), places).item() == 0
+        targets += max(0.0, sum(paid) / len(paid) - FREE_ATTENTION) / 40
+    assert targets > 0
+    assert sink_penalty(forward_pass, places).item() == pytest.approx(targets, rel=1e-4)
+    assert sink_penalty(model(numbers, places, hide_separator=True), places).item() == 0
 
 
 def test_a_favoured_start_differs_in_the_tag_alone() -> None:
-    plain, favoured = (PublishedModel(generators(5), favoured=favoured) for favoured in (False, True))
+    plain, large_tag = (PublishedModel(generators(5), large_tag=large_tag) for large_tag in (False, True))
     for name, value in plain.named_parameters():
-        difference = (dict(favoured.named_parameters())[name] - value).item() if value.numel() == 1 else 0.0
+        difference = (dict(large_tag.named_parameters())[name] - value).item() if value.numel() == 1 else 0.0
         assert math.isclose(difference, 5.0 if name == "s_tag" else 0.0, abs_tol=1e-6)

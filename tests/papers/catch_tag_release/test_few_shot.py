@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.papers.training.test_embedded import quiet
+from tests.papers.training.test_embedded_training import quiet
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
@@ -24,7 +24,7 @@ from theodolite.papers.catch_tag_release.few_shot import (
 )
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite.papers.experiment import Study
-from theodolite.papers.training.small_models import train_small
+from theodolite.papers.training.task_models import train_task_model
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("trained")
     for seed in (0, 1):
         config = replace(DEFAULT, layers=1, heads=2, width=16, batch=4, steps=3, seed=seed, bfloat16=False)
-        train_small(out / f"few-{seed}", FewShot(), config, threads=1, console=quiet())
+        train_task_model(out / f"few-{seed}", FewShot(), config, threads=1, console=quiet())
     (out / "other").mkdir()
     (out / "other" / "training.json").write_text('{"task": "characters"}')
     return out
@@ -49,10 +49,10 @@ def test_every_model_and_method_answers_the_same_prompts(folder):
     assert [place.name for place in models_in(folder)] == ["few-0", "few-1"]
     table = shots_table(folder, lambda line: None)
     assert len(table) == 2 * 5 * 6
-    own = table[(table["folder"] == "few-1") & (table["model"] == DENSE)]
-    direct = few_shot_accuracy(open_model(folder / "few-1"), prompts=60, seed=shots.ASKED_WITH)
-    np.testing.assert_array_equal(own["accuracy"], direct["accuracy"])
-    np.testing.assert_array_equal(own["accuracy_se"], direct["accuracy_se"])
+    dense_rows = table[(table["folder"] == "few-1") & (table["model"] == DENSE)]
+    direct = few_shot_accuracy(open_model(folder / "few-1"), prompts=60, seed=shots.PROMPT_SEED)
+    np.testing.assert_array_equal(dense_rows["accuracy"], direct["accuracy"])
+    np.testing.assert_array_equal(dense_rows["accuracy_se"], direct["accuracy_se"])
     outcome = shots_outcome(table, {})
     assert len(outcome.verdicts) == 5
     assert [exhibit.key for exhibit in outcome.exhibits] == ["accuracy-50"]
@@ -89,12 +89,12 @@ def test_verdicts_follow_the_numbers():
 
 
 def test_the_folder_is_known_and_others_are_refused(folder):
-    kind = folders.trainings_at(folder)
+    kind = folders.training_folder_at(folder)
     assert kind is not None
     assert kind.command == "theodolite train few-shot"
     assert folders.made_by(FIGURE_3) == kind.command
     study = Study(few_shot_run(folder))
     assert study.run.provenance["few_shot"]["models"] == ["few-0", "few-1"]
     del study.run.provenance["few_shot"]
-    with pytest.raises(UsageError, match="give the one that `theodolite train few-shot` wrote into"):
+    with pytest.raises(UsageError, match="pass the folder that `theodolite train few-shot` wrote"):
         study.outcome(FIGURE_3[0])

@@ -22,7 +22,7 @@ from theodolite.evaluate.few_shot import batch_of_prompts, right_answers
 from theodolite.papers.catch_tag_release import few_shot_training as few_shot
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite.papers.training.command import train_few_shot
-from theodolite.papers.training.small_models import train_small
+from theodolite.papers.training.task_models import train_task_model
 from theodolite.papers.training.tasks import IGNORED
 
 SHORT = {"steps": 4, "batch": 4}
@@ -84,7 +84,7 @@ def test_answers_are_right_where_the_reader_is(batch):
     """Oracle: the reader's choice at every colon, one prompt at a time."""
     prompts = RULES.draw(20, np.random.default_rng([5, TEST_STREAM]))
     ids, asked, labels = (torch.from_numpy(part) for part in (prompts.ids, prompts.asked, prompts.labels))
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     right = right_answers(
         Reader(),
         ids,
@@ -92,13 +92,13 @@ def test_answers_are_right_where_the_reader_is(batch):
         labels,
         RULES.label_ids,
         batch=batch,
-        show_progress=lambda done, total: told.append((done, total)),
+        show_progress=lambda done, total: progress.append((done, total)),
     )
     for row, places, label, answers in zip(ids, asked, labels, right, strict=True):
         for word, place in enumerate(places):
             logits = Reader()(row[None, : place + 1], False).logits[0, -1]
             assert bool(answers[word]) == (int(logits[2:5].argmax()) == int(label[word]))
-    assert told == ([(0, 20), (7, 20), (14, 20), (20, 20)] if batch else [(0, 20), (20, 20)])
+    assert progress == ([(0, 20), (7, 20), (14, 20), (20, 20)] if batch else [(0, 20), (20, 20)])
 
 
 def test_batches_are_positive():
@@ -141,20 +141,24 @@ def test_the_command_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: what the folder says; a line for every number of examples."""
     monkeypatch.setattr(few_shot, "CHECKED", 40)
     options = ["--out", str(tmp_path / "m"), "--steps", "2", "--batch", "3", "--seed", "5", "--threads", "1"]
-    done = CliRunner().invoke(app, ["train", "few-shot", *options])
-    assert done.exit_code == 0, done.stderr
+    result_of_command = CliRunner().invoke(app, ["train", "few-shot", *options])
+    assert result_of_command.exit_code == 0, result_of_command.stderr
     result = json.loads((tmp_path / "m" / "training.json").read_text())
     assert (result["task"], result["steps"], result["batch"], result["seed"]) == ("few-shot", 2, 3, 5)
-    assert len(done.stdout.splitlines()) == 7
+    assert len(result_of_command.stdout.splitlines()) == 7
     options[1] = str(tmp_path / "again")
-    told = json.loads(CliRunner().invoke(app, ["train", "few-shot", *options, "--json"]).stdout)
-    assert told == {"folder": options[1], "said": done.stdout.splitlines()[:-1], "training": result}
+    as_json = json.loads(CliRunner().invoke(app, ["train", "few-shot", *options, "--json"]).stdout)
+    assert as_json == {
+        "folder": options[1],
+        "said": result_of_command.stdout.splitlines()[:-1],
+        "training": result,
+    }
 
 
 def test_a_few_steps_learn_what_is_usual(tmp_path: Path):
     """Oracle: the exact best accuracy without examples; 150 small steps are above chance there by 4 errors."""
     config = replace(DEFAULT, layers=1, heads=2, width=32, steps=150, batch=32, learning_rate=5e-3)
-    result = train_small(tmp_path / "m", FewShot(), config, threads=1, console=quiet())
+    result = train_task_model(tmp_path / "m", FewShot(), config, threads=1, console=quiet())
     error = np.sqrt(2 / 9 / few_shot.CHECKED)
     assert 1 / 3 + 4 * error < result["accuracy_by_shots"][0] < RULES.best_accuracy()[0] + 4 * error
 

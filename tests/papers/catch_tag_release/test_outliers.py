@@ -56,22 +56,22 @@ def studied(tmp_path_factory) -> tuple[Study, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def found(studied) -> Outliers:
+def outliers(studied) -> Outliers:
     study, _ = studied
-    return study.once("outliers", lambda: pytest.fail("read twice"))
+    return study.cached("outliers", lambda: pytest.fail("read twice"))
 
 
-def verdicts(made: list) -> dict[str, str]:
-    return {verdict.claim: verdict.answer for verdict in made}
+def verdicts(judged: list) -> dict[str, str]:
+    return {verdict.claim: verdict.answer for verdict in judged}
 
 
-def test_verdicts_on_a_planted_activation(studied, found):
+def test_verdicts_on_a_planted_activation(studied, outliers):
     """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
     study, outcome = studied
     assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
     assert "0.625" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
-    of = verdicts(massive_verdicts(found))
+    of = verdicts(massive_verdicts(outliers))
     # A letter carries it, M of the byte tokens, and not a delimiter.
     expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
     assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
@@ -111,11 +111,11 @@ def test_a_model_without_massive_activations_gives_no_verdict_on_them(opened):
 
 def test_the_text_of_the_run_must_be_given(studied):
     study, _ = studied
-    with pytest.raises(UsageError, match="give it too"):
+    with pytest.raises(UsageError, match="pass it as well"):
         Study(study.run, study.model).outcome(OUTLIERS[0])
 
 
-def test_sinks_and_massive_activations_are_compared_by_token_and_position(found):
+def test_sinks_and_massive_activations_are_compared_by_token_and_position(outliers):
     """By hand: 3 of 4 massive activations are at tokens that are sinks, 5 of 25 sinks at tokens that are massive, in a
     text in which half of the tokens are sinks at times."""
     massive = pd.DataFrame(
@@ -129,23 +129,23 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     )
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
-    at_sinks, sinks_at = sink_verdicts(replace(found, massive=massive), sinks, corpus)
+    at_sinks, sinks_at = sink_verdicts(replace(outliers, massive=massive), sinks, corpus)
     assert (at_sinks.answer, sinks_at.answer) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     assert (
         "50\u00a0%" in at_sinks.evidence
     )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
-    nothing = sink_verdicts(found, sinks[:0], corpus)
+    nothing = sink_verdicts(outliers, sinks[:0], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
-def test_position_0_is_one_place_whatever_its_token(found):
+def test_position_0_is_one_place_whatever_its_token(outliers):
     massive = pd.DataFrame({"token_id": [5], "token": ["a"], "first": True, "contexts": 1, "places": 1})
     sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
-    made = sink_verdicts(replace(found, massive=massive), sinks, corpus)
-    assert [verdict.answer for verdict in made] == [HOLDS, HOLDS]
+    verdicts_at_0 = sink_verdicts(replace(outliers, massive=massive), sinks, corpus)
+    assert [verdict.answer for verdict in verdicts_at_0] == [HOLDS, HOLDS]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_position_0_is_one_place_whatever_its_token(found):
     [([0.5, 0.4, 0.1], False, HOLDS), ([0.1, 0.5, 0.01], False, FAILS), ([0.01] * 3, True, UNTESTABLE)],
 )
 def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
-    found, consistency, massive, verdict
+    outliers, consistency, massive, verdict
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
-    assert consistency_verdict(replace(found, dimensions=dimensions)).answer == verdict
+    assert consistency_verdict(replace(outliers, dimensions=dimensions)).answer == verdict
 
 
 @pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])

@@ -14,14 +14,13 @@ from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import pruned_models as compressed
-from theodolite.papers.catch_tag_release import pruned_sinks as compression
-from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
+from theodolite.papers.catch_tag_release import pruned_sinks, pruning_sweep
 from theodolite.papers.catch_tag_release.pruned_models import (
     ModelSinks,
     halves,
     kept_sinks,
-    look,
     loss_difference,
+    measure_sinks,
     new_sinks,
 )
 from theodolite.papers.catch_tag_release.pruning_sweep import front
@@ -29,7 +28,7 @@ from theodolite.papers.experiment import Study, theory_run
 from theodolite.passes.prompts import Focus
 
 
-def some_look(seed: int, share: float = 0.1) -> ModelSinks:
+def random_sinks(seed: int, share: float = 0.1) -> ModelSinks:
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.rand(9, 2, 3, 20, generator=generator) < share
     return ModelSinks(torch.rand(9, generator=generator, dtype=torch.float64), sinks)
@@ -37,16 +36,16 @@ def some_look(seed: int, share: float = 0.1) -> ModelSinks:
 
 def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
     """Oracle: loops, and the jackknife of a ratio."""
-    dense, other = some_look(0), some_look(1, 0.5)
+    dense, other = random_sinks(0), random_sinks(1, 0.5)
     for function, wanted in ((kept_sinks, lambda d, o: d and o), (new_sinks, lambda d, o: o and not d)):
-        part, whole = np.zeros(9), np.zeros(9)
+        part, dense_count = np.zeros(9), np.zeros(9)
         for place in np.ndindex(9, 2, 3, 20):
             d, o = bool(dense.sinks[place]), bool(other.sinks[place])
-            whole[place[0]] += d
+            dense_count[place[0]] += d
             part[place[0]] += wanted(d, o)
         value, error = function(dense, other)
-        assert value == pytest.approx(part.sum() / whole.sum())
-        left_out = (part.sum() - part) / (whole.sum() - whole)
+        assert value == pytest.approx(part.sum() / dense_count.sum())
+        left_out = (part.sum() - part) / (dense_count.sum() - dense_count)
         jackknife = math.sqrt(8 / 9 * ((left_out - left_out.mean()) ** 2).sum())
         assert error == pytest.approx(jackknife, rel=0.1)
     in_layer = kept_sinks(dense, other, 1)[0]
@@ -59,13 +58,16 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 
 
 def test_paired_verdicts():
-    dense, oats = some_look(0), some_look(0)
+    dense, oats = random_sinks(0), random_sinks(0)
     none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
-    assert compression._kept(dense, oats).answer == "holds"
-    assert compression._kept(dense, none).answer == "fails"
-    assert compression._fewer(dense, oats, none, "Wanda").answer == "holds"
-    assert compression._fewer(dense, none, oats, "Wanda").answer == "fails"
-    assert compression._fewer(dense, some_look(2, 0.5), some_look(3, 0.5), "Wanda").answer == "not decided"
+    assert pruned_sinks._oats_verdict(dense, oats).answer == "holds"
+    assert pruned_sinks._oats_verdict(dense, none).answer == "fails"
+    assert pruned_sinks._method_verdict(dense, oats, none, "Wanda").answer == "holds"
+    assert pruned_sinks._method_verdict(dense, none, oats, "Wanda").answer == "fails"
+    assert (
+        pruned_sinks._method_verdict(dense, random_sinks(2, 0.5), random_sinks(3, 0.5), "Wanda").answer
+        == "not decided"
+    )
 
 
 def test_the_front_is_of_those_that_none_beats():
@@ -113,10 +115,12 @@ def test_contexts_that_calibrate_are_not_measured(study):
 
 def test_losses_are_those_of_transformers(study):
     _, measured = halves(study)
-    seen = look(study.model, measured)
+    measures = measure_sinks(study.model, measured)
     with torch.no_grad():
-        own = [float(study.model.hf(input_ids=ids[None], labels=ids[None]).loss) for ids in measured.contexts]
-    np.testing.assert_allclose(seen.loss.numpy(), own, rtol=1e-5)
+        expected = [
+            float(study.model.hf(input_ids=ids[None], labels=ids[None]).loss) for ids in measured.contexts
+        ]
+    np.testing.assert_allclose(measures.loss.numpy(), expected, rtol=1e-5)
 
 
 def test_figures_4_and_5(study):
@@ -134,23 +138,23 @@ def test_figures_4_and_5(study):
 
 def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):
     outcome = study.outcome(EXPERIMENTS["sinks/figure4"])
-    assert list(outcome.tables["models"]["model"]) == ["OATS", *compression._edits(4)]
-    seen = {}
+    assert list(outcome.tables["models"]["model"]) == ["OATS", *pruned_sinks._ablations(4)]
+    calls = {}
 
-    def kept(dense, other, layer=None):
-        seen[len(seen)] = (dense, other, layer)
+    def recorded(dense, other, layer=None):
+        calls[len(calls)] = (dense, other, layer)
         return kept_sinks(dense, other, layer)
 
-    monkeypatch.setattr(compression, "kept_sinks", kept)
-    compression._figure_4(study)
-    oats, gone = next((d, o) for d, o, layer in seen.values() if layer == 4 and d is not seen[0][0])
+    monkeypatch.setattr(pruned_sinks, "kept_sinks", recorded)
+    pruned_sinks._figure_4(study)
+    oats, gone = next((d, o) for d, o, layer in calls.values() if layer == 4 and d is not calls[0][0])
     assert torch.equal(oats.sinks[:, :4], gone.sinks[:, :4])
     assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])
 
 
 def test_sweeps(study, monkeypatch):
-    monkeypatch.setattr(compression_sweep, "SPARSITIES", (0.5, 0.7))
-    monkeypatch.setattr(compression_sweep, "RATIOS", (0.0, 0.25))
+    monkeypatch.setattr(pruning_sweep, "SPARSITIES", (0.5, 0.7))
+    monkeypatch.setattr(pruning_sweep, "RATIOS", (0.0, 0.25))
     outcome = study.outcome(EXPERIMENTS["sinks/sweep"])
     table = outcome.tables["prunings"]
     assert len(table) == 4
@@ -159,10 +163,10 @@ def test_sweeps(study, monkeypatch):
     assert outcome.exhibits[0].draw(study.run).data
     allocation = study.outcome(EXPERIMENTS["sinks/allocation"])
     assert len(allocation.verdicts) == 4
-    own = allocation.tables["prunings"]
-    assert len(own) == 9
+    prunings = allocation.tables["prunings"]
+    assert len(prunings) == 9
     # A rank ratio moves numbers from the sparse part to the factors: the bytes are nearly the same.
-    assert own.groupby("plan")["bytes"].mean().std() < 0.002
+    assert prunings.groupby("plan")["bytes"].mean().std() < 0.002
     assert allocation.exhibits[0].draw(study.run).data
 
 

@@ -52,13 +52,13 @@ def verdicts(outcome):
 def test_a_planted_mechanism_is_judged(model, run, tmp_path):
     study = Study(run, model, CORPUS, folder=tmp_path)
     outcome = study.outcome(TRACE)
-    found = verdicts(outcome)
-    assert found["Attention sinks emerge in later tokens too, and depend on the sequence"] == "holds"
-    assert found["Tokens cluster by the sink that they attend to in the output of the head"] == "holds"
+    answers = verdicts(outcome)
+    assert answers["Attention sinks emerge in later tokens too, and depend on the sequence"] == "holds"
+    assert answers["Tokens cluster by the sink that they attend to in the output of the head"] == "holds"
     assert len(outcome.tables["sinks"]) == len(planted.SINKS)
     assert (tmp_path / "trace" / "traces.parquet").is_file()
     page = render(TRACE, outcome, run)
-    assert "Where each tag lives on" in page
+    assert "Where each tag persists" in page
     assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
 
 
@@ -88,11 +88,11 @@ HEADS = pd.DataFrame(
 
 def test_heads_count_by_the_contexts_that_they_rest_on():
     """Oracle: by hand, (60 · 0.3 + 30 · 0.2 + 10 · 0.05)/100; the head of one context has no error and is left out."""
-    found = _clustered(HEADS)
-    assert found.answer == "holds"
-    assert ": 0.24 ± 0.02; " in found.evidence
-    assert "mean over 3 heads" in found.evidence
-    assert "1 head that rest on one context left out" in found.evidence
+    verdict = _clustered(HEADS)
+    assert verdict.answer == "holds"
+    assert ": 0.24 ± 0.02; " in verdict.evidence
+    assert "mean over 3 heads" in verdict.evidence
+    assert "1 head that rest on one context left out" in verdict.evidence
     assert _clustered(HEADS[3:]).answer == "not testable here"
 
 
@@ -162,7 +162,7 @@ def test_a_text_without_sinks_is_not_judged(model):
 
 
 def test_refusals(model, run):
-    with pytest.raises(UsageError, match="give it beside the run"):
+    with pytest.raises(UsageError, match="pass it together with the run"):
         Study(run, model).outcome(TRACE)
     with pytest.raises(UsageError, match="writes no tag in this text"):
         Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(ABLATION[0])

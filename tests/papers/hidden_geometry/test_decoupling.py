@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.papers.hidden_geometry.decoupling import decouple, haar_rotation
+from theodolite.papers.haar import haar_rotation
+from theodolite.papers.hidden_geometry.decoupling import decouple
 
 
 def sample(seed: int, *shape: int) -> Tensor:
@@ -26,14 +27,14 @@ def dense(w: np.ndarray, v: np.ndarray, corners: tuple[int, ...]) -> dict[str, n
     diagonal = np.diag(np.diag(w))
     rotated = v.T @ (w - diagonal) @ v
     threshold = np.sqrt(2 * np.log(w.size)) * np.std(rotated)
-    kept = np.where(np.abs(rotated) > threshold, rotated, 0)
+    survivors = np.where(np.abs(rotated) > threshold, rotated, 0)
     energy = (rotated**2).sum()
     return {
         "threshold": threshold,
-        "surviving": np.count_nonzero(kept),
-        "surviving_energy": (kept**2).sum() / energy,
-        "corner_surviving": np.array([(kept[:k, :k] ** 2).sum() for k in corners])
-        / max((kept**2).sum(), 1e-300),
+        "surviving": np.count_nonzero(survivors),
+        "surviving_energy": (survivors**2).sum() / energy,
+        "corner_surviving": np.array([(survivors[:k, :k] ** 2).sum() for k in corners])
+        / max((survivors**2).sum(), 1e-300),
         "corner_energy": np.array([(rotated[:k, :k] ** 2).sum() for k in corners]) / energy,
     }
 
@@ -59,8 +60,8 @@ def test_every_number_is_that_of_the_dense_matrix() -> None:
         )
         np.testing.assert_allclose(got.diagonal_map[head], np.abs(diagonal[:60]), rtol=1e-4, atol=1e-5)
         rotated = np.abs(v.numpy().T @ (w[head] - np.diag(diagonal)) @ v.numpy())
-        kept = np.where(rotated > expected["threshold"], rotated, 0)[:60, :60]
-        np.testing.assert_allclose(got.rotated_map[head], kept, rtol=1e-4)
+        survivors = np.where(rotated > expected["threshold"], rotated, 0)[:60, :60]
+        np.testing.assert_allclose(got.rotated_map[head], survivors, rtol=1e-4)
 
 
 def test_planted_structure_is_found_and_random_bases_do_not_find_it() -> None:
@@ -112,9 +113,9 @@ def test_mean_and_deviation_are_over_the_rotations() -> None:
     got = decouple(w_q, w_k, torch.eye(14), 2.0, (3, 7), rotations=4)
     generator = torch.Generator().manual_seed(0)
     w = 2 * (w_q @ w_k.mT)[0].numpy()
-    each = [dense(w, haar_rotation(14, generator).numpy(), (3, 7)) for _ in range(4)]
+    energies = [dense(w, haar_rotation(14, generator).numpy(), (3, 7)) for _ in range(4)]
     for name in ("threshold", "surviving", "surviving_energy", "corner_energy"):
-        values = np.stack([numbers[name] for numbers in each])
+        values = np.stack([numbers[name] for numbers in energies])
         np.testing.assert_allclose(getattr(got.random_mean, name)[0], values.mean(0), rtol=1e-10)
         deviation = getattr(got.random_deviation, name)[0]
         np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=1e-8, atol=1e-15)

@@ -28,10 +28,10 @@ def test_shares_and_correlations_of_heads_laid_down(run):
     outcome = Study(local).outcome(FIGURE_25)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, HOLDS]
     assert f"share of {count} heads above 0.8: {above / count:.3f}" in outcome.verdicts[0].evidence
-    found = outcome.tables["correlations"].set_index("with")["rank_correlation"]
-    assert found["previous_token"] == pytest.approx(1)
-    assert found["entropy"] == pytest.approx(-1)
-    assert found["layer"] < -0.9
+    answers = outcome.tables["correlations"].set_index("with")["rank_correlation"]
+    assert answers["previous_token"] == pytest.approx(1)
+    assert answers["entropy"] == pytest.approx(-1)
+    assert answers["layer"] < -0.9
     reverse = _with(run, argmax_property=share[::-1] * 0.79, previous_token=share)
     answers = [verdict.answer for verdict in Study(reverse).outcome(FIGURE_25).verdicts]
     assert answers == [FAILS, FAILS, FAILS]
@@ -46,9 +46,9 @@ def test_a_correlation_within_its_error_decides_nothing(run):
 
 def test_the_normed_share_is_shown_where_the_run_has_it(run):
     share = np.linspace(0, 1, len(run.heads))
-    one = Study(_with(run, argmax_property=share)).outcome(FIGURE_25)
+    figure = Study(_with(run, argmax_property=share)).outcome(FIGURE_25)
     two = Study(_with(run, argmax_property=share, argmax_property_normed=share)).outcome(FIGURE_25)
-    assert len(two.exhibits) == len(one.exhibits) + 1
+    assert len(two.exhibits) == len(figure.exhibits) + 1
     assert set(two.tables["correlations"]["share"]) == {"argmax_property", "argmax_property_normed"}
 
 
@@ -64,8 +64,8 @@ def test_over_heads_is_that_of_the_ranks():
     x, y = generator.normal(size=30), generator.normal(size=30)
     x[3] = np.nan
     ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
-    found, count = _over_heads(x, y)
-    assert found == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    correlation, count = _over_heads(x, y)
+    assert correlation == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert count == 29
     assert np.isnan(_over_heads(x[:6], y[:6])[0])
     assert np.isnan(_over_heads(np.ones(30), y)[0])

@@ -56,9 +56,9 @@ def test_logarithm_of_the_ratio_is_that_of_the_kernels() -> None:
     got = factorisation_log_ratio(weights, query, key).exp()
     w, q, k = weights.numpy(), query.numpy(), key.numpy()
     for pair in range(7):
-        whole = np.exp((q[0, pair] + q[1, pair]) @ w.sum((0, 1)) @ (k[0, pair] + k[1, pair]))
+        joint = np.exp((q[0, pair] + q[1, pair]) @ w.sum((0, 1)) @ (k[0, pair] + k[1, pair]))
         factors = [np.exp(q[a, pair] @ w[a, b] @ k[b, pair]) for a in range(2) for b in range(2)]
-        assert got[pair].item() == pytest.approx(whole / np.prod(factors), rel=1e-10)
+        assert got[pair].item() == pytest.approx(joint / np.prod(factors), rel=1e-10)
 
 
 def test_bound_is_attained() -> None:

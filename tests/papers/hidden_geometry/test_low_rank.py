@@ -14,7 +14,7 @@ from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, noise
 from theodolite.papers.hidden_geometry.tables import _verdicts_2
 
 
-def _planted(run, rank: int, found):
+def _planted(run, rank: int, screenot_rank):
     """The run with positions of this rank, singular values all 1, at every layer, and what ScreeNOT found there."""
     generator = torch.Generator().manual_seed(rank)
     length, width = run.arrays["positional_basis"].shape[1:]
@@ -22,7 +22,9 @@ def _planted(run, rank: int, found):
     basis = torch.linalg.qr(left).Q @ torch.linalg.qr(right).Q.mT
     rows = torch.cat([torch.zeros(1, width), basis]).expand(len(run.layers), -1, -1).contiguous()
     return replace(
-        run, layers=run.layers.assign(rank=found, norm=0.0), arrays=run.arrays | {"positional_basis": rows}
+        run,
+        layers=run.layers.assign(rank=screenot_rank, norm=0.0),
+        arrays=run.arrays | {"positional_basis": rows},
     )
 
 

@@ -18,7 +18,7 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.papers import EXPERIMENTS, Study
 from theodolite.papers.hidden_geometry import positions_while_learned as training
-from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_no_adder
+from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
 from theodolite.papers.hidden_geometry.positions_while_learned import (
     TRAINING,
     _accuracy_verdicts,
@@ -28,7 +28,7 @@ from theodolite.papers.hidden_geometry.positions_while_learned import (
     series_of,
     some_contexts,
 )
-from theodolite.papers.training.small_models import SmallConfig, train_small
+from theodolite.papers.training.task_models import TaskModelConfig, train_task_model
 from theodolite.papers.training.tasks import Additions
 from theodolite.passes.survey import survey
 from theodolite.report.drawing.training import step_places
@@ -42,8 +42,8 @@ CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 def adder(tmp_path_factory):
     """A model trained on addition trained for 12 steps, with checkpoints at steps 0, 10 and 12."""
     folder = tmp_path_factory.mktemp("training") / "adder"
-    config = SmallConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
-    train_small(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
+    config = TaskModelConfig(2, 2, 16, 4, 12, 1e-3, "linear", bfloat16=False, series=True)
+    train_task_model(folder, Additions(), config, threads=1, console=Console(file=io.StringIO()))
     return open_model(folder)
 
 
@@ -125,12 +125,12 @@ def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, m
     assert sorted(set(table["step"])) == [0, 10, 12]
     assert len(table) == 9
     last = survey(open_model(series_of(adder)[12]), some_contexts(few))
-    found = table[table["step"] == 12].sort_values("layer")
+    series = table[table["step"] == 12].sort_values("layer")
     for name in ("rank", "relative_norm", "low_frequency_10", "incoherence_mean"):
-        np.testing.assert_array_equal(found[name], last.layers[name])
+        np.testing.assert_array_equal(series[name], last.layers[name])
     assert set(outcome.runs) == {"step 0", "step 10", "step 12"}
     claims = [verdict.claim for verdict in outcome.verdicts]
-    assert claims == ["On additions no smooth curve of positions is learned (section 4.3): layer 1"]
+    assert claims == ["A model trained on addition learns no smooth positional curve (section 4.3): layer 1"]
 
 
 def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
@@ -141,7 +141,7 @@ def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
 
 
 def test_a_series_needs_the_text(run, adder):
-    with pytest.raises(UsageError, match="give the text"):
+    with pytest.raises(UsageError, match="pass the text"):
         Study(_of(run, adder), adder).outcome(SERIES)
 
 
@@ -203,7 +203,7 @@ def test_only_a_model_that_adds_is_judged_as_one(run, adder, monkeypatch, share,
     assert known or f"{share:.2f}" in verdict.evidence
     alone = Study(rough).outcome(EXPERIMENTS["geometry/figure5"]).verdicts[0]
     assert alone.answer == UNTESTABLE
-    assert "give the model" in alone.evidence
+    assert "pass the model" in alone.evidence
 
 
 def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
@@ -215,4 +215,4 @@ def test_an_untrained_adder_is_not_judged_by_its_roughness(adder, few, opened):
         assert "not known to add" in verdict.evidence
         assert "200 sums of 5 to 10 digits" in verdict.evidence
     other = opened("gpt2")
-    assert "was not trained on addition alone" in why_no_adder(Study(_of(run, other), other))
+    assert "was not trained on addition alone" in why_not_an_adder(Study(_of(run, other), other))

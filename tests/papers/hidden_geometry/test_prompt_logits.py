@@ -26,7 +26,7 @@ from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION, share_grids
 from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, _smooth_verdict
-from theodolite.papers.hidden_geometry.prompt_logits import _kept, _mean_verdict
+from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
 from theodolite.passes.prompts import Focus, prompt_ids
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
@@ -37,14 +37,14 @@ LENGTH = 24
 @pytest.fixture(scope="module")
 def surveyed(opened):
     """surveyed(family) → a model with its run and text."""
-    kept = {}
+    surveys = {}
 
     def of(family: str):
-        if family not in kept:
+        if family not in surveys:
             model = opened(family)
             corpus = Corpus.random_tokens(model.tokenizer, LENGTH, 8)
-            kept[family] = survey(model, corpus), model, corpus
-        return kept[family]
+            surveys[family] = survey(model, corpus), model, corpus
+        return surveys[family]
 
     return of
 
@@ -111,8 +111,8 @@ def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
 def _shares(run, per_head: list[dict[tuple[str, str], float]]):
     rows = [
         {"layer": head // 4, "head": head % 4, "query": query, "key": key}
-        | {"share": own.get((query, key), 0.0), "standard_error": 0.0}
-        for head, own in enumerate(per_head)
+        | {"share": rows.get((query, key), 0.0), "standard_error": 0.0}
+        for head, rows in enumerate(per_head)
         for query, key in [*((q, k) for q in PARTS for k in PARTS), ("additive", "")]
     ]
     return replace(run, constituents=pd.DataFrame(rows))
@@ -182,7 +182,7 @@ def test_every_family_gives_its_panels(surveyed, family):
 def test_what_is_kept_with_the_mean_within_pos(surveyed):
     """Oracle: softmax by torch of the logits (mean + pos) × (mean + pos), scored along the diagonal."""
     run, model, _ = surveyed("gpt2")
-    kept = pd.DataFrame(_kept(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
+    retained = pd.DataFrame(_retained_rows(Study(run, model), 1, 2)).set_index(["pattern", "mean", "group"])
     ids, _ = experiment.repeated_patterns(model, LENGTH, 16, run.provenance["seed"])
     split = constituents(model, ids, 1, decomposition=run)
     logits = split.logits_of(2)
@@ -194,7 +194,7 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
 
     even = score(torch.zeros_like(logits[:, 0, 0]))
     whole = score(logits.sum((1, 2)))
-    row = kept.loc[("previous", "within pos", "pos-pos")]
+    row = retained.loc[("previous", "within pos", "pos-pos")]
     assert (row["score"], row["uniform"]) == pytest.approx((whole, even), rel=1e-6)
     assert whole > even
     for place, only in (
@@ -203,15 +203,15 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
         (("within pos", "constant"), logits[:, 4, 4]),
     ):
         expected = (score(only) - even) / (whole - even)
-        assert kept.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)
+        assert retained.loc[("previous", *place), "kept"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_positional_logits_are_those_of_the_weights(surveyed):
     """Oracle: GPT-2's first block by hand: pos + μ through the norm at each token's scale, and c_attn."""
     run, model, corpus = surveyed("gpt2")
-    found = _PositionalLogits(run, [1, 3], list(range(1, LENGTH)))
+    sums = _PositionalLogits(run, [1, 3], list(range(1, LENGTH)))
     for batch in corpus.contexts.split(5):
-        visit_layers(model, batch, range(model.layers), found.tell)
+        visit_layers(model, batch, range(model.layers), sums.add)
     transformer = model.hf.transformer
     block, width = transformer.h[0], model.width
     with torch.no_grad():
@@ -224,11 +224,11 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
         projected[..., side * width : (side + 1) * width].unflatten(-1, (model.heads, -1)) for side in (0, 1)
     )
     logits = torch.einsum("cihd,cjhd->hij", query, key)[[1, 3], 1:, 1:] / model.head_width**0.5
-    np.testing.assert_allclose(found.logits[0], logits.numpy(), rtol=1e-4, atol=1e-4)
-    assert found.smooth[0].shape == (model.heads, 4)
+    np.testing.assert_allclose(sums.logits[0], logits.numpy(), rtol=1e-4, atol=1e-4)
+    assert sums.smooth[0].shape == (model.heads, 4)
     outcome = Study(run, model, corpus).outcome(EXPERIMENTS["geometry/figure19"])
     table = outcome.tables["smoothness"].set_index(["layer", "head"])
-    assert table.loc[(0, 3), "low_frequency_10"] == pytest.approx(found.smooth[0][3, 3] / 8)
+    assert table.loc[(0, 3), "low_frequency_10"] == pytest.approx(sums.smooth[0][3, 3] / 8)
 
 
 def test_roughness_is_claimed_of_additions_only(run):
@@ -296,11 +296,11 @@ def test_published_figures_on_other_models_have_their_names():
 def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
     """Oracle: Python's HTML parser finds the scripts that the page has for a harmless prompt, and no others."""
     run, model, _ = surveyed("gpt2")
-    made = EXPERIMENTS["geometry/figure6"]
+    figure_6 = EXPERIMENTS["geometry/figure6"]
     pages = []
     for prompt in ("an angle", "<script>\x1b\u202e</script>"):
-        outcome = reproduce(made.name, run, model, focus=Focus(prompt, 1, 2))
-        pages.append(write_outcome(made, outcome, run, tmp_path).read_text())
+        outcome = reproduce(figure_6.name, run, model, focus=Focus(prompt, 1, 2))
+        pages.append(write_outcome(figure_6, outcome, run, tmp_path).read_text())
     plain, hostile = (Reader(page) for page in pages)
     assert len(hostile.named("script")) == len(plain.named("script"))
     assert "\x1b" not in pages[1]
@@ -313,9 +313,9 @@ def test_the_command_takes_prompt_layer_and_head(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("One reads the angle twice, and then a third time. " * 40)
     call = ["reproduce", "geometry/figure6", str(checkpoint("gpt2")), "--corpus", str(tmp_path / "text.txt")]
     call += ["--length", "24", "--contexts", "8", "--out", str(tmp_path / "run"), "--json"]
-    done = CliRunner().invoke(app, [*call, "--prompt", "angle by angle", "--layer", "2", "--head", "1"])
-    assert done.exit_code == 0, done.stderr
-    result = json.loads(done.stdout)
+    finished = CliRunner().invoke(app, [*call, "--prompt", "angle by angle", "--layer", "2", "--head", "1"])
+    assert finished.exit_code == 0, finished.stderr
+    result = json.loads(finished.stdout)
     assert "".join(row["token"] for row in result["tables"]["prompt"]) == "angle by angle"
     assert [row["panels"] for row in result["tables"]["shares"]] == ["L2H1"]
     wrong = CliRunner().invoke(app, [*call, "--head", "1"])

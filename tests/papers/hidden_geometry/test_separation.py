@@ -26,7 +26,7 @@ def _measured(run, spread: float, seed: int = 0):
     labels = run.arrays["context_label"]
     width = run.arrays["positional_basis"].shape[2]
     centres = torch.randn(4, width, generator=generator)
-    layers, rows, found = len(run.layers), [], []
+    layers, rows, measures = len(run.layers), [], []
     contexts = torch.stack(
         [
             centres[labels] + spread * torch.randn(len(labels), width, generator=generator)
@@ -40,9 +40,9 @@ def _measured(run, spread: float, seed: int = 0):
         rows.append(
             numbers | contextual(basis, contexts[layer], labels) | {"incoherence_max_random": baseline}
         )
-        found.append(cluster)
+        measures.append(cluster)
     table = run.layers.assign(**{name: [row[name] for row in rows] for name in rows[0]})
-    arrays = run.arrays | {"context_basis": contexts, "context_cluster": torch.stack(found)}
+    arrays = run.arrays | {"context_basis": contexts, "context_cluster": torch.stack(measures)}
     return replace(run, layers=table, arrays=arrays)
 
 
@@ -59,11 +59,11 @@ def test_planted_clusters_are_seen_and_noise_is_not(run):
 def test_columns_are_clusters_in_the_order_of_their_labels():
     """Oracle: clusters numbered by a permutation of the labels, one context astray."""
     labels = np.array([0, 0, 1, 1, 2, 2, -1])
-    found = np.array([2, 2, 0, 0, 1, 2, -1])
+    shares = np.array([2, 2, 0, 0, 1, 2, -1])
     np.testing.assert_allclose(
-        cluster_shares(labels, found, [0, 1, 2]), [[1, 0, 0], [0, 1, 0], [0.5, 0, 0.5]]
+        cluster_shares(labels, shares, [0, 1, 2]), [[1, 0, 0], [0, 1, 0], [0.5, 0, 0.5]]
     )
-    assert cluster_shares(labels, found, [1]).shape == (1, 3)
+    assert cluster_shares(labels, shares, [1]).shape == (1, 3)
 
 
 def test_the_most_frequent_labels_come_first_and_single_ones_not_at_all():

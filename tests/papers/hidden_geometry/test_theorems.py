@@ -37,11 +37,11 @@ def test_with_noise_a_line_of_slope_one_above_the_noise_holds():
 
 @pytest.mark.parametrize("positions", [4, 12, 60, 511])
 def test_cutoffs_reach_from_one_to_the_most_and_include_ten(positions):
-    found = cutoffs_of(positions)
-    assert found[0] == 1
-    assert found[-1] == min(positions, 64)
-    assert found == sorted(set(found))
-    assert min(10, positions) in found
+    cutoffs = cutoffs_of(positions)
+    assert cutoffs[0] == 1
+    assert cutoffs[-1] == min(positions, 64)
+    assert cutoffs == sorted(set(cutoffs))
+    assert min(10, positions) in cutoffs
 
 
 def test_the_table_is_the_theorem_one_k_and_m_at_a_time(run):
@@ -78,8 +78,10 @@ def test_the_kernel_factorises_and_noise_hides_it(run, monkeypatch):
     monkeypatch.setattr(theorems, "DRAWS", 30)
     outcome = Study(run).outcome(THEOREM_2)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, HOLDS, FAILS]
-    assert all("drawn bases, not of this model" in verdict.claim for verdict in outcome.verdicts)
-    assert "at width 128 the noise of size 1/√d rules at every incoherence" in outcome.verdicts[2].evidence
+    assert all("on random bases, not on this model" in verdict.claim for verdict in outcome.verdicts)
+    assert (
+        "at width 128 the noise of size 1/√d dominates at every incoherence" in outcome.verdicts[2].evidence
+    )
     table = outcome.tables["errors"]
     loud = table[table["incoherence"] >= 128**-0.5]
     slope = np.polyfit(np.log(loud["incoherence"]), np.log(loud["noisy_error"]), 1)[0]

@@ -95,10 +95,10 @@ def test_bfloat16_is_close_and_not_biased() -> None:
     ours = next_token_loss(hidden, matrix, targets, torch.bfloat16)
     exact = functional.cross_entropy(hidden.double() @ matrix.double().mT, targets)
     assert abs(ours.item() - exact.item()) < 2e-3
-    for found, expected in zip(
+    for gradients, expected in zip(
         torch.autograd.grad(ours, (hidden, matrix)), torch.autograd.grad(exact, (hidden, matrix)), strict=True
     ):
-        assert (found - expected).norm() < 0.01 * expected.norm()
+        assert (gradients - expected).norm() < 0.01 * expected.norm()
 
 
 def test_positions_are_fairseqs() -> None:

@@ -92,7 +92,7 @@ def test_increments_predict_from_the_full_covariance(opened, family):
     model = opened(family)
     corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
     study = Study(survey(model, corpus), model, corpus)
-    found = from_increments(study)
+    prediction = from_increments(study)
     walk = text_walk(study)
     assert text_walk(study) is walk  # read once
     weights = model.head_weights(1)
@@ -108,9 +108,9 @@ def test_increments_predict_from_the_full_covariance(opened, family):
         24,
         1 / weights.scaling,
     )
-    np.testing.assert_allclose(found.curve[model.heads], expected, atol=1e-6)
+    np.testing.assert_allclose(prediction.curve[model.heads], expected, atol=1e-6)
     symmetric = ((form + form.T) / 2).square().sum().sqrt() * weights.scaling
-    assert found.eta[model.heads] == pytest.approx(float(symmetric), rel=1e-5)
+    assert prediction.eta[model.heads] == pytest.approx(float(symmetric), rel=1e-5)
 
 
 def test_the_page_compares_three_predictions_with_every_head(opened):
@@ -146,9 +146,9 @@ def test_other_families_give_every_verdict(opened, family):
     assert len(outcome.verdicts) == 11
     assert outcome.tables["heads"]["propagation"].notna().all()
     if family == "qwen3":
-        found = from_increments(study)
-        assert np.isnan(found.curve).all()
-        assert set(found.regime) == {"undefined"}
+        prediction = from_increments(study)
+        assert np.isnan(prediction.curve).all()
+        assert set(prediction.regime) == {"undefined"}
         assert {verdict.answer for verdict in outcome.verdicts[:3]} == {UNTESTABLE}
         assert outcome.tables["heads"]["error_increments"].isna().all()
     else:

@@ -19,7 +19,7 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import training_folders as folders
 from theodolite.papers.experiment import Study
 from theodolite.papers.localization.locater_figures import REGULARISED, grid_run, judge_effect, outcome_of
-from theodolite.papers.localization.locater_grid import Point, read_grid
+from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
     Effect,
@@ -35,7 +35,9 @@ MEANS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 RECIPE = {"vocabulary": 2048, "length": 8}
 
 
-def made(setting: Setting, *, loss: float, scale: float, entropy: float, stripe: float = 0.0) -> Point:
+def finished_run(
+    setting: Setting, *, loss: float, scale: float, entropy: float, stripe: float = 0.0
+) -> GridRun:
     """A training that ends at the given values; its lowest loss, 0.1 below the last, is at step 5."""
     noise = 1e-3 * setting.seed
     losses = pd.DataFrame(
@@ -49,27 +51,29 @@ def made(setting: Setting, *, loss: float, scale: float, entropy: float, stripe:
     heads["entropy"] = entropy + noise
     propagation = torch.full((5, 1, 8), 0.5)
     propagation[:, 0, ::2] += stripe
-    return Point(setting, losses, heads, propagation, STEPS, None)
+    return GridRun(setting, losses, heads, propagation, STEPS, None)
 
 
-def grid(direction: float, seeds: int = 3, **place: int) -> list[Point]:
+def grid(direction: float, seeds: int = 3, **place: int) -> list[GridRun]:
     """LocAteR at five κ₂ with an effect of 5 % a step of κ₂ (times `direction`), none, and two weight decays."""
-    points = []
+    runs = []
     for seed in range(seeds):
         for rank, mean in enumerate(MEANS):
             shift = 0.05 * rank * direction
             setting = Setting(scale=100.0, mean=mean, seed=seed, **place)
-            points.append(
-                made(setting, loss=4 - shift, scale=math.exp(-shift), entropy=3 * math.exp(shift), stripe=0.1)
+            runs.append(
+                finished_run(
+                    setting, loss=4 - shift, scale=math.exp(-shift), entropy=3 * math.exp(shift), stripe=0.1
+                )
             )
         plain = Setting(seed=seed, **place)
-        points.append(made(plain, loss=4.1, scale=5.0, entropy=2.0))
-        points.append(made(replace(plain, weight_decay=1.0), loss=4.05, scale=4.0, entropy=2.1))
-    return points
+        runs.append(finished_run(plain, loss=4.1, scale=5.0, entropy=2.0))
+        runs.append(finished_run(replace(plain, weight_decay=1.0), loss=4.05, scale=4.0, entropy=2.1))
+    return runs
 
 
-def verdicts(points: list[Point]) -> dict[str, str]:
-    return {verdict.claim: verdict.answer for verdict in outcome_of(points, RECIPE).verdicts}
+def verdicts(runs: list[GridRun]) -> dict[str, str]:
+    return {verdict.claim: verdict.answer for verdict in outcome_of(runs, RECIPE).verdicts}
 
 
 CAPTIONS = (
@@ -83,8 +87,8 @@ CAPTIONS = (
 @pytest.mark.parametrize(("direction", "verdict"), [(1.0, HOLDS), (-1.0, FAILS), (0.01, FAILS)])
 def test_claims_of_the_captions(direction: float, verdict: str) -> None:
     """Oracle: the effect put in: 20 % as claimed, 20 % the other way, and 0.2 %, which is none."""
-    found = verdicts(grid(direction))
-    assert [found[claim] for claim in CAPTIONS] == [verdict] * 4
+    answers = verdicts(grid(direction))
+    assert [answers[claim] for claim in CAPTIONS] == [verdict] * 4
 
 
 def test_one_seed_decides_nothing() -> None:
@@ -94,14 +98,17 @@ def test_one_seed_decides_nothing() -> None:
 
 def test_against_none_and_weight_decay() -> None:
     """Oracle: the losses put in: best LocAteR 3.7, best decay 3.95; stripes 0.05 against 0."""
-    found = verdicts(grid(1.0))
-    assert found["LocAteR does better than plain weight decay tuned as fairly (ours)"] == HOLDS
-    assert found["LocAteR entails salient stripes of ρ, and no LocAteR has none (section 7)"] == HOLDS
-    worse = [point for point in grid(1.0) if point.setting.mean == 0 or point.setting.scale == 0]
+    answers = verdicts(grid(1.0))
+    assert answers["LocAteR does better than equally tuned weight decay (ours)"] == HOLDS
+    assert (
+        answers["LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"]
+        == HOLDS
+    )
+    worse = [run for run in grid(1.0) if run.setting.mean == 0 or run.setting.scale == 0]
     worse = [replace(p, losses=p.losses.assign(held_out_loss=5.0)) if p.setting.scale else p for p in worse]
-    found = verdicts(worse)
-    assert found["LocAteR does better than plain weight decay tuned as fairly (ours)"] == FAILS
-    assert "With stronger κ₂ the perplexity improves" not in found
+    answers = verdicts(worse)
+    assert answers["LocAteR does better than equally tuned weight decay (ours)"] == FAILS
+    assert "With stronger κ₂ the perplexity improves" not in answers
 
 
 def test_the_printed_gradient_is_judged_apart() -> None:
@@ -110,23 +117,23 @@ def test_the_printed_gradient_is_judged_apart() -> None:
         replace(p, setting=replace(p.setting, gradient="published")) for p in grid(-1.0) if p.setting.mean > 0
     ]
     outcome = outcome_of([*grid(1.0), *other], RECIPE)
-    found = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
-    assert [found[claim] for claim in CAPTIONS] == [HOLDS] * 4
-    assert [found[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
+    answers = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
+    assert [answers[claim] for claim in CAPTIONS] == [HOLDS] * 4
+    assert [answers[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
 
 
 def test_all_are_compared_at_one_step() -> None:
     """Oracle: a training cut by hand; the lowest loss is of the steps up to there."""
-    points = grid(1.0)
-    points[0] = replace(
-        points[0], losses=points[0].losses.iloc[:3], heads=points[0].heads.iloc[:3], propagation_steps=STEPS[:3],
-        propagation=points[0].propagation[:3],
+    runs = grid(1.0)
+    runs[0] = replace(
+        runs[0], losses=runs[0].losses.iloc[:3], heads=runs[0].heads.iloc[:3], propagation_steps=STEPS[:3],
+        propagation=runs[0].propagation[:3],
     )  # fmt: skip
-    assert common_step(points) == 2
-    rows = at_step(points, 2)
+    assert common_step(runs) == 2
+    rows = at_step(runs, 2)
     assert (rows["final_loss"] == 8.0).all()
-    rows = at_step(points[1:], 10)
+    rows = at_step(runs[1:], 10)
     np.testing.assert_allclose(rows["final_loss"] - rows["lowest_loss"], 0.1)
     assert (rows["lowest_step"] == 5).all()
     np.testing.assert_allclose(rows["stripes"].iloc[0], 0.05, rtol=1e-6)  # half at 0.6, half at 0.5
@@ -144,9 +151,9 @@ def test_intervals_and_correlations() -> None:
     np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "entropy").values, 1)
     np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "final_loss", "entropy").values, -1)
     assert rank_correlation_by_seed(rows, settings, "trace").mean == 0
-    found = difference(rows, settings[-1], settings[0], "entropy", relative=True)
+    effect = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
-    np.testing.assert_allclose(found.values, expected)
+    np.testing.assert_allclose(effect.values, expected)
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
     assert len(difference(missing, settings[-1], settings[0], "entropy", relative=False).values) == 2
     assert len(rank_correlation_by_seed(missing, settings, "entropy").values) == 2
@@ -169,17 +176,17 @@ def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     assert judge_effect("x", "difference", Effect(-effect.values), -1).answer == verdict
 
 
-def write(folder: Path, points: list[Point]) -> None:
+def write(folder: Path, runs: list[GridRun]) -> None:
     folder.mkdir()
     (folder / "grid.json").write_text(json.dumps(RECIPE))
-    for point in points:
-        place = folder / "points" / point.setting.name
+    for run in runs:
+        place = folder / "points" / run.setting.name
         place.mkdir(parents=True)
-        (place / "setting.json").write_text(json.dumps(asdict(point.setting)))
-        point.losses.to_parquet(place / "losses.parquet")
-        point.heads.to_parquet(place / "heads.parquet")
-        kept = {"steps": torch.tensor(point.propagation_steps), "propagation": point.propagation}
-        save_file(kept, place / "propagation.safetensors")
+        (place / "setting.json").write_text(json.dumps(asdict(run.setting)))
+        run.losses.to_parquet(place / "losses.parquet")
+        run.heads.to_parquet(place / "heads.parquet")
+        curves = {"steps": torch.tensor(run.propagation_steps), "propagation": run.propagation}
+        save_file(curves, place / "propagation.safetensors")
 
 
 def test_figures_from_a_folder(tmp_path: Path) -> None:
@@ -190,13 +197,18 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     made_by = {experiment.name: experiment for experiment in REGULARISED}
     assert set(made_by) == {f"localization/figure{place}" for place in range(6, 13)}
     outcome = made_by["localization/figure9"].make(study)
-    drawn = {one.key: one.draw(study.run) for one in outcome.exhibits}
+    drawn = {figure.key: figure.draw(study.run) for figure in outcome.exhibits}
     assert set(drawn) == {"curves", "decays", "maps", "profiles"}
     strongest = [t for t in drawn["curves"].data if t.name == "κ₂ = 1" and t.yaxis == "y4"]
     np.testing.assert_allclose(strongest[0].y[-1], np.mean(np.exp([3.8, 3.801, 3.802])), rtol=1e-6)
     assert drawn["maps"].data[0].z.shape == (8, 5)
-    assert {one.key for one in made_by["localization/figure7"].make(study).exhibits} == {"maps", "profiles"}
-    with pytest.raises(UsageError, match=r"no training of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"):
+    assert {figure.key for figure in made_by["localization/figure7"].make(study).exhibits} == {
+        "maps",
+        "profiles",
+    }
+    with pytest.raises(
+        UsageError, match=r"no training run of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"
+    ):
         made_by["localization/figure10"].make(study)
     assert folders.made_by(REGULARISED) == "theodolite train locater"
     run = study.run
@@ -209,7 +221,7 @@ def test_pages(tmp_path: Path) -> None:
     """Oracle: the verdicts and the label that were put in, in the page and in `result.json`."""
     write(tmp_path / "grid", grid(1.0))
     study = Study(grid_run(tmp_path / "grid"))
-    experiment = next(one for one in REGULARISED if one.name == "localization/figure8")
+    experiment = next(figure for figure in REGULARISED if figure.name == "localization/figure8")
     page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
     assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}

@@ -21,7 +21,7 @@ from theodolite.papers.localization import locater_grid as module
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_command import LocaterOptions, train_locater
 from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, steps_of, train_grid
-from theodolite.papers.localization.locater_training import Recipe, Setting, Training
+from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]
@@ -40,8 +40,8 @@ def console() -> Console:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_the_published_grid() -> None:
@@ -75,8 +75,8 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     reached = [steps_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
     assert max(reached) - min(reached) <= 2
-    said = console()
-    train_grid(job, SETTINGS, files, said)
+    screen = console()
+    train_grid(job, SETTINGS, files, screen)
     assert hashes(job.folder) == hashes(tmp_path / "whole")
     recipe, points = read_grid(job.folder)
     assert recipe["length"] == 16
@@ -93,14 +93,14 @@ def test_one_failure_leaves_the_others(
     files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the folder: all but the failing training are finished, and the failure is said."""
-    advance = Training.advance
+    advance = LocaterTraining.advance
 
-    def failing(self: Training, until: int, stop: object) -> bool:
+    def failing(self: LocaterTraining, until: int, stop: object) -> bool:
         if self.setting == SETTINGS[1]:
             raise WorkError("The loss is nan.")
         return advance(self, until)
 
-    monkeypatch.setattr(Training, "advance", failing)
+    monkeypatch.setattr(LocaterTraining, "advance", failing)
     with pytest.raises(WorkError, match="The loss is nan"):
         train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS, files, console())
     finished = [(tmp_path / "g/points" / setting.name / "summary.json").exists() for setting in SETTINGS]
@@ -111,11 +111,11 @@ def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path
     """Oracle: the folder, while its lock is held here."""
     place = tmp_path / "g/points" / SETTINGS[0].name
     place.mkdir(parents=True)
-    said = console()
+    screen = console()
     with FileLock(place / "lock"):
-        train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, said)
+        train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
-    assert "another process is at it" in said.file.getvalue()  # type: ignore[attr-defined]
+    assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert steps_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
 
 
@@ -134,7 +134,7 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
         train_grid(replace(job, steps=0), SETTINGS[:1], files, console())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/grid.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="no training that has been saved"):
+    with pytest.raises(UsageError, match="no saved training run"):
         read_grid(tmp_path / "empty")
 
 

@@ -20,9 +20,9 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.decoder import Decoder
 from theodolite.papers.localization.grid_text import GridText, TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import (
+    LocaterTraining,
     Recipe,
     Setting,
-    Training,
     measured,
     published_rate,
 )
@@ -49,8 +49,8 @@ def text(files: TextFiles) -> GridText:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> None:
@@ -67,15 +67,15 @@ def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> N
 def test_words_as_published(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: `str.split`: one token a word, one a line end, unknown ones alike; kept and loaded the same."""
     words = replace(files, vocabulary=None)
-    kept = kept_text(tmp_path, words)
-    assert kept.tokens_per_word == 1
+    text = kept_text(tmp_path, words)
+    assert text.tokens_per_word == 1
     known = set(files.train.read_text(encoding="utf-8").split())
-    assert sorted(kept.tokenizer.get_vocab().values()) == list(range(len(known) + 2))
-    ids = kept.tokenizer.encode("to be\nnever", add_special_tokens=False).ids
-    assert [kept.tokenizer.id_to_token(i) for i in ids] == ["to", "be", "</s>", "<unk>"]
+    assert sorted(text.tokenizer.get_vocab().values()) == list(range(len(known) + 2))
+    ids = text.tokenizer.encode("to be\nnever", add_special_tokens=False).ids
+    assert [text.tokenizer.id_to_token(i) for i in ids] == ["to", "be", "</s>", "<unk>"]
     loaded = load_text(tmp_path)
-    assert torch.equal(loaded.train, kept.train)
-    assert loaded.tokenizer.to_str() == kept.tokenizer.to_str()
+    assert torch.equal(loaded.train, text.train)
+    assert loaded.tokenizer.to_str() == text.tokenizer.to_str()
     with pytest.raises(UsageError, match="another text or vocabulary"):
         kept_text(tmp_path, files)
 
@@ -101,7 +101,7 @@ def test_an_epoch_takes_a_window_once(text: GridText) -> None:
 def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
     """Oracle: p (1 − rate·decay) − rate·g/(|g| + 1e-8), g by autograd of kept logits and of d×d matrices."""
     recipe = replace(RECIPE, dropout=0.0, bfloat16=False)
-    training = Training(tmp_path, SETTING, recipe, text, "cpu")
+    training = LocaterTraining(tmp_path, SETTING, recipe, text, "cpu")
     torch.manual_seed(0)
     model = Decoder(training.model.shape)
     window = text.batch(0, 4, 0)
@@ -127,15 +127,15 @@ def test_first_step_in_closed_form(text: GridText, tmp_path: Path) -> None:
 
 def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
     """Oracle: a training run in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
-    whole = Training(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
-    assert whole.advance(13)
-    whole.finish()
+    uninterrupted = LocaterTraining(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
+    assert uninterrupted.advance(13)
+    uninterrupted.finish()
     asked = iter([False] * 7 + [True] * 99)
     parted = tmp_path / "parted"
-    assert not Training(parted, SETTING, RECIPE, text, "cpu").advance(11, lambda: next(asked))
-    assert Training(parted, SETTING, RECIPE, text, "cpu").step == 7
-    assert Training(parted, SETTING, RECIPE, text, "cpu").advance(9)
-    last = Training(parted, SETTING, RECIPE, text, "cpu")
+    assert not LocaterTraining(parted, SETTING, RECIPE, text, "cpu").advance(11, lambda: next(asked))
+    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").step == 7
+    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").advance(9)
+    last = LocaterTraining(parted, SETTING, RECIPE, text, "cpu")
     assert last.advance(13)
     last.finish()
     assert hashes(parted) == hashes(tmp_path / "whole")
@@ -147,21 +147,21 @@ def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> N
 def test_training_loss_is_the_mean_since_the_last_measurement(text: GridText, tmp_path: Path) -> None:
     """Oracle: steps one by one without dropout, their losses in float32 by torch."""
     recipe = replace(RECIPE, dropout=0.0, bfloat16=False)
-    training = Training(tmp_path / "a", SETTING, recipe, text, "cpu")
-    seen = []
+    training = LocaterTraining(tmp_path / "a", SETTING, recipe, text, "cpu")
+    losses = []
     for step in range(5):
         window = text.batch(step, 4, 0)
-        seen.append(float(training.model.losses(window[:, :-1], window[:, 1:]).mean()))
+        losses.append(float(training.model.losses(window[:, :-1], window[:, 1:]).mean()))
         training.advance(step + 1)
     recorded = training.tables()[0].set_index("step")["training_loss"]
-    assert recorded[1] == pytest.approx(seen[0], abs=1e-5)
-    assert recorded[5] == pytest.approx(np.mean(seen[2:]), abs=1e-5)
+    assert recorded[1] == pytest.approx(losses[0], abs=1e-5)
+    assert recorded[5] == pytest.approx(np.mean(losses[2:]), abs=1e-5)
 
 
 def test_measures_against_transformers(text: GridText, tmp_path: Path) -> None:
     """Oracle: the written model's attentions and weights: entropy by scipy's formula, W_QK as a d×d matrix, ρ by
     definition from logits recovered as ln attention (equal up to a constant, which the definition removes)."""
-    training = Training(tmp_path, replace(SETTING, scale=0.0, mean=0.0), RECIPE, text, "cpu")
+    training = LocaterTraining(tmp_path, replace(SETTING, scale=0.0, mean=0.0), RECIPE, text, "cpu")
     training.advance(5)
     training.finish()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
@@ -183,9 +183,9 @@ def test_measures_against_transformers(text: GridText, tmp_path: Path) -> None:
         last = weights[:, -1].log()
         value = (last - last.mean(-1, keepdim=True) + 1) / 32
         rho = ((value >= 0) & (value <= 1)).double().mean(0)
-        kept = load_file(tmp_path / "propagation.safetensors")["propagation"][-1, layer]
-        assert (kept - rho).abs().max() <= 0.25  # one context of four may lie on the edge
-        assert (kept - rho).abs().mean() < 0.01
+        measured_rho = load_file(tmp_path / "propagation.safetensors")["propagation"][-1, layer]
+        assert (measured_rho - rho).abs().max() <= 0.25  # one context of four may lie on the edge
+        assert (measured_rho - rho).abs().mean() < 0.01
     losses = functional.cross_entropy(logits.mT, windows[:, 1:], reduction="none").double().mean(1)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["held_out_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
@@ -197,8 +197,8 @@ def test_measures_against_transformers(text: GridText, tmp_path: Path) -> None:
 
 def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
     """Oracle: equality. Settings of one seed begin alike, another seed does not; a penalty changes what follows."""
-    made = {
-        name: Training(tmp_path / name, setting, RECIPE, text, "cpu")
+    trainings = {
+        name: LocaterTraining(tmp_path / name, setting, RECIPE, text, "cpu")
         for name, setting in {
             "plain": replace(SETTING, scale=0.0, mean=0.0),
             "penalised": SETTING,
@@ -206,33 +206,36 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
             "other": replace(SETTING, seed=1),
         }.items()
     }
-    begin = {name: training.model.blocks[0].projections.weight.clone() for name, training in made.items()}
+    begin = {
+        name: training.model.blocks[0].projections.weight.clone() for name, training in trainings.items()
+    }
     assert torch.equal(begin["plain"], begin["penalised"])
     assert not torch.equal(begin["plain"], begin["other"])
-    for training in made.values():
+    for training in trainings.values():
         training.advance(3)
-    after = {name: training.model.blocks[0].projections.weight for name, training in made.items()}
+    after = {name: training.model.blocks[0].projections.weight for name, training in trainings.items()}
     assert not torch.equal(after["plain"], after["penalised"])
     assert not torch.equal(after["printed"], after["penalised"])
     assert (
-        torch.equal(made["plain"].history["losses"][0], made["penalised"].history["losses"][0]) is False
+        torch.equal(trainings["plain"].history["losses"][0], trainings["penalised"].history["losses"][0])
+        is False
     )  # NaN
-    assert made["plain"].history["losses"][0, 1] == made["penalised"].history["losses"][0, 1]
+    assert trainings["plain"].history["losses"][0, 1] == trainings["penalised"].history["losses"][0, 1]
 
 
 def test_refuses(text: GridText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the messages."""
-    Training(tmp_path, SETTING, RECIPE, text, "cpu")
+    LocaterTraining(tmp_path, SETTING, RECIPE, text, "cpu")
     with pytest.raises(UsageError, match="other settings"):
-        Training(tmp_path, replace(SETTING, mean=1.0), RECIPE, text, "cpu")
+        LocaterTraining(tmp_path, replace(SETTING, mean=1.0), RECIPE, text, "cpu")
     for wrong, words in (
         (replace(SETTING, width=7), "even width"),
         (replace(SETTING, mean=-1.0), "negative"),
         (replace(SETTING, seed=-1), "seed is -1"),
     ):
         with pytest.raises(UsageError, match=words):
-            Training(tmp_path / "no", wrong, RECIPE, text, "cpu")
-    broken = Training(tmp_path / "nan", SETTING, RECIPE, text, "cpu")
+            LocaterTraining(tmp_path / "no", wrong, RECIPE, text, "cpu")
+    broken = LocaterTraining(tmp_path / "nan", SETTING, RECIPE, text, "cpu")
     broken.model.unembedding.data.fill_(math.nan)
     with pytest.raises(WorkError, match="is nan before step 1"):
         broken.advance(2)

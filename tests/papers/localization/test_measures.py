@@ -10,7 +10,7 @@ import torch
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.context_basis import CONTEXTS_A_DOCUMENT, chosen_contexts
+from theodolite.papers.hidden_geometry.context_basis import CONTEXTS_PER_DOCUMENT, chosen_contexts
 from theodolite.papers.hidden_geometry.depth import norms_and_cosines, random_stream
 from theodolite.papers.hidden_geometry.positional_basis import roughness, turns
 from theodolite.papers.hidden_geometry.smoothness import directions_needed, spike
@@ -48,9 +48,9 @@ def test_a_random_walk_is_no_spiral():
     walk = steps.cumsum(1)
     walk = walk - walk.mean(1, keepdim=True)
     plane = walk @ torch.linalg.svd(walk, full_matrices=False).Vh[:, :2].mT
-    found = turns(plane)
-    np.testing.assert_allclose(found, 0.5 + math.atan(0.5) / math.pi, atol=0.05)
-    assert not criteria.SPIRAL_TURNS.met(found).any()
+    turn_counts = turns(plane)
+    np.testing.assert_allclose(turn_counts, 0.5 + math.atan(0.5) / math.pi, atol=0.05)
+    assert not criteria.SPIRAL_TURNS.met(turn_counts).any()
 
 
 def test_a_diagonal_stands_out_by_what_lies_beside_it():
@@ -72,7 +72,7 @@ def test_directions_needed_count_the_energy():
 def test_four_most_frequent_labels_are_chosen_and_grouped():
     labels = np.array([5, 1, 1, -1, 2, 2, 2, 3, 4, 4, 4, 4, -1, 3, *[7] * 40])
     places, of = chosen_contexts(labels)
-    assert of == [7] * CONTEXTS_A_DOCUMENT + [4] * 4 + [2] * 3 + [1] * 2  # 1 before 3, as often
+    assert of == [7] * CONTEXTS_PER_DOCUMENT + [4] * 4 + [2] * 3 + [1] * 2  # 1 before 3, as often
     assert labels[places].tolist() == of
 
 

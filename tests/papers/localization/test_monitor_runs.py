@@ -10,13 +10,13 @@ import pytest
 
 from theodolite.papers.localization.monitor_runs import (
     BEHIND,
+    LEARNING_RATES,
     LENGTH,
-    PACES,
     SMOOTHED,
     STALLED,
     LossThresholds,
     behind,
-    collapse,
+    compare_learning_rates,
     rises,
     stalls,
 )
@@ -92,9 +92,9 @@ def test_tables_are_whole_and_the_same_again(task):
     calls: list[tuple[str, int]] = []
 
     def tables() -> dict[str, pd.DataFrame]:
-        return collapse(
+        return compare_learning_rates(
             task,
-            paces=PACES[:2],
+            learning_rates=LEARNING_RATES[:2],
             seeds=(3,),
             steps=24,
             every=8,
@@ -102,7 +102,7 @@ def test_tables_are_whole_and_the_same_again(task):
         )
 
     first, second = tables(), tables()
-    assert calls[:2] == [(PACES[0].name, 3), (PACES[1].name, 3)]
+    assert calls[:2] == [(LEARNING_RATES[0].name, 3), (LEARNING_RATES[1].name, 3)]
     assert len(first["runs"]) == 2
     assert len(first["losses"]) == 2 * 24
     assert first["looks"]["step"].tolist() == [0, 8, 16, 24] * 2
@@ -115,7 +115,7 @@ def test_tables_are_whole_and_the_same_again(task):
 
 
 def test_the_pace_warms_up_on_a_line():
-    rising = PACES[2]
+    rising = LEARNING_RATES[2]
     assert rising.at(0) == pytest.approx(rising.rate / rising.warm_up)
     assert rising.at(rising.warm_up - 1) == rising.at(10_000) == rising.rate
-    assert PACES[1].at(0) == PACES[1].rate
+    assert LEARNING_RATES[1].at(0) == LEARNING_RATES[1].rate

@@ -11,8 +11,8 @@ import pytest
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import reproduce
 from theodolite.papers.experiment import theory_run
-from theodolite.papers.localization import monitor_warnings as monitored
-from theodolite.papers.localization.monitor_runs import HEALTHY, collapse
+from theodolite.papers.localization import monitor_warnings
+from theodolite.papers.localization.monitor_runs import HEALTHY, compare_learning_rates
 
 NEVER = np.nan
 
@@ -38,12 +38,14 @@ def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
 )
 def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: list[str]) -> None:
     """Oracle: who came first, read off the numbers."""
-    assert [verdict.answer for verdict in monitored.judged(runs(healthy, failing))] == verdicts
+    assert [verdict.answer for verdict in monitor_warnings.judged(runs(healthy, failing))] == verdicts
 
 
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: its own second call, and as many rows as training runs; every figure can be drawn."""
-    monkeypatch.setattr(monitored, "collapse", partial(collapse, steps=8, every=4))
+    monkeypatch.setattr(
+        monitor_warnings, "compare_learning_rates", partial(compare_learning_rates, steps=8, every=4)
+    )
     first, again = (reproduce("localization/monitor") for _ in range(2))
     assert len(first.tables["runs"]) == 9
     for name, table in first.tables.items():

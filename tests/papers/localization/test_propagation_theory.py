@@ -16,7 +16,7 @@ from theodolite.cli.app import app
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import Study, find, reproduce, write_index, write_outcome
-from theodolite.papers.catalogue import EXPERIMENTS, stand_alone
+from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
 from theodolite.papers.experiment import theory_run
 from theodolite.papers.localization import simulated_walks as localization_walks
 from theodolite.papers.localization.curve_shape import THETA, centre, spread, width
@@ -27,7 +27,7 @@ from theodolite.papers.localization.propagation_theory import (
     _claims_2,
     best_clamped_line,
 )
-from theodolite.papers.localization.simulated_walks import PREDICTED, beyond
+from theodolite.papers.localization.simulated_walks import PREDICTED, share_beyond_error
 from theodolite.papers.localization.walk_simulation import Simulation, WalkSetting, simulate
 from theodolite.theory.propagation import propagation
 
@@ -134,8 +134,10 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     outcome = reproduce("localization/figure5")
     points, pairs = outcome.tables["propagation"], outcome.tables["pairs"]
     assert len(points) == 2 * len(SMALL.pairs) * SMALL.length
-    own = points[points["covariance"] == "anisotropic"]["simulated"].to_numpy().reshape(-1, SMALL.length)
-    np.testing.assert_array_equal(own, simulate(SMALL, "anisotropic", 0).propagation)
+    simulated = (
+        points[points["covariance"] == "anisotropic"]["simulated"].to_numpy().reshape(-1, SMALL.length)
+    )
+    np.testing.assert_array_equal(simulated, simulate(SMALL, "anisotropic", 0).propagation)
     first = points[(points["covariance"] == "isotropic") & (points["mean"] == 1.0) & (points["scale"] == 2.0)]
     row = pairs[(pairs["covariance"] == "isotropic") & (pairs["mean"] == 1.0) & (pairs["scale"] == 2.0)].iloc[
         0
@@ -158,7 +160,7 @@ def test_points_beyond_three_standard_errors_are_counted():
     shares = torch.tensor([[[0.5, 0.58, 1.0, 0.99]] * 2], dtype=torch.float64)
     sim = Simulation(shares, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2, 3), walks=200)
     predicted = torch.tensor([[0.5, 0.5, 1.0, 1.0]], dtype=torch.float64)
-    assert beyond(sim, predicted) == 0.5
+    assert share_beyond_error(sim, predicted) == 0.5
 
 
 def test_limits_in_which_both_variances_agree_only_in_the_middle_of_the_shape():
@@ -172,8 +174,8 @@ def test_limits_in_which_both_variances_agree_only_in_the_middle_of_the_shape():
 
 def test_theory_needs_no_run_and_says_so(tmp_path):
     theory = find("localization/figure1,localization/figure4")
-    assert stand_alone(theory)
-    assert not stand_alone([*theory, EXPERIMENTS["localization/walk"]])
+    assert need_no_model(theory)
+    assert not need_no_model([*theory, EXPERIMENTS["localization/walk"]])
     with pytest.raises(UsageError, match="needs a run"):
         reproduce("localization/walk")
     run = theory_run(seed=5)
@@ -194,9 +196,9 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
         monkeypatch.setattr(place, refuse)
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
-    done = runner.invoke(app, ["reproduce", "localization/fig4", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[0])["name"] == "localization/figure4"
+    finished = runner.invoke(app, ["reproduce", "localization/fig4", "--json"])
+    assert finished.exit_code == 0, finished.output
+    assert json.loads(finished.stdout.splitlines()[0])["name"] == "localization/figure4"
     assert (tmp_path / "runs" / "localization" / "localization-figure4" / "index.html").is_file()
     assert runner.invoke(app, ["reproduce", "localization/fig4", "--out", "here"]).exit_code == 0
     assert (tmp_path / "here" / "index.html").is_file()
@@ -207,7 +209,7 @@ def test_the_command_opens_no_model_for_theory(tmp_path, monkeypatch):
 def test_fig_is_figure_in_every_group():
     assert find("localization/fig5") == find("localization/figure5")
     assert find("geometry/fig1") == find("geometry/figure1")
-    assert [made.name for made in find("localization")][:5] == [
+    assert [experiment.name for experiment in find("localization")][:5] == [
         f"localization/figure{n}" for n in range(1, 6)
     ]
 

@@ -107,13 +107,13 @@ def test_wrong_calls_are_named() -> None:
     for bound in (trace_bound, scale_bound):
         with pytest.raises(UsageError, match="give both as"):
             bound(torch.ones(4, 2), torch.ones(4, 3))
-        one = torch.ones(4, 2)
+        factor = torch.ones(4, 2)
         with pytest.raises(UsageError, match="negative eigenvalue"):
-            bound(one, one, -torch.eye(4))
+            bound(factor, factor, -torch.eye(4))
         with pytest.raises(UsageError, match="covariance holds NaN or infinity"):
-            bound(one, one, torch.eye(4) * torch.nan)
+            bound(factor, factor, torch.eye(4) * torch.nan)
         with pytest.raises(UsageError, match="w_q holds NaN or infinity"):
-            bound(one * torch.nan, one, torch.eye(4))
+            bound(factor * torch.nan, factor, torch.eye(4))
 
 
 def test_zero_weights_hold_with_a_singular_covariance() -> None:

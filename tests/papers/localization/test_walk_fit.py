@@ -93,8 +93,8 @@ def test_sums_are_those_of_numpy_whatever_the_batches():
     shared = steps_shared(sums).numpy()
     assert shared[0, 5] == 1
     assert shared[5, 18] == 6
-    one, _ = summed(hidden, batch=1)
-    torch.testing.assert_close(one.state()["kept"], state["kept"])
+    singly, _ = summed(hidden, batch=1)
+    torch.testing.assert_close(singly.state()["kept"], state["kept"])
 
 
 def test_the_fit_is_that_of_least_squares():
@@ -134,18 +134,18 @@ def test_the_pass_sees_what_the_model_computes(opened):
     """Oracle: hidden states that transformers returns itself."""
     model = opened("gpt2")
     corpus = Corpus.random_tokens(model.tokenizer, 24, 10)
-    found = read_walk(model, corpus, 0)
+    walk = read_walk(model, corpus, 0)
     with torch.inference_mode():
         states = backbone(model.hf)(input_ids=corpus.contexts, output_hidden_states=True).hidden_states
     for layer in range(model.layers):  # the last of them is behind the final norm
         x = states[layer][:, 1:].double()
         expected = torch.einsum("csd,ctd->st", x, x) / 10
-        torch.testing.assert_close(mean_gram(found.residual_state, layer), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mean_gram(walk.residual_state, layer), expected, rtol=1e-5, atol=1e-5)
     norm = model.hf.transformer.h[1].ln_1(states[1])[:, 1:].double()
-    gram = mean_gram(found.input_state, 1)
+    gram = mean_gram(walk.input_state, 1)
     torch.testing.assert_close(gram, torch.einsum("csd,ctd->st", norm, norm) / 10, rtol=1e-5, atol=1e-5)
     again = read_walk(model, corpus, 0)
-    assert all(torch.equal(again.input_state[name], value) for name, value in found.input_state.items())
+    assert all(torch.equal(again.input_state[name], value) for name, value in walk.input_state.items())
 
 
 def test_the_control_walk_has_the_texts_increments(opened):
@@ -154,11 +154,11 @@ def test_the_control_walk_has_the_texts_increments(opened):
     text = read_walk(model, Corpus.random_tokens(model.tokenizer, 40, 32), 0)
     sums, state = simulated_walk(text.inputs, text.input_state, 0)
     for layer in range(model.layers):
-        own, given = (
+        simulated, given = (
             float(part.trace())
             for part in (sums.covariance(state, layer), text.inputs.covariance(text.input_state, layer))
         )
-        assert own == pytest.approx(given, rel=0.1)
+        assert simulated == pytest.approx(given, rel=0.1)
     assert (walk_table(sums, state)["r_squared"] > 0.9).all()
 
 

@@ -60,9 +60,9 @@ def test_the_simulation_has_the_exact_moments_of_theory():
 def test_spectra_have_their_mean_and_scale_and_the_anisotropic_trace():
     """Oracle: w ~ N(mean, scale²); E tr(W_QK Σ) = mean · tr Σ, and E tr Σ = E‖R‖²_F/d = d · 2.5²/3."""
     setting = WalkSetting(width=40, length=2, walks=2, draws=60, means=(0.5,), scales=(2.0,))
-    own = simulate(setting, "isotropic", 0).eigenvalues
-    assert float(own.mean()) == pytest.approx(0.5, abs=4 * 2 / math.sqrt(own.numel()))
-    assert float(own.std()) == pytest.approx(2.0, rel=0.05)
+    eigenvalues = simulate(setting, "isotropic", 0).eigenvalues
+    assert float(eigenvalues.mean()) == pytest.approx(0.5, abs=4 * 2 / math.sqrt(eigenvalues.numel()))
+    assert float(eigenvalues.std()) == pytest.approx(2.0, rel=0.05)
     flat = WalkSetting(width=40, length=2, walks=2, draws=2, means=(1.0,), scales=(1e-12,))
     trace = simulate(flat, "anisotropic", 0).eigenvalues.sum(-1)
     # Var(u²) of Unif(−a, a) is 4a⁴/45; tr Σ is the mean over rows of their sums of squares.

@@ -1,6 +1,6 @@
 """Figure 6 of Zhang et al. 2025 and Theorem 4.1: the construction that averages, and how fast it converges.
 
-It needs no model and no text. Trained models are in `averaging`.
+It needs no model and no text. Trained models are in `averaging_models`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _outside(numbers: Tensor) -> list[Reading]:
 
 
 def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """Errors of the construction by (b, d) and s_tag, over sequences, beside the derived ones."""
+    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
     averages = mean_after(numbers, places)
     rows = []
     for name, (b, d) in VARIANTS.items():
@@ -112,7 +112,7 @@ def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
 
 
 def _attention(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, beside the derived ones."""
+    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, against the derived ones."""
     place = torch.arange(numbers.shape[-1])
     after, is_separator = place > places[:, None], place == places[:, None]
     products = torch.where(is_separator[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())
@@ -202,7 +202,7 @@ def _maps_6(numbers: Tensor) -> Exhibit:
         "Attention of the first layer, as in Figure 6",
         drawing.attention_maps(pictures, middle),
         f"A¹ of one sequence of {LENGTH} tokens with [SEP] in the marked column, at three sizes of its tag.",
-        "rows from [SEP] on that leave all other keys for it, and rows above that stay as they are.",
+        "rows from [SEP] on that attend to [SEP] alone, and unchanged rows above.",
         f"{ZHANG}, Fig. 6; its s_tag and numbers are not printed",
         wide=True,
     )
@@ -242,7 +242,7 @@ def _rest_6(attention: pd.DataFrame) -> Exhibit:
             "1 − A¹ to [SEP]",
         ),
         "Medians over the same sequences; dotted S_j e^{−s} and (t − 1) e^{s − s²}.",
-        "a straight line for the tokens after [SEP]; [SEP] itself lets go of the others much faster.",
+        "a straight line for the tokens after [SEP]; [SEP] itself stops attending to the others much faster.",
         f"{ZHANG}, eq. 4 and appendix A",
     )
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from theodolite.papers.training.loop import CLIP, threads
+from theodolite.papers.training.training_loop import CLIP, threads
 from theodolite.theory.averaging import mean_after
 
 LENGTH = 20
@@ -27,17 +27,17 @@ WIDTH = 16
 RECORDED = 10
 """Steps whose losses are averaged to one point of a curve."""
 
-HELD_BELOW = 0.15
-"""Mean attention of a sequence to [SEP] that is free of charge where it is held down: half of what makes a sink."""
+FREE_ATTENTION = 0.15
+"""Mean attention of a sequence to [SEP] that costs nothing where it is penalised: half of what makes a sink."""
 
-HELD_BY = 1.0
+PENALTY_WEIGHT = 1.0
 """Weight of what exceeds it in the loss: four times the variance of the target, were all attention there."""
 
 START_SCALE = 0.5
 """Of the entries of the paper's matrices before training; at 1 fewer seeds learn."""
 
 START_TAG = 5.0
-"""Mean of s_tag at the favoured start: [SEP] begins outside of the numbers, which are N(0, 1) with tag −1."""
+"""Mean of s_tag with `large_tag`: [SEP] starts outside the range of the numbers, which are N(0, 1) with tag −1."""
 
 WARM_UP, FINAL_RATE = 50, 0.02
 
@@ -52,10 +52,10 @@ class AveragingRecipe:
     Attributes:
         name: as tables call it.
         width: 2: the paper's architecture; more: a standard one of this width.
-        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences a step.
-        favoured: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
+        steps, batch, rate: of Adam, with the peak of a cosine to `FINAL_RATE` of it. Batch: sequences per step.
+        large_tag: s_tag starts at `START_TAG` + N(0, 1) instead of N(0, 1); the paper's architecture only.
         normed: the second layer's queries and keys have an RMS norm (QK-norm, as in Qwen3 or OLMo 2).
-        held: attention to [SEP] above `HELD_BELOW` is charged for.
+        penalised: attention to [SEP] above `FREE_ATTENTION` is penalised.
     """
 
     name: str
@@ -63,9 +63,9 @@ class AveragingRecipe:
     steps: int
     batch: int
     rate: float
-    favoured: bool = False
+    large_tag: bool = False
     normed: bool = False
-    held: bool = False
+    penalised: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,24 +110,24 @@ class TwoLayers(nn.Module):
         numbers: Numbers,
         separator: Places,
         *,
-        blind: bool = False,
-        without: Float[Tensor, "seeds width"] | None = None,
+        hide_separator: bool = False,
+        ablated: Float[Tensor, "seeds width"] | None = None,
     ) -> ForwardPass:
         """Read sequences; what `numbers` has at the place of [SEP] is not read.
 
         Args:
-            blind: hide [SEP] from the tokens after it, in the first layer.
-            without: unit directions that are projected out of what the first layer writes.
+            hide_separator: hide [SEP] from the tokens after it, in the first layer.
+            ablated: unit directions that are projected out of what the first layer writes.
         """
         embedded = self.embed(numbers, separator)
         place = torch.arange(numbers.shape[-1])
         visible = place[:, None] >= place
-        if blind:
+        if hide_separator:
             after, is_separator = place > separator[..., None], place == separator[..., None]
             visible = visible & ~(after[..., :, None] & is_separator[..., None, :])
         attention, written = self.first(embedded, visible)
-        if without is not None:
-            along = without[:, None, :, None]
+        if ablated is not None:
+            along = ablated[:, None, :, None]
             written = written - (written @ along) @ along.mT
         hidden = embedded + written
         return ForwardPass(self.second(hidden), attention, written, hidden)
@@ -136,7 +136,7 @@ class TwoLayers(nn.Module):
 class PublishedModel(TwoLayers):
     """Eqs. (1) and (2), with all of θ learned: two coordinates, no weights in the first layer's logits."""
 
-    def __init__(self, generators: Sequence[torch.Generator], *, favoured: bool = False) -> None:
+    def __init__(self, generators: Sequence[torch.Generator], *, large_tag: bool = False) -> None:
         super().__init__()
         self.value_1 = _normal(generators, 1, 2, 2)
         self.query_2, self.key_2 = (_normal(generators, 1, 2, 2) for _ in range(2))
@@ -144,7 +144,7 @@ class PublishedModel(TwoLayers):
         for parameter in self.parameters():
             parameter.data *= START_SCALE
         self.s_num, self.s_tag = _normal(generators, 1, 1), _normal(generators, 1, 1)
-        if favoured:
+        if large_tag:
             self.s_tag.data += START_TAG
 
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
@@ -226,9 +226,9 @@ class StandardModel(TwoLayers):
 class TrainedModels:
     """Models of one kind: as they began, as they ended, and their losses: (seeds, points), `RECORDED` steps each."""
 
-    kind: AveragingRecipe
+    recipe: AveragingRecipe
     seeds: tuple[int, ...]
-    begun: TwoLayers
+    initial: TwoLayers
     model: TwoLayers
     losses: Float[Tensor, "seeds points"]
 
@@ -242,23 +242,25 @@ def draw(generators: Sequence[torch.Generator], count: int, length: int = LENGTH
     return numbers, places
 
 
-def build(kind: AveragingRecipe, generators: Sequence[torch.Generator]) -> TwoLayers:
+def build(recipe: AveragingRecipe, generators: Sequence[torch.Generator]) -> TwoLayers:
     """A model of a kind before its training, float32."""
-    if kind.width == 2:
-        return PublishedModel(generators, favoured=kind.favoured)
-    return StandardModel(generators, width=kind.width, normed=kind.normed)
+    if recipe.width == 2:
+        return PublishedModel(generators, large_tag=recipe.large_tag)
+    return StandardModel(generators, width=recipe.width, normed=recipe.normed)
 
 
-def attention_to_separator(look: ForwardPass, separator: Places) -> Float[Tensor, "seeds batch length"]:
+def attention_to_separator(
+    forward_pass: ForwardPass, separator: Places
+) -> Float[Tensor, "seeds batch length"]:
     """A¹_it for each query i, 0 for those before [SEP]."""
-    index = separator[..., None, None].expand(*look.attention.shape[:-1], 1)
-    return look.attention.gather(-1, index)[..., 0]
+    index = separator[..., None, None].expand(*forward_pass.attention.shape[:-1], 1)
+    return forward_pass.attention.gather(-1, index)[..., 0]
 
 
 def train_averaging(
-    kind: AveragingRecipe, seeds: Sequence[int], *, steps: int | None = None
+    recipe: AveragingRecipe, seeds: Sequence[int], *, steps: int | None = None
 ) -> TrainedModels:
-    """Train one model a seed on the squared error.
+    """Train one model per seed on the squared error.
 
     Args:
         kind: what and how. seeds: of parameters and sequences.
@@ -266,24 +268,24 @@ def train_averaging(
 
     The gradient of each seed is clipped to a norm of `CLIP`.
     """
-    steps = kind.steps if steps is None else steps
+    steps = recipe.steps if steps is None else steps
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     losses = torch.zeros(len(seeds), steps)
     with threads(1):  # more are slower at this size, and sums would depend on their number
-        model = build(kind, generators)
-        begun = copy.deepcopy(model)
-        optimizer = torch.optim.Adam(model.parameters(), kind.rate)
+        model = build(recipe, generators)
+        initial = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(model.parameters(), recipe.rate)
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = kind.rate * _share_of_rate(step, steps)
-            numbers, places = draw(generators, kind.batch)
-            look = model(numbers, places)
-            errors = (look.output - mean_after(numbers, places)).square().mean(-1)
+            optimizer.param_groups[0]["lr"] = recipe.rate * _share_of_rate(step, steps)
+            numbers, places = draw(generators, recipe.batch)
+            forward_pass = model(numbers, places)
+            errors = (forward_pass.output - mean_after(numbers, places)).square().mean(-1)
             losses[:, step] = errors.detach()
             optimizer.zero_grad()
-            (errors.sum() + (charge(look, places) if kind.held else 0)).backward()
+            (errors.sum() + (sink_penalty(forward_pass, places) if recipe.penalised else 0)).backward()
             _clip(model)
             optimizer.step()
-    return TrainedModels(kind, tuple(seeds), begun, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
+    return TrainedModels(recipe, tuple(seeds), initial, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
 
 
 def _share_of_rate(step: int, steps: int) -> float:
@@ -291,11 +293,11 @@ def _share_of_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
-def charge(look: ForwardPass, separator: Places) -> Tensor:
-    """What a held model pays for attention to [SEP]: its excess over `HELD_BELOW`, summed over seeds."""
-    after = torch.arange(look.attention.shape[-1]) > separator[..., None]
-    paid = (attention_to_separator(look, separator) * after).sum(-1) / after.sum(-1)
-    return HELD_BY * (paid - HELD_BELOW).clamp_min(0).mean(-1).sum()
+def sink_penalty(forward_pass: ForwardPass, separator: Places) -> Tensor:
+    """The loss term of a penalised model: the attention to [SEP] in excess of `FREE_ATTENTION`, summed over seeds."""
+    after = torch.arange(forward_pass.attention.shape[-1]) > separator[..., None]
+    attention = (attention_to_separator(forward_pass, separator) * after).sum(-1) / after.sum(-1)
+    return PENALTY_WEIGHT * (attention - FREE_ATTENTION).clamp_min(0).mean(-1).sum()
 
 
 def _clip(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
 
-The models come from `theodolite train few-shot`, one a seed, in the folders of one folder. All that are pruned from one
+The models come from `theodolite train few-shot`, one per seed, in the folders of one folder. All that are pruned from
+one
 model answer the same prompts; intervals are over models.
 """
 
@@ -23,10 +24,9 @@ from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import Criterion, Verdict
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.paired_effects import Effect, judge_interval
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.run import Run
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
@@ -48,10 +48,10 @@ SPARSITIES = (0.5, 0.7)
 CALIBRATION = 512
 """Prompts that pruning is calibrated on; no model was trained or is tested on them."""
 
-ASKED_WITH = 1
+PROMPT_SEED = 1
 """Seed of the prompts that all models answer."""
 
-EXAMPLES_HELP = Criterion("more than", 0.0, "more right answers with five examples than with none")
+EXAMPLES_HELP = Criterion("more than", 0.0, "higher accuracy with five examples than with none")
 WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
 SIMILAR = Criterion("at most", 0.02, "“similarly” read as: two points of accuracy (ours)")
 
@@ -61,48 +61,48 @@ def shots_table(folder: Path, say: Any) -> pd.DataFrame:
 
     The dense model stands at every sparsity.
     """
-    prompts = RULES.draw(CALIBRATION, np.random.default_rng([ASKED_WITH, CORPUS_STREAM]))
+    prompts = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
     calibration = corpus_of_ids(torch.from_numpy(prompts.ids))
     rows: list[dict[str, Any]] = []
-    for place in models_in(folder):
-        dense = open_model(place, device="cpu")
-        seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
-        say(f"{place.name}: dense")
-        answers = few_shot_answers(dense, prompts=PROMPTS, seed=ASKED_WITH)
+    for model_folder in models_in(folder):
+        dense = open_model(model_folder, device="cpu")
+        seed = json.loads((model_folder / "training.json").read_text(encoding="utf-8"))["seed"]
+        say(f"{model_folder.name}: dense")
+        answers = few_shot_answers(dense, prompts=PROMPTS, seed=PROMPT_SEED)
         for sparsity in SPARSITIES:
-            rows += _rows(DENSE, place.name, seed, sparsity, answers)
+            rows += _rows(DENSE, model_folder.name, seed, sparsity, answers)
             for method, name in METHODS.items():
-                say(f"{place.name}: {name}, {percent(sparsity)}")
+                say(f"{model_folder.name}: {name}, {percent(sparsity)}")
                 model = copy.deepcopy(dense)
                 prune_model(model, calibration, method, sparsity)
-                found = few_shot_answers(model, prompts=PROMPTS, seed=ASKED_WITH)
-                rows += _rows(name, place.name, seed, sparsity, found)
+                pruned_answers = few_shot_answers(model, prompts=PROMPTS, seed=PROMPT_SEED)
+                rows += _rows(name, model_folder.name, seed, sparsity, pruned_answers)
     return pd.DataFrame(rows)
 
 
-def _rows(name: str, place: str, seed: int, sparsity: float, right: np.ndarray) -> list[dict[str, Any]]:
-    found = []
-    for shots, each in enumerate(right.astype(np.float64).T):
-        accuracy, error = mean_and_error(each)
-        found.append(
-            {"model": name, "folder": place, "seed": seed, "sparsity": sparsity, "shots": shots}
-            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(right)}
+def _rows(name: str, folder: str, seed: int, sparsity: float, correct: np.ndarray) -> list[dict[str, Any]]:
+    rows = []
+    for shots, answers in enumerate(correct.astype(np.float64).T):
+        accuracy, error = mean_and_error(answers)
+        rows.append(
+            {"model": name, "folder": folder, "seed": seed, "sparsity": sparsity, "shots": shots}
+            | {"accuracy": accuracy, "accuracy_se": error, "prompts": len(correct)}
         )
-    return found
+    return rows
 
 
 def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     """Accuracy (models, numbers of examples)."""
-    own = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
-    wide: Floats = own.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
-    return wide
+    rows = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
+    accuracies: Floats = rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
+    return accuracies
 
 
 def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
     return judge_interval(claim, what, Effect(values), criterion, "models")
 
 
-def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
+def shots_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
     """Charts, levels and verdicts from `shots_table`."""
     dense = _by_shots(table, DENSE, SPARSITIES[0])
     verdicts = [
@@ -116,16 +116,16 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
     for sparsity in SPARSITIES:
         oats = _by_shots(table, "OATS", sparsity)
         for name in ("Wanda", "SparseGPT"):
-            gap, at = oats - _by_shots(table, name, sparsity), f"{percent(sparsity)} removed"
+            gap, removed = oats - _by_shots(table, name, sparsity), f"{percent(sparsity)} removed"
             verdicts += [
                 _over_models(
-                    f"OATS and {name} perform similarly without examples, {at} (section 3.5, Fig. 3)",
-                    "size of the difference of accuracies",
+                    f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
+                    "absolute difference in accuracy",
                     np.abs(gap[:, 0]),
                     SIMILAR,
                 ),
                 _over_models(
-                    f"OATS's lead over {name} widens with examples, {at} (section 3.5, Fig. 3)",
+                    f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)",
                     "lead with five examples less that with none",
                     gap[:, -1] - gap[:, 0],
                     WIDENS,
@@ -145,21 +145,21 @@ def shots_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
         verdicts,
         {"accuracy": table},
         [_chart(table, s) for s in SPARSITIES],
-        {"trainings": kept},
+        {"trainings": training},
     )
 
 
 def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
-    each = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
+    rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
     best = RULES.best_accuracy().tolist()
     return exhibit(
         f"accuracy-{round(100 * sparsity)}",
         f"Accuracy against the number of examples, {percent(sparsity)} removed",
-        drawing.accuracy_by_shots(over_seeds(each), each, chance=1 / RULES.values, best=best),
-        f"Means over {counted(each['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
-        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best that any reader of the prompts can "
-        "do, computed exactly.",
-        "whether the lines of the methods part from left to right.",
+        drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
+        f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
+        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, computed "
+        "exactly.",
+        "whether the methods diverge from left to right.",
         f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
         wide=True,
     )
@@ -170,12 +170,12 @@ def _order(names: pd.Series) -> pd.Series:
 
 
 def _make(study: Study) -> Outcome:
-    kept = study.run.provenance.get("few_shot")
-    if kept is None:
+    training = study.run.provenance.get("few_shot")
+    if training is None:
         raise UsageError(
-            f"sinks/figure3 is read from a folder of training runs: give the one that `{COMMAND}` wrote into"
+            f"sinks/figure3 is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
         )
-    return shots_outcome(shots_table(Path(kept["folder"]), study.say), kept)
+    return shots_outcome(shots_table(Path(training["folder"]), study.say), training)
 
 
 def models_in(folder: str | Path) -> Sequence[Path]:
@@ -197,22 +197,16 @@ def is_few_shot(folder: str | Path) -> bool:
 
 def few_shot_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/figure3`: no tables, and the provenance of a folder."""
-    found = models_in(folder)
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{counted(len(found), 'model')} in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "GPT-NeoX",
-            "layers": 0,
-            "heads": 0,
+    folders = models_in(folder)
+    return run_without_tables(
+        f"{counted(len(folders), 'model')} in {Path(folder).name}",
+        "GPT-NeoX",
+        few_shot={
+            "folder": str(folder),
+            "models": [model_folder.name for model_folder in folders],
+            "prompts": PROMPTS,
         },
-        "seed": 0,
-        "few_shot": {"folder": str(folder), "models": [place.name for place in found], "prompts": PROMPTS},
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    )
 
 
 FIGURE_3 = [

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
 from theodolite.evaluate.few_shot import right_answers
-from theodolite.papers.training.small_models import SmallConfig
-from theodolite.papers.training.tasks import GLANCED, IGNORED, Batch
+from theodolite.papers.training.task_models import TaskModelConfig
+from theodolite.papers.training.tasks import IGNORED, QUICK_TEST, Batch
 
-DEFAULT = SmallConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
-"""Layers, heads, width, prompts a step, steps, rate: a quarter of an hour on one core."""
+DEFAULT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
+"""Layers, heads, width, prompts per step, steps, rate: 15 minutes on one core."""
 
 CHECKED = 4000
 """Prompts on which a finished model is tested."""
@@ -55,9 +55,9 @@ class FewShot:
         targets = torch.full((size, self.length - 1), IGNORED)
         return ids[:, :-1], targets.scatter(1, query_positions, ids.gather(1, query_positions + 1))
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """Accuracy on a few new prompts, by number of examples."""
-        return "accuracy " + " ".join(f"{share:.2f}" for share in self._accuracy(model, GLANCED))
+        return "accuracy " + " ".join(f"{share:.2f}" for share in self._accuracy(model, QUICK_TEST))
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Share of right answers after 0, 1, … examples, on new prompts, and the best that is possible."""

@@ -38,10 +38,10 @@ STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on 
 
 CLAIMS = {
     "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
-    "delimiters": f"They sit at the first token and at delimiters ({SUN})",
-    "dimensions": f"They sit in few, fixed dimensions ({SUN})",
-    "sudden": f"They appear within one layer ({SUN})",
-    "stays": f"They stay until the last layers ({SUN})",
+    "delimiters": f"Massive activations sit at the first token and at delimiters ({SUN})",
+    "dimensions": f"Massive activations sit in few, fixed dimensions ({SUN})",
+    "sudden": f"Massive activations appear within one layer ({SUN})",
+    "stays": f"Massive activations stay until the last layers ({SUN})",
     "at sinks": f"Massive activations are at tokens that are attention sinks ({SUN}; {ZHANG})",
     "sinks at": f"Attention sinks are at tokens with massive activations ({SUN}; {ZHANG})",
 }
@@ -50,46 +50,46 @@ CLAIMS = {
 def _outliers(study: Study) -> Outcome:
     corpus, run = study.corpus, study.run
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(run.provenance["seed"])
-    found = study.once("outliers", lambda: find_outliers(study.opened(), corpus, seed=seed))
+    outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
     flags = ["published", "adaptive", "large_rms", "massive"]
-    flagged = found.dimensions[found.dimensions[flags].any(axis=1)]
-    heads = found.head_dimensions[found.head_dimensions[flags].any(axis=1)]
+    flagged = outliers.dimensions[outliers.dimensions[flags].any(axis=1)]
+    heads = outliers.head_dimensions[outliers.head_dimensions[flags].any(axis=1)]
     tables = {
-        "layers": found.layers,
+        "layers": outliers.layers,
         "dimensions": flagged.reset_index(drop=True),
-        "massive": position_0_as_one(found.massive),
-        "growth": found.growth,
+        "massive": position_0_as_one(outliers.massive),
+        "growth": outliers.growth,
         "head_dimensions": heads.reset_index(drop=True),
-        "head_massive": position_0_as_one(found.head_massive),
+        "head_massive": position_0_as_one(outliers.head_massive),
     }
     figures = [
-        _map(found),
-        _growth(found),
-        *_carriers(found, len(corpus.contexts)),
-        _counts(found),
-        _heads(found),
+        _map(outliers),
+        _growth(outliers),
+        *_carriers(outliers, len(corpus.contexts)),
+        _counts(outliers),
+        _heads(outliers),
     ]
     verdicts = [
-        consistency_verdict(found),
-        *massive_verdicts(found),
-        *sink_verdicts(found, run.sinks, corpus),
+        consistency_verdict(outliers),
+        *massive_verdicts(outliers),
+        *sink_verdicts(outliers, run.sinks, corpus),
     ]
-    return Outcome(_readings(found), verdicts, tables, figures, {"outliers": found.numbers})
+    return Outcome(_readings(outliers), verdicts, tables, figures, {"outliers": outliers.numbers})
 
 
-def consistency_verdict(found: Outliers) -> Verdict:
+def consistency_verdict(outliers: Outliers) -> Verdict:
     """Whether dimensions with a large RMS are large in most tokens, or by a few.
 
     Massive activations are another thing: where they make the RMS, the dimension is counted apart.
     """
     claim = f"Outlier feature dimensions are consistent across tokens ({ZHANG}, section 1.2)"
-    large = found.dimensions[found.dimensions["large_rms"]]
+    large = outliers.dimensions[outliers.dimensions["large_rms"]]
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
     large = large[~large["massive"]]
     if large.empty:
-        return Verdict(claim, UNTESTABLE, f"no dimension's RMS stands out of its layer ({apart})")
+        return Verdict(claim, UNTESTABLE, f"no dimension's RMS stands out in its layer ({apart})")
     even = large["consistency"] >= EVEN
     what = (
         f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
@@ -99,32 +99,32 @@ def consistency_verdict(found: Outliers) -> Verdict:
     return judge(claim, what, float(even.mean()), CONSISTENT)
 
 
-def massive_verdicts(found: Outliers) -> list[Verdict]:
+def massive_verdicts(outliers: Outliers) -> list[Verdict]:
     """What Sun et al. 2024 say of massive activations, of those found by either rule."""
     names = ("tokens", "delimiters", "dimensions", "sudden", "stays")
-    if found.massive.empty:
-        return [Verdict(CLAIMS[name], UNTESTABLE, _nothing(found)) for name in names]
-    tokens = _by_token(found.massive)
+    if outliers.massive.empty:
+        return [Verdict(CLAIMS[name], UNTESTABLE, _nothing(outliers)) for name in names]
+    tokens = _by_token(outliers.massive)
     places = tokens["places"].to_numpy(dtype=np.float64)
     marked = tokens["first"] | tokens["token"].map(is_delimiter)
-    dimensions = sorted(set(found.massive["dimension"]))
-    width = len(set(found.dimensions["dimension"]))
+    dimensions = sorted(set(outliers.massive["dimension"]))
+    width = len(set(outliers.dimensions["dimension"]))
     few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
-    lives = found.growth.drop_duplicates(["dimension", "token_id", "first"])
-    staying = stays(found.growth)
+    lives = outliers.growth.drop_duplicates(["dimension", "token_id", "first"])
+    staying = stays(outliers.growth)
     followed = f"median of {len(lives)} dimensions of tokens"
     gone = int(lives["vanishes"].notna().sum())
     return [
         judge(
             CLAIMS["tokens"],
             "largest share over layers of the tokens after position 0 that carry one (position 0: "
-            f"{percent(float(found.layers['tokens_first'].max()))})",
-            float(found.layers["tokens"].max()),
+            f"{percent(float(outliers.layers['tokens_first'].max()))})",
+            float(outliers.layers["tokens"].max()),
             FEW_TOKENS,
         ),
         judge(
             CLAIMS["delimiters"],
-            f"share at position 0 or at tokens without a letter or digit ({_said(tokens)})",
+            f"share at position 0 or at tokens without a letter or digit ({_carrier_names(tokens)})",
             float(places[marked].sum() / places.sum()),
             DELIMITED,
         ),
@@ -150,38 +150,42 @@ def massive_verdicts(found: Outliers) -> list[Verdict]:
     ]
 
 
-def sink_verdicts(found: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> list[Verdict]:
-    """Whether massive activations and sinks are at the same tokens, by token and first position, as the run has sinks.
-
-    Args:
-        sinks: the run's table.
-    """
+def sink_verdicts(outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> list[Verdict]:
+    """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
     missing = (
-        _nothing(found) if found.massive.empty else "no attention sink in this run" if sinks.empty else ""
+        _nothing(outliers)
+        if outliers.massive.empty
+        else "no attention sink in this run"
+        if sinks.empty
+        else ""
     )
     if missing:
         return [Verdict(CLAIMS[name], UNTESTABLE, missing) for name in ("at sinks", "sinks at")]
-    carriers = _by_token(found.massive)
+    carriers = _by_token(outliers.massive)
     caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
     pairs = {
         "at sinks": (carriers, caught, "places", "massive activations at tokens that are sinks of some head"),
         "sinks at": (caught, carriers, "contexts", "sinks at tokens that carry massive activations"),
     }
     verdicts = []
-    for name, (these, those, weight, said) in pairs.items():
-        amount = these[weight].to_numpy(dtype=np.float64)
-        share = float((amount * _among(these, those)).sum() / amount.sum())
-        chance = _chance(those, corpus)
+    for name, (tokens, others, weight, what) in pairs.items():
+        amount = tokens[weight].to_numpy(dtype=np.float64)
+        share = float((amount * _among(tokens, others)).sum() / amount.sum())
+        chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
-        what = f"share of {said} (of all tokens of the text {percent(chance)} are such)"
+        what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
         verdicts.append(judge(CLAIMS[name], what, share, criterion))
     return verdicts
 
 
-def _nothing(found: Outliers) -> str:
-    largest = float(found.dimensions[["maximum", "maximum_first"]].to_numpy().max())
-    usual = found.dimensions["rms"] / found.dimensions["rms_ratio"]
-    ratio = float((found.dimensions[["maximum", "maximum_first"]].max(axis=1) / usual).max())
+def _typical(outliers: Outliers) -> pd.Series:
+    """RMS of the median dimension of each row's layer."""
+    return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
+
+
+def _nothing(outliers: Outliers) -> str:
+    largest = float(outliers.dimensions[["maximum", "maximum_first"]].to_numpy().max())
+    ratio = float((outliers.dimensions[["maximum", "maximum_first"]].max(axis=1) / _typical(outliers)).max())
     return (
         f"no massive activation by either rule: the largest |x| is {number(largest)}, and no value more than "
         f"{number(ratio)} times the RMS of its layer's median dimension"
@@ -198,8 +202,8 @@ def is_delimiter(token: str) -> bool:
 def stays(growth: pd.DataFrame) -> Floats:
     """Share of massive layers from the first to the last of the model, of each activation that appears at all."""
     shares = []
-    for _, one in growth[growth["appears"].notna()].groupby(["dimension", "token_id", "first"]):
-        later = one[one["layer"] >= one["appears"]]
+    for _, activation in growth[growth["appears"].notna()].groupby(["dimension", "token_id", "first"]):
+        later = activation[activation["layer"] >= activation["appears"]]
         shares.append(float((later["share"] >= 0.5).mean()))
     return np.array(shares)
 
@@ -211,47 +215,51 @@ def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["contexts", "token_id"], ascending=[False, True], ignore_index=True)
 
 
-def _among(these: pd.DataFrame, those: pd.DataFrame) -> Floats:
+def _among(tokens: pd.DataFrame, others: pd.DataFrame) -> Floats:
     """1 for each token of `these` that `those` have too; position 0 is one place, whatever its token."""
-    later = set(those.loc[~those["first"], "token_id"])
-    found = np.where(these["first"], bool(those["first"].any()), these["token_id"].isin(later))
-    return found.astype(np.float64)
+    later = set(others.loc[~others["first"], "token_id"])
+    present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
+    return present.astype(np.float64)
 
 
-def _chance(those: pd.DataFrame, corpus: Corpus) -> float:
+def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
     """The share of all tokens of the text that are such tokens."""
     ids = corpus.contexts.numpy()
-    found = np.isin(ids, those.loc[~those["first"], "token_id"].to_numpy())
-    found[:, 0] = bool(those["first"].any())
-    return float(found.mean())
+    present = np.isin(ids, tokens.loc[~tokens["first"], "token_id"].to_numpy())
+    present[:, 0] = bool(tokens["first"].any())
+    return float(present.mean())
 
 
 def _name(token: str, first: bool) -> str:
     return "position 0" if first else f"“{token_text(token)}”"
 
 
-def _said(tokens: pd.DataFrame) -> str:
+def _carrier_names(tokens: pd.DataFrame) -> str:
     """The most frequent carriers by name, position 0 once."""
     names = [_name(row.token, row.first) for row in tokens.itertuples()]
     return listed(list(dict.fromkeys(names)), 5)
 
 
-def _readings(found: Outliers) -> list[Reading]:
-    layers, dimensions = found.layers, found.dimensions
+def _readings(outliers: Outliers) -> list[Reading]:
+    layers, dimensions = outliers.layers, outliers.dimensions
     largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
-    ratio = largest / (dimensions["rms"] / dimensions["rms_ratio"])
+    ratio = largest / _typical(outliers)
     top = int(ratio.to_numpy().argmax())
     place = f"layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]}"
 
     def mean(name: str) -> str:
-        return f"{number(float(layers[name].mean()))} a layer, at most {number(float(layers[name].max()))}"
+        return f"{number(float(layers[name].mean()))} per layer, at most {number(float(layers[name].max()))}"
 
     tokens = f"{percent(float(layers['tokens'].max()))}; of position 0 {percent(float(layers['tokens_first'].max()))}"
     rows = [
         ("outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", "", mean("published")),
         ("outlier dimensions, by comparison with their layer", "", mean("adaptive")),
         ("dimensions with massive activations, published rule", "“few”", mean("massive_published")),
-        ("the same, by comparison with their layer", "“few”", mean("massive_adaptive")),
+        (
+            "dimensions with massive activations, by comparison with their layer",
+            "“few”",
+            mean("massive_adaptive"),
+        ),
         ("tokens after position 0 that carry one, layer with most", "“few”", tokens),
         ("largest |x|", "above 100", number(float(largest.max()))),
         (
@@ -260,7 +268,7 @@ def _readings(found: Outliers) -> list[Reading]:
             f"{number(float(ratio[top]))} ({place})",
         ),
     ]
-    return [Reading(quantity, here, paper) for quantity, paper, here in rows]
+    return [Reading(quantity, value, paper) for quantity, paper, value in rows]
 
 
 def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
@@ -268,8 +276,8 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
     return grid
 
 
-def _map(found: Outliers) -> Exhibit:
-    ratios = _grid(found.dimensions, "rms_ratio", "layer", "dimension")
+def _map(outliers: Outliers) -> Exhibit:
+    ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
     chosen = drawing.largest_columns(ratios)
     return exhibit(
         "dimensions",
@@ -284,46 +292,45 @@ def _map(found: Outliers) -> Exhibit:
     )
 
 
-def _growth(found: Outliers) -> Exhibit:
-    layers = found.dimensions.groupby("layer")
-    usual = (
-        (found.dimensions["rms"] / found.dimensions["rms_ratio"]).groupby(found.dimensions["layer"]).median()
-    )
+def _growth(outliers: Outliers) -> Exhibit:
+    layers = outliers.dimensions.groupby("layer")
+    typical = _typical(outliers).groupby(outliers.dimensions["layer"]).median()
     references = {
-        "RMS of the median dimension": usual.to_numpy(dtype=np.float64),
+        "RMS of the median dimension": typical.to_numpy(dtype=np.float64),
         "largest |x|, positions 1 on": layers["maximum"].max().to_numpy(dtype=np.float64),
         "largest |x| at position 0": layers["maximum_first"].max().to_numpy(dtype=np.float64),
     }
-    order = found.growth.sort_values(
+    order = outliers.growth.sort_values(
         ["places", "dimension", "layer"], ascending=[False, True, True], kind="stable"
     )
+    keys = ["dimension", "token_id", "token", "first"]
     lines = {
-        (f"dimension {dimension}", _name(token, first)): np.abs(one["value"].to_numpy(dtype=np.float64))
-        for (dimension, _, token, first), one in order.groupby(
-            ["dimension", "token_id", "token", "first"], sort=False
-        )
+        (f"dimension {dimension}", _name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
+        for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
     }
     return exhibit(
         "growth",
         "Massive activations through the layers",
-        drawing.growth(lines, references, found.numbers["thresholds"]["massive"]),
+        drawing.growth(lines, references, outliers.numbers["thresholds"]["massive"]),
         "Mean value, in size, of each dimension in the tokens where it is massive in some layer, by either rule; the "
-        f"{drawing.LINES} with most places. Grey: what is usual, and the largest value of the layer in any dimension.",
+        f"{drawing.LINES} with most places. Grey: typical sizes, and the largest value of the layer in any dimension.",
         "lines that jump within one block and then stay level until the last ones.",
         SUN,
         wide=True,
     )
 
 
-def _carriers(found: Outliers, contexts: int) -> list[Exhibit]:
-    if found.massive.empty:
+def _carriers(outliers: Outliers, contexts: int) -> list[Exhibit]:
+    if outliers.massive.empty:
         return []
     rows = []
-    for _, one in position_0_as_one(found.massive).groupby("token_id"):
-        name = _name(one["token"].iloc[0], one["first"].iloc[0])
-        dimensions = listed([str(dimension) for dimension in sorted(set(one["dimension"]))], 6)
-        largest = number(max(one["extreme"], key=abs))
-        rows.append((name, one["contexts"].max() / contexts, f"dimensions {dimensions}; up to {largest}"))
+    for _, token_rows in position_0_as_one(outliers.massive).groupby("token_id"):
+        name = _name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])
+        dimensions = listed([str(dimension) for dimension in sorted(set(token_rows["dimension"]))], 6)
+        largest = number(max(token_rows["extreme"], key=abs))
+        rows.append(
+            (name, token_rows["contexts"].max() / contexts, f"dimensions {dimensions}; up to {largest}")
+        )
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows, strict=True)
     return [
@@ -339,41 +346,43 @@ def _carriers(found: Outliers, contexts: int) -> list[Exhibit]:
     ]
 
 
-def _counts(found: Outliers) -> Exhibit:
+def _counts(outliers: Outliers) -> Exhibit:
     def of(name: str) -> Floats:
-        return found.layers[name].to_numpy(dtype=np.float64)
+        return outliers.layers[name].to_numpy(dtype=np.float64)
 
     columns = {
         "outlier dimensions, from data": (of("adaptive"), style.BLUE, "solid"),
-        "the same, published": (of("published"), style.SKY, "dash"),
+        "outlier dimensions, published": (of("published"), style.SKY, "dash"),
         "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
-        "these, published": (of("massive_published"), style.ORANGE, "dash"),
+        "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
     }
     return exhibit(
         "counts",
-        "Published thresholds beside those from data",
+        "Published thresholds against those from data",
         drawing.counts(columns, "dimensions"),
         "Dashed: |x| ≥ 6 in 6 % of the tokens and a quarter of the layers; |x| > 100 and > 1000 times the median. "
-        "Solid: what stands out of its own layer, as by chance something does in 1 % of healthy layers.",
+        "Solid: what stands out in its own layer; 1 % of healthy layers have such a value by chance.",
         "dashed lines at 0 under solid ones, or at the whole width: this model's activations are of another size than "
         "those for which the thresholds were published.",
         f"{DETTMERS}; {SUN}; the rules from data are ours",
     )
 
 
-def _heads(found: Outliers) -> Exhibit:
-    largest = found.head_dimensions.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
+def _heads(outliers: Outliers) -> Exhibit:
+    largest = outliers.head_dimensions.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
     grid = _grid(largest, "rms_ratio", "layer", "head")
-    table = found.head_dimensions
+    table = outliers.head_dimensions
     flagged = table[table["adaptive"]].drop_duplicates(["layer", "head"])
     names = [head_name(row.layer, row.head) for row in flagged.itertuples()]
-    said = f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
+    sentence = (
+        f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
+    )
     return exhibit(
         "heads",
         "Largest dimension of every head's output",
         drawing.ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),
         "RMS over positions 1 on of the head's output before the output projection, its largest dimension over its "
-        f"median one. {said}{': ' + listed(names, 8) if names else ''}.",
+        f"median one. {sentence}{': ' + listed(names, 8) if names else ''}.",
         "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
         f"{ZHANG}, Fig. 1(b)",
     )

@@ -34,7 +34,7 @@ DEEPER = 4
 
 def _ids(study: Study, name: str) -> Tensor:
     """The prompt asked for, or the shipped one; of this the last tokens that the model has positions for."""
-    model = study.opened()
+    model = study.require_model()
     longest = model.longest
     if study.focus.prompt is not None:
         ids = prompt_ids(model, study.focus.prompt, 0, 0)
@@ -52,19 +52,22 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         chosen: the head was chosen for its tags, so that it has a sink by choice: that is then no verdict.
     """
     sinks = [int(position) for position in trace.sinks if position >= 0]
-    kept = trace.group != LEFT_OUT
-    places = _places(trace)
-    reference = principal_scores(trace.output, kept)
+    grouped = trace.group != LEFT_OUT
+    vectors_at = _places(trace)
+    reference = principal_scores(trace.output, grouped)
     scores = {
         name: reference
         if vectors is trace.output
-        else turned(principal_scores(vectors, kept), reference, kept)
-        for name, vectors in places.items()
+        else turned(principal_scores(vectors, grouped), reference, grouped)
+        for name, vectors in vectors_at.items()
     }
-    colours = np.stack([rgb(values, kept).numpy() for values in scores.values()])
+    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     groups = _names(trace, tokens)
-    eta = {name: variance_explained(vectors[kept], trace.group[kept]) for name, vectors in places.items()}
-    chance = chance_explained(trace.group[kept])
+    eta = {
+        name: variance_explained(vectors[grouped], trace.group[grouped])
+        for name, vectors in vectors_at.items()
+    }
+    chance = chance_explained(trace.group[grouped])
     table = pd.DataFrame({"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance})
     listing = pd.DataFrame(
         {
@@ -76,9 +79,9 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         }
     )
     head = head_name(trace.layer, trace.head)
-    why = [Reading("head", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
+    choice = [Reading("head", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
     readings = [
-        *why,
+        *choice,
         Reading(f"sinks of {head}", _listed_sinks(trace, tokens)),
         *(
             Reading(f"η² of the grouping by sink: {name}", f"{number(value)} (by chance {number(chance)})")
@@ -89,18 +92,19 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         readings,
         _verdicts(trace, eta, chance)[int(chosen) :],
         {"places": table, "tokens": listing},
-        _exhibits(trace, tokens, sinks, places, scores, colours, groups),
+        _exhibits(trace, tokens, sinks, vectors_at, scores, colours, groups),
     )
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """What is coloured, in the order of the computation; the head's output is the tag, deeper layers the release."""
+    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers "
+    "the release."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {
         f"stream into block {layer}": trace.streams[layer],
         "output of the head": trace.output,
-        **{f"stream, layer {deep}": trace.streams[deep] for deep in deeper},
+        **{f"stream, layer {later}": trace.streams[later] for later in deeper},
     }
 
 
@@ -122,12 +126,12 @@ def _sink(position: int, tokens: list[str]) -> str:
 
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
-        return "none: no key gets more than 0.3 of the attention of those who see it, or of enough of them"
-    said = [
+        return "none: no key receives more than 0.3 of the attention of the queries that see it, or enough of a span's"
+    catches = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
     ]
-    return "; ".join(said)
+    return "; ".join(catches)
 
 
 def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[Verdict]:
@@ -139,32 +143,34 @@ def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[
             Verdict(
                 caught, FAILS, "this head has no sink on this prompt: name another with --layer and --head"
             ),
-            Verdict(tagged, UNTESTABLE, "nothing is caught"),
-            Verdict(released, UNTESTABLE, "nothing is caught"),
+            Verdict(tagged, UNTESTABLE, "no token is caught"),
+            Verdict(released, UNTESTABLE, "no token is caught"),
         ]
     before, tag, *later = eta.values()
     deep = later[-1]
-    many = int((trace.group >= 0).sum())
+    caught_count = int((trace.group >= 0).sum())
     first = Verdict(
-        caught, HOLDS, f"{counted(len(trace.sinks), 'sink')} of this head, {counted(many, 'token')} caught"
+        caught,
+        HOLDS,
+        f"{counted(len(trace.sinks), 'sink')} of this head, {counted(caught_count, 'token')} caught",
     )
     if not np.isfinite(tag):
         why = "all tokens are in one group"
         return [first, Verdict(tagged, UNTESTABLE, why), Verdict(released, UNTESTABLE, why)]
-    one = "one prompt, no standard error"
+    no_error = "one prompt, no standard error"
     return [
         first,
         Verdict(
             tagged,
             HOLDS if tag > max(2 * chance, before) else FAILS,
             f"η² {number(tag)} in the head's output, {number(before)} before it, {number(chance)} by chance; "
-            f"criterion: more than before the head and than twice by chance (ours); {one}",
+            f"criterion: more than before the head and than twice by chance (ours); {no_error}",
         ),
         Verdict(
             released,
             HOLDS if deep > max(2 * chance, before) else FAILS,
             f"η² {number(deep)} in the last layer, {number(before)} before the head, {number(chance)} by chance; the "
-            f"same criterion; {one}",
+            f"same criterion; {no_error}",
         ),
     ]
 
@@ -179,18 +185,18 @@ def _exhibits(
     groups: list[str],
 ) -> list[Exhibit]:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
-    kept = (trace.group != LEFT_OUT).numpy()
-    names = sorted({group for group, one in zip(groups, kept, strict=True) if one})
-    shown = [token for token, one in zip(tokens, kept, strict=True) if one]
-    of_shown = [group for group, one in zip(groups, kept, strict=True) if one]
-    made = [
+    grouped = (trace.group != LEFT_OUT).numpy()
+    names = sorted({group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped})
+    shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
+    of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
+    figures = [
         exhibit(
             "attention",
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
-            "Queries down, keys across. ▼ marks the sinks of this head: keys that get more than 0.3 of the attention "
-            "of those who see them on average, or for local sinks the most that a contiguous span pays.",
-            "strong columns: everything that comes after is caught by that token.",
+            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than 0.3 of the "
+            "attention of the queries that see them, or, for local sinks, most of the attention of a contiguous span.",
+            "strong columns: later tokens attend mostly to that token.",
             source,
             wide=True,
         ),
@@ -206,7 +212,7 @@ def _exhibits(
         ),
         exhibit(
             "values",
-            f"What there is to copy: value vectors of {head}",
+            f"Value vectors of {head}: what it can copy",
             drawing.by_dimension(trace.value.numpy(), tokens, sinks),
             "The value vector of each token, through W_O, the largest dimensions.",
             "the rows of the sinks (▼): the same colours as in the columns of the output.",
@@ -225,43 +231,43 @@ def _exhibits(
             wide=True,
         ),
     ]
-    flat = {name: values[kept][:, :2].numpy() for name, values in scores.items()}
-    made.append(
+    plane = {name: values[grouped][:, :2].numpy() for name, values in scores.items()}
+    figures.append(
         exhibit(
             "clusters",
             "Clusters: tokens on two principal components",
-            drawing.clusters(next(iter(flat.values())), of_shown, shown, names),
-            "The scores behind the first two colours, at each place; a colour a sink that caught the token.",
+            drawing.clusters(next(iter(plane.values())), of_shown, shown, names),
+            "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
             "groups that mix before the head, stand apart in its output, and still do in deep layers.",
             source,
             choice=by_name(
                 "place",
-                list(flat),
-                lambda place: drawing.clusters_patch(list(flat.values())[place], of_shown, names),
+                list(plane),
+                lambda place: drawing.clusters_patch(list(plane.values())[place], of_shown, names),
                 grid=True,
             ),
             wide=True,
         )
     )
-    made.append(
+    figures.append(
         exhibit(
             "received",
             "Where any head has a sink",
             drawing.received(trace.received.numpy(), tokens, sinks),
-            "By layer and token, the attention that the keenest head of the layer pays it on average.",
+            "By layer and token, the largest mean attention that a head of the layer pays it.",
             "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
             "layers.",
             f"{ZHANG}, Figs. 8f and 10f",
             wide=True,
         )
     )
-    return made
+    return figures
 
 
 def _make(default: str, study: Study) -> Outcome:
-    model = study.opened()
+    model = study.require_model()
     ids = _ids(study, default)
-    study.say("looking at the prompt")
+    study.say("tracing the prompt")
     trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
     return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
 

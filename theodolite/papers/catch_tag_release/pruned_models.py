@@ -24,6 +24,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.papers.experiment import corpus_subset
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.settings import RankRatio
@@ -47,11 +48,11 @@ MOST_CONTEXTS = 128
 
 @dataclass(frozen=True)
 class ModelSinks:
-    """What is measured of one model.
+    """The measures of one model.
 
     Attributes:
         loss: next-token loss of each context, nats per token.
-        sinks: which keys of which heads are sinks of each context (the survey's criterion; no learned columns).
+        sinks: which keys of which heads are sinks of each context (the survey's criterion; learned sink logits aside).
         prompt: one head on one prompt, where one was asked for.
     """
 
@@ -62,14 +63,14 @@ class ModelSinks:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The head that is looked at, and on what."""
+    """The head that is shown, and on which prompt."""
 
     ids: Tensor
     layer: int
     head: int
 
 
-class _Sinks(Hooks):
+class _SinkHooks(Hooks):
     """The sinks of one batch."""
 
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
@@ -86,11 +87,11 @@ class _Sinks(Hooks):
         return torch.cat(outputs)
 
 
-def look(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
+def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
     """Measure a model as it is now."""
     losses, sinks = [], []
     for ids in corpus.contexts.split(batch_of(corpus, None)):
-        batch_sinks = _Sinks(len(ids), model.layers, model.heads, ids.shape[1])
+        batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])
         ids = ids.to(model.device)
         with hooked(model, batch_sinks):
             logits = model.logits(ids)
@@ -113,7 +114,7 @@ def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -
 
 
 def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Sinks of another model that the first has not, over the first one's; its standard error over contexts."""
+    """Sinks of another model that the first lacks, over the first one's; its standard error over contexts."""
     return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
 
 
@@ -135,7 +136,7 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
     Raises:
         UsageError: there is no text, or too little, or the model predicts no next tokens.
     """
-    corpus, model = study.corpus, study.opened()
+    corpus, model = study.corpus, study.require_model()
     if corpus is None:
         raise UsageError("pruned models are calibrated and measured on a text: pass it with the run")
     if len(corpus.contexts) < 4:
@@ -149,15 +150,16 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
 
 def part_of(corpus: Corpus, contexts: slice) -> Corpus:
     """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
-    ids, labels = corpus.contexts[contexts], corpus.labels[contexts]
-    chosen = evenly(len(ids), MOST_CONTEXTS)
-    return Corpus(corpus.name, ids[chosen], labels[chosen], corpus.label_names, corpus.seed)
+    part = corpus_subset(corpus, contexts)
+    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
 
 
-def dense_look(study: Study, prompt: Prompt | None = None) -> ModelSinks:
+def dense_measures(study: Study, prompt: Prompt | None = None) -> ModelSinks:
     """The model itself; measured once."""
     _, measured = halves(study)
-    return study.once(f"look/{_told(prompt)}", lambda: look(study.opened(), measured, prompt))
+    return study.cached(
+        f"look/{_cache_key(prompt)}", lambda: measure_sinks(study.require_model(), measured, prompt)
+    )
 
 
 def pruned(
@@ -169,38 +171,38 @@ def pruned(
     rank_ratio: RankRatio = 0.25,
 ) -> tuple[OpenModel, Pruned]:
     """A copy of the model, pruned."""
-    model = copy.deepcopy(study.opened())
+    model = copy.deepcopy(study.require_model())
     study.say(f"pruning by {METHODS[method]}, {sparsity:.0%}")
     return model, prune_model(
         model, calibration, method, sparsity, rank_ratio=rank_ratio, iterations=ITERATIONS
     )
 
 
-def pruned_look(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:
+def pruned_measures(study: Study, method: str, prompt: Prompt | None = None) -> ModelSinks:
     """The model pruned by `SPARSITY`; pruned and measured once."""
     calibration, measured = halves(study)
 
     def make() -> ModelSinks:
         model, _ = pruned(study, method, calibration)
-        return look(model, measured, prompt)
+        return measure_sinks(model, measured, prompt)
 
-    return study.once(f"look/{method}/{_told(prompt)}", make)
+    return study.cached(f"look/{method}/{_cache_key(prompt)}", make)
 
 
-def without_term(
+def ablated_measures(
     study: Study,
     edits: Callable[[OpenModel, Pruned], Iterator[tuple[str, AbstractContextManager[object]]]],
     prompt: Prompt,
 ) -> dict[str, ModelSinks]:
     """The model pruned by OATS, as it is and under interventions, which `edits` names."""
     calibration, measured = halves(study)
-    model, done = pruned(study, "oats", calibration)
-    measured_models = {"": look(model, measured, prompt)}
-    for name, edit in edits(model, done):
+    model, report = pruned(study, "oats", calibration)
+    measured_models = {"": measure_sinks(model, measured, prompt)}
+    for name, edit in edits(model, report):
         with edit:
-            measured_models[name] = look(model, measured, prompt)
+            measured_models[name] = measure_sinks(model, measured, prompt)
     return measured_models
 
 
-def _told(prompt: Prompt | None) -> str:
+def _cache_key(prompt: Prompt | None) -> str:
     return "" if prompt is None else f"{prompt.layer}/{prompt.head}/{prompt.ids.tolist()}"

@@ -1,6 +1,6 @@
-"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and what the low-rank term has to do with it.
+"""Figures 4 and 5 of Zhang et al. 2025: which sinks pruning keeps, and the role of the low-rank term.
 
-The model is pruned in memory. `theodolite compare` does the same for checkpoints that are there.
+The model is pruned in memory. `theodolite compare` does the same for existing checkpoints.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     SPARSITY,
     ModelSinks,
     Prompt,
-    dense_look,
+    ablated_measures,
+    dense_measures,
     kept_sinks,
     loss_difference,
     new_sinks,
-    pruned_look,
-    without_term,
+    pruned_measures,
 )
 from theodolite.papers.experiment import Experiment
 from theodolite.passes.prompts import prompt_ids, shipped_prompt
@@ -50,12 +50,12 @@ CONTROL_SEED = 0
 KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
 MORE = Criterion("more than", 0.0, "the other method keeps fewer")
 REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
-SPARED = Criterion("at least", 0.9, "a control that is not aimed leaves nine tenths (ours)")
+SPARED = Criterion("at least", 0.9, "an untargeted control leaves nine tenths (ours)")
 
 
 def _prompt(study: Study) -> Prompt:
     """The prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
-    model, focus = study.opened(), study.focus
+    model, focus = study.require_model(), study.focus
     text = shipped_prompt("inference") if focus.prompt is None else focus.prompt
     ids = prompt_ids(model, text, 0, 0)
     longest = model.longest
@@ -65,20 +65,24 @@ def _prompt(study: Study) -> Prompt:
         ids = ids[-longest:]
     if focus.layer is not None and focus.head is not None:
         return Prompt(ids, focus.layer, focus.head)
-    strongest = study.once("strongest head", lambda: trace_prompt(model, ids))
+    strongest = study.cached("strongest head", lambda: trace_prompt(model, ids))
     return Prompt(ids, strongest.layer, strongest.head)
 
 
-def _table(dense: ModelSinks, looks: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
+def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
     """One row per model: sinks kept and new over the dense model's, and the loss beyond its own."""
     rows = []
-    for name, look in looks.items():
-        kept, new, loss = kept_sinks(dense, look, layer), new_sinks(dense, look), loss_difference(dense, look)
+    for name, model in measured.items():
+        share, new, loss = (
+            kept_sinks(dense, model, layer),
+            new_sinks(dense, model),
+            loss_difference(dense, model),
+        )
         rows.append(
             {
                 "model": name,
-                "sinks_kept": kept[0],
-                "sinks_kept_se": kept[1],
+                "sinks_kept": share[0],
+                "sinks_kept_se": share[1],
                 "sinks_new": new[0],
                 "sinks_new_se": new[1],
                 "loss_more": loss[0],
@@ -88,7 +92,7 @@ def _table(dense: ModelSinks, looks: Mapping[str, ModelSinks], layer: int | None
     return pd.DataFrame(rows)
 
 
-def _told(table: pd.DataFrame) -> list[Reading]:
+def _readings(table: pd.DataFrame) -> list[Reading]:
     return [
         Reading(
             row.model,
@@ -100,18 +104,18 @@ def _told(table: pd.DataFrame) -> list[Reading]:
     ]
 
 
-def _maps(study: Study, looks: Mapping[str, ModelSinks], prompt: Prompt, source: str) -> Exhibit:
-    tokens = [shown_token(text) for text in token_texts(study.opened(), prompt.ids)]
+def _maps(study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str) -> Exhibit:
+    tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
     figures = {}
-    for name, look in looks.items():
-        assert look.prompt is not None
-        sinks = [int(place) for place in look.prompt.sinks if place >= 0]
-        figures[name] = figures_prompt.attention(look.prompt.attention.numpy(), tokens, sinks)
+    for name, model in measured.items():
+        assert model.prompt is not None
+        sinks = [int(place) for place in model.prompt.sinks if place >= 0]
+        figures[name] = figures_prompt.attention(model.prompt.attention.numpy(), tokens, sinks)
     return exhibit(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
         figures_compare.parallel_map(figures, square=True),
-        "Queries down, keys across; only sinks are written at the axes, ▼ marks them.",
+        "Queries down, keys across; only sinks are labelled, with ▼.",
         "strong columns of the dense model that are missing in another.",
         source,
         wide=True,
@@ -120,26 +124,27 @@ def _maps(study: Study, looks: Mapping[str, ModelSinks], prompt: Prompt, source:
 
 def _figure_5(study: Study) -> Outcome:
     prompt = _prompt(study)
-    dense = dense_look(study, prompt)
-    looks = {name: pruned_look(study, method, prompt) for method, name in METHODS.items()}
-    table = _table(dense, looks)
+    dense = dense_measures(study, prompt)
+    measured = {name: pruned_measures(study, method, prompt) for method, name in METHODS.items()}
+    table = _table(dense, measured)
     if not dense.sinks.any():
         why = "the dense model has no sink in this text"
         verdicts = [Verdict("Only OATS retains the sinks (Fig. 5)", UNTESTABLE, why)]
     else:
-        verdicts = [_kept(dense, looks["OATS"])]
+        verdicts = [_oats_verdict(dense, measured["OATS"])]
         verdicts += [
-            _fewer(dense, looks["OATS"], looks[name], name) for name in ("Wanda", "SparseGPT", "magnitude")
+            _method_verdict(dense, measured["OATS"], measured[name], name)
+            for name in ("Wanda", "SparseGPT", "magnitude")
         ]
     return Outcome(
-        _told(table),
+        _readings(table),
         verdicts,
         {"methods": table},
-        [_maps(study, {DENSE: dense, **looks}, prompt, f"{ZHANG}, Fig. 5")],
+        [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")],
     )
 
 
-def _kept(dense: ModelSinks, oats: ModelSinks) -> Verdict:
+def _oats_verdict(dense: ModelSinks, oats: ModelSinks) -> Verdict:
     value, error = kept_sinks(dense, oats)
     what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
     return judge(
@@ -147,11 +152,11 @@ def _kept(dense: ModelSinks, oats: ModelSinks) -> Verdict:
     )
 
 
-def _fewer(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) -> Verdict:
+def _method_verdict(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) -> Verdict:
     """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
-    both = [(dense.sinks & look.sinks).flatten(1).sum(1).double() for look in (oats, other)]
-    gain = (both[0] - both[1]).numpy()
+    common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
+    gain = (common[0] - common[1]).numpy()
     mean = float(gain.sum() / count.sum())
     residual = gain - mean * count.numpy()
     error = float(np.sqrt((residual**2).sum() * len(gain) / (len(gain) - 1)) / float(count.sum()))
@@ -159,28 +164,30 @@ def _fewer(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) ->
     return judge(f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)", what, mean, MORE, error)
 
 
-def _edits(layer: int) -> dict[str, int | None]:
+def _ablations(layer: int) -> dict[str, int | None]:
     return {
         f"OATS without the low-rank term of layer {layer}": None,
-        f"OATS without a random part as large of layer {layer}": CONTROL_SEED,
+        f"OATS without a norm-matched random part of layer {layer}": CONTROL_SEED,
     }
 
 
 def _figure_4(study: Study) -> Outcome:
     prompt = _prompt(study)
-    layer, dense = prompt.layer, dense_look(study, prompt)
+    layer, dense = prompt.layer, dense_measures(study, prompt)
 
-    def edits(model: OpenModel, done: Pruned) -> Iterator[tuple[str, AbstractContextManager[object]]]:
-        for name, seed in _edits(layer).items():
-            yield name, without_low_rank(model, layer, factors=done.factors(layer), control=seed)
+    def edits(model: OpenModel, pruned: Pruned) -> Iterator[tuple[str, AbstractContextManager[object]]]:
+        for name, seed in _ablations(layer).items():
+            yield name, without_low_rank(model, layer, factors=pruned.factors(layer), control=seed)
 
-    looks = {name or "OATS": look for name, look in without_term(study, edits, prompt).items()}
-    table = _table(dense, looks, layer)
-    claim = f"The low-rank term is responsible for the sinks: without it they are gone, layer {layer} (section 3.2)"
-    if not (dense.sinks[:, layer] & looks["OATS"].sinks[:, layer]).any():
+    measured = {name or "OATS": model for name, model in ablated_measures(study, edits, prompt).items()}
+    table = _table(dense, measured, layer)
+    claim = f"The low-rank term is responsible for the sinks of layer {layer}: ablating it removes them (section 3.2)"
+    if not (dense.sinks[:, layer] & measured["OATS"].sinks[:, layer]).any():
         verdicts = [Verdict(claim, UNTESTABLE, "the pruned model has none of the layer's sinks in this text")]
     else:
-        gone, spared = ((name, kept_sinks(looks["OATS"], looks[name], layer)) for name in _edits(layer))
+        gone, spared = (
+            (name, kept_sinks(measured["OATS"], measured[name], layer)) for name in _ablations(layer)
+        )
         verdicts = [
             judge(
                 claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
@@ -194,10 +201,10 @@ def _figure_4(study: Study) -> Outcome:
             ),
         ]
     return Outcome(
-        _told(table),
+        _readings(table),
         verdicts,
         {"models": table},
-        [_maps(study, {DENSE: dense, **looks}, prompt, f"{ZHANG}, Fig. 4")],
+        [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")],
     )
 
 

@@ -13,11 +13,11 @@ import pandas as pd
 from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.papers.catch_tag_release.pruned_models import (
     SPARSITY,
-    dense_look,
+    dense_measures,
     halves,
     kept_sinks,
-    look,
     loss_difference,
+    measure_sinks,
     part_of,
     pruned,
 )
@@ -40,27 +40,29 @@ SPARSITIES = (0.3, 0.5, 0.6, 0.7)
 RATIOS = (0.0, 0.1, 0.25, 0.5)
 
 PROJECTIONS = "qkv"
-USUAL, RAISED = 0.25, 0.5
+PUBLISHED_RATIO, RAISED_RATIO = 0.25, 0.5
 """Rank ratios: the paper's, and the one of Q, K and V where the audit says that rank is needed."""
 
-PARTS = 3
+CALIBRATIONS = 3
 """Of the calibration text: every comparison of allocations is made on each."""
 
 GAIN = Criterion("more than", 0.0, "better than the rival plan")
 
 
-def _place(study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio) -> dict[str, float]:
+def _measured_pruning(
+    study: Study, calibration: Corpus, sparsity: float, ratio: RankRatio
+) -> dict[str, float]:
     """One pruning measured: bytes over dense ones, loss and sinks against the dense model, with standard errors."""
-    model, done = pruned(study, "oats", calibration, sparsity=sparsity, rank_ratio=ratio)
-    dense, found = dense_look(study), look(model, halves(study)[1])
-    loss, kept = loss_difference(dense, found), kept_sinks(dense, found)
-    sizes = done.table[["compact_bytes", "dense_bytes"]].sum()
+    model, report = pruned(study, "oats", calibration, sparsity=sparsity, rank_ratio=ratio)
+    dense, measured = dense_measures(study), measure_sinks(model, halves(study)[1])
+    loss, share = loss_difference(dense, measured), kept_sinks(dense, measured)
+    sizes = report.table[["compact_bytes", "dense_bytes"]].sum()
     return {
         "bytes": float(sizes["compact_bytes"] / sizes["dense_bytes"]),
         "loss_more": loss[0],
         "loss_more_se": loss[1],
-        "sinks_kept": kept[0],
-        "sinks_kept_se": kept[1],
+        "sinks_kept": share[0],
+        "sinks_kept_se": share[1],
     }
 
 
@@ -75,22 +77,22 @@ def front(cost: Floats, worth: Floats) -> Floats:
 
 def _sweep(study: Study) -> Outcome:
     calibration, _ = halves(study)
-    rows = [
-        {"sparsity": sparsity, "rank_ratio": ratio} | _place(study, calibration, sparsity, ratio)
+    prunings = [
+        {"sparsity": sparsity, "rank_ratio": ratio} | _measured_pruning(study, calibration, sparsity, ratio)
         for sparsity in SPARSITIES
         for ratio in RATIOS
     ]
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(prunings)
     cost = table["bytes"].to_numpy()
     table["front_loss"] = front(cost, -table["loss_more"].to_numpy())
     table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
     readings = []
     for sparsity in SPARSITIES:
-        own = table[table["sparsity"] == sparsity]
-        least, most = own.loc[own["loss_more"].idxmin()], own.loc[own["sinks_kept"].fillna(0).idxmax()]
+        rows = table[table["sparsity"] == sparsity]
+        least, most = rows.loc[rows["loss_more"].idxmin()], rows.loc[rows["sinks_kept"].fillna(0).idxmax()]
         readings.append(
             Reading(
-                f"{percent(sparsity)} removed, {percent(own['bytes'].mean())} of the bytes",
+                f"{percent(sparsity)} removed, {percent(rows['bytes'].mean())} of the bytes",
                 f"least loss at rank ratio {number(least['rank_ratio'])} "
                 f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
                 f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
@@ -114,40 +116,40 @@ def tagging_layers(study: Study) -> list[int]:
     """The third of the layers (at least one) whose heads tag most: caught share times η², summed over their sinks."""
     calibration, _ = halves(study)
     study.say("tracing sinks: which layers tag")
-    traces = trace_sinks(study.opened(), calibration).traces.fillna({"tagged": 0.0})
+    traces = trace_sinks(study.require_model(), calibration).traces.fillna({"tagged": 0.0})
     by_layer = traces.groupby("layer")["tagged"].sum().sort_values(ascending=False, kind="stable")
-    most = max(1, study.opened().layers // 3)
+    most = max(1, study.require_model().layers // 3)
     return sorted(int(layer) for layer in by_layer[by_layer > 0].index[:most])
 
 
 def _raised(layers: list[int]) -> RankRatio:
-    return lambda layer, name: RAISED if layer in layers and name in PROJECTIONS else USUAL
+    return lambda layer, name: RAISED_RATIO if layer in layers and name in PROJECTIONS else PUBLISHED_RATIO
 
 
 def _allocation(study: Study) -> Outcome:
     tagging = tagging_layers(study)
     claim = "Rank goes furthest where heads tag (ours)"
-    if not tagging or len(tagging) == study.opened().layers:
+    if not tagging or len(tagging) == study.require_model().layers:
         return Outcome(
             [], [Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")], {}
         )
-    others = [layer for layer in range(study.opened().layers) if layer not in tagging]
+    others = [layer for layer in range(study.require_model().layers) if layer not in tagging]
     random = np.random.default_rng(study.run.provenance["seed"])
     control = sorted(random.permutation(others)[: len(tagging)].tolist())
-    whole, _ = halves(study)
+    calibration_text, _ = halves(study)
     plans: dict[str, RankRatio] = {
-        "uniform": USUAL,
+        "uniform": PUBLISHED_RATIO,
         "more where heads tag": _raised(tagging),
         "more elsewhere (control)": _raised(control),
     }
-    rows: list[dict[str, Any]] = []
-    for part in range(PARTS):
-        calibration = part_of(whole, slice(part, None, PARTS))
-        rows += [
-            {"plan": name, "part": part} | _place(study, calibration, SPARSITY, ratio)
+    prunings: list[dict[str, Any]] = []
+    for part in range(CALIBRATIONS):
+        calibration = part_of(calibration_text, slice(part, None, CALIBRATIONS))
+        prunings += [
+            {"plan": name, "part": part} | _measured_pruning(study, calibration, SPARSITY, ratio)
             for name, ratio in plans.items()
         ]
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(prunings)
     by_plan = {name: table[table["plan"] == name] for name in plans}
     readings = [
         Reading("layers whose heads tag", listed([str(layer) for layer in tagging], 20)),
@@ -155,10 +157,10 @@ def _allocation(study: Study) -> Outcome:
         *(
             Reading(
                 name,
-                f"sinks kept {_level(own, 'sinks_kept')}, loss {_level(own, 'loss_more')} nats more, bytes "
-                f"{number(float(own['bytes'].mean()))} of the dense",
+                f"sinks kept {_level(rows, 'sinks_kept')}, loss {_level(rows, 'loss_more')} nats more, bytes "
+                f"{number(float(rows['bytes'].mean()))} of the dense",
             )
-            for name, own in by_plan.items()
+            for name, rows in by_plan.items()
         ),
     ]
     raised, rivals = (
@@ -180,7 +182,8 @@ def _allocation(study: Study) -> Outcome:
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
-        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {USUAL}, {RAISED} where raised.",
+        f"One dot per calibration; {percent(SPARSITY)} removed overall, rank ratio {PUBLISHED_RATIO}, "
+        f"{RAISED_RATIO} where raised.",
         "dots that lie higher on the left and lower on the right than those of uniform ranks.",
         "ours",
         wide=True,
@@ -189,8 +192,8 @@ def _allocation(study: Study) -> Outcome:
 
 
 def _better(claim: str, gains: Floats) -> Verdict:
-    """Whether the mean of gains, one a calibration, is above 0."""
-    what = f"gain, paired, over {counted(PARTS, 'calibration')}"
+    """Whether the mean of gains, one per calibration, is above 0."""
+    what = f"gain, paired, over {counted(CALIBRATIONS, 'calibration')}"
     return judge_interval(claim, what, Effect(gains.astype(np.float64)), GAIN, "calibrations")
 
 

@@ -50,7 +50,7 @@ LOW_RANK = (
 BEHIND = "Sinks downstream of the head depend on its tag: ablating it leaves fewer (ours)"
 
 
-def _place(study: Study) -> tuple[int, int, torch.Tensor]:
+def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
     """The head that is asked for, or whose sinks tag most tokens; and its strongest tag's direction."""
     run, focus = trace_of(study), study.focus
     traces = run.traces
@@ -68,11 +68,11 @@ def _place(study: Study) -> tuple[int, int, torch.Tensor]:
 
 
 def _make(study: Study) -> Outcome:
-    layer, head, direction = _place(study)
+    layer, head, direction = _chosen_tag(study)
     corpus = study.corpus
     assert corpus is not None  # or there would be no trace
-    table = ablation_test(study.opened(), corpus, layer, head, direction, say=study.say)
-    last = f"η² in layer {study.opened().layers}"
+    table = ablation_test(study.require_model(), corpus, layer, head, direction, say=study.say)
+    last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)
     return Outcome(
@@ -121,7 +121,7 @@ def _make(study: Study) -> Outcome:
                 drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
                 "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
                 "untouched model.",
-                "η² that falls by about what it was: then the clusters were this tag's.",
+                "η² that falls by nearly its whole value: then the clusters came from this tag.",
                 f"{ZHANG}, section 2, Fig. 2d",
                 wide=True,
             ),

@@ -1,4 +1,4 @@
-"""Every sink of a text traced: what it catches, what it writes, where that lives on (Zhang et al. 2025, section 2)."""
+"""Every sink of a text traced: what it catches, what it writes, where that persists (Zhang et al. 2025, section 2)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def traced_outcome(run: Run) -> Outcome:
     """
     traces, heads = run.traces, run.heads
     if "gain_se" not in traces:
-        raise UsageError("this trace is an older theodolite's and lacks errors of the release: trace again")
+        raise UsageError(
+            "this trace was written by an older version and lacks standard errors of the release: trace again"
+        )
     tables = {"sinks": traces, "heads": heads}
     if not len(traces):
         reason = "no key of any head is a sink in this text: no query pays one more than 0.3 on average"
@@ -66,10 +68,10 @@ def traced_outcome(run: Run) -> Outcome:
     readings = [
         Reading("heads that have a sink", f"{len(heads)} of {_heads_of(run)}"),
         *(
-            Reading(f"sinks: {name}", _counted(traces[traces["kind"] == kind]))
+            Reading(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
             for kind, name in drawing.KIND_NAMES.items()
         ),
-        *(Reading(_place(row), _told(row)) for _, row in traces.head(3).iterrows()),
+        *(Reading(drawing.sink_name(row), _sink_summary(row)) for _, row in traces.head(3).iterrows()),
     ]
     weights = traces["tagged"].fillna(0).to_numpy()
     verdicts = [
@@ -91,12 +93,12 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
     return [
         exhibit(
             "release",
-            "Where each tag lives on",
+            "Where each tag persists",
             drawing.release_map(traces, release),
             "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
             "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
             "in the residual stream, where it is far less, from the layer that enters the head's block on.",
-            "rows that are deep at “head”, and deeper after the head's layer than before: a tag that is released.",
+            "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
             f"{ZHANG}, section 2; MATH: tag, release",
             wide=True,
         ),
@@ -115,7 +117,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             drawing.release_scatter(heads),
             "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
             "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
-            "dots well above the line. On it, the grouping was there before the head looked.",
+            "dots well above the line. On it, the grouping was already there before the head.",
             f"{ZHANG}, section 2, Fig. 2d",
         ),
     ]
@@ -127,23 +129,23 @@ def _clustered(heads: pd.DataFrame) -> Verdict:
     Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
     """
     known = heads[heads["tag_se"].notna()]
-    alone = len(heads) - len(known)
+    single = len(heads) - len(known)
     what = (
         f"η² of the head's output by the sink that caught a query, mean over {counted(len(known), 'head')} with a "
         "sink, weighted by the contexts where it has one"
     )
     if not len(known):
-        return Verdict(TAGGED, UNTESTABLE, f"no standard error in {counted(alone, 'head')}; {CLUSTERED}")
+        return Verdict(TAGGED, UNTESTABLE, f"no standard error in {counted(single, 'head')}; {CLUSTERED}")
     best = known.loc[known["tag"].idxmax()]
     mean, error, shifted = (
         float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
     )
-    left_out = f"; {counted(alone, 'head')} that rest on one context left out" if alone else ""
-    said = (
+    left_out = f"; {counted(single, 'head')} that rest on one context left out" if single else ""
+    evidence = (
         f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
         f"{number(shifted)}{left_out})"
     )
-    return judge(TAGGED, said, mean, CLUSTERED, error)
+    return judge(TAGGED, evidence, mean, CLUSTERED, error)
 
 
 def _released(heads: pd.DataFrame, layers: int) -> Verdict:
@@ -158,18 +160,20 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
         return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
     chance = NormalDist().cdf(-SIGMAS)
     needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
-    yes = int((clear["gain"] > needed * clear["gain_se"]).sum())
-    no = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
+    more = int((clear["gain"] > needed * clear["gain_se"]).sum())
+    less = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
     evidence = (
-        f"η² in the later layer where it is largest, less η² before the head, over the same contexts: more in {yes} of "
-        f"{counted(len(clear), 'head')} with a sink, less in {no} (mean {number(float(clear['gain'].mean()))}, largest "
+        "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
+        f"{more} of "
+        f"{counted(len(clear), 'head')} with a sink, less in {less} (mean {number(float(clear['gain'].mean()))}, "
+        "largest "
         f"{with_error(best['gain'], best['gain_se'])}; more: by {number(min(needed))} to {number(max(needed))} "
-        f"standard errors, the more the more layers are later); {MORE}"
+        f"standard errors, more where more layers follow); {MORE}"
     )
-    if 2 * yes >= len(clear):
+    if 2 * more >= len(clear):
         return Verdict(RELEASED, HOLDS, evidence)
-    return Verdict(RELEASED, FAILS if 2 * no >= len(clear) else UNDECIDED, evidence)
+    return Verdict(RELEASED, FAILS if 2 * less >= len(clear) else UNDECIDED, evidence)
 
 
 def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
@@ -178,9 +182,9 @@ def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
     what = f"cosine of tag and value vector, mean over {_sinks(known, count)}"
     if not known.any():
         return judge(COPIED, what, float("nan"), SAME)
-    values, own = alignment[known], weights[known]
-    mean = float(np.average(values, weights=own))
-    scatter = float(np.average((values - mean) ** 2, weights=own))
+    values, weights_of_known = alignment[known], weights[known]
+    mean = float(np.average(values, weights=weights_of_known))
+    scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
     error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
     return judge(COPIED, what, mean, SAME, error)
 
@@ -201,7 +205,7 @@ def _effective(weights: np.ndarray) -> float:
 
 
 def _sinks(known: np.ndarray, count: float) -> str:
-    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (as many as {number(count, 2)} alike)"
+    return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (effective number {number(count, 2)})"
 
 
 def _heads_of(run: Run) -> int:
@@ -209,7 +213,7 @@ def _heads_of(run: Run) -> int:
     return int(model["layers"] * model["heads"])
 
 
-def _counted(rows: pd.DataFrame) -> str:
+def _kind_summary(rows: pd.DataFrame) -> str:
     if not len(rows):
         return "none"
     heads_with = rows.groupby(["layer", "head"]).groups
@@ -218,32 +222,28 @@ def _counted(rows: pd.DataFrame) -> str:
     return f"{sinks} of {heads}, which catch {caught} of a head's queries"
 
 
-def _place(row: pd.Series) -> str:
-    return drawing.sink_name(row)
-
-
-def _told(row: pd.Series) -> str:
+def _sink_summary(row: pd.Series) -> str:
     return (
         f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
         f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
         f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
-        f"{with_error(row['released'], row['released_se'])} at the most after it (layer {row['released_layer']}; "
+        f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
         f"gain {with_error(row['gain'], row['gain_se'])})"
     )
 
 
 def trace_of(study: Study) -> Run:
-    """The trace of the study's text, made once and kept beside the pages.
+    """The trace of the study's text, made once and kept next to the pages.
 
     Raises:
         UsageError: there is no text.
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("sinks are traced through a text: give it beside the run")
+        raise UsageError("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
     study.say("tracing every sink through the model")
-    return study.once("trace", lambda: trace_sinks(study.opened(), corpus, folder))
+    return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
 
 
 def _make(study: Study) -> Outcome:
@@ -252,7 +252,7 @@ def _make(study: Study) -> Outcome:
 
 TRACE = Experiment(
     "sinks/trace",
-    "Every sink of the text: what it catches, the tag that it writes, where the tag lives on",
+    "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
     "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
     "tag is still to be seen in deep layers (section 2)",
     ("model",),

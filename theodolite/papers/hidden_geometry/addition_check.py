@@ -1,6 +1,6 @@
-"""Does the model add? What the paper says of models of additions can be judged only of one that does.
+"""Does the model add? What the paper says of models trained on addition can be judged only of one that does.
 
-The model is asked sums and nothing else is measured here.
+The model answers sums; nothing else is measured here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
 from theodolite.judging import HOLDS, judge
 from theodolite.models import OpenModel
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.training.tasks import GLANCED, Additions
+from theodolite.papers.training.tasks import QUICK_TEST, Additions
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted
@@ -40,7 +40,7 @@ def task_of(run: Run) -> Additions:
     return Additions(digits_of(provenance(run, "corpus", "name") or "") or DIGITS)
 
 
-def spelled(digits: tuple[int, int]) -> str:
+def digits_in_words(digits: tuple[int, int]) -> str:
     """`5 to 10 digits`."""
     fewest, most = digits
     return counted(most, "digit") if fewest == most else f"{fewest} to {most} digits"
@@ -57,14 +57,14 @@ def binomial_error(share: float, count: int) -> float:
     return math.sqrt(moved * (1 - moved) / count)
 
 
-def why_no_adder(study: Study) -> str | None:
+def why_not_an_adder(study: Study) -> str | None:
     """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
     if study.model is None:
-        return "whether the model adds is not known without it: give the model beside the run"
+        return "whether the model adds is unknown without it: pass the model together with the run"
     if not is_adder(study.model):
         return f"{study.model.id} was not trained on addition alone, so whether it adds is not known"
     task = task_of(study.run)
     share = task.accuracy(on_cpu(study.model))
-    what = f"exact-match accuracy on {GLANCED} sums of {spelled(task.digits)}"
-    verdict = judge("", what, share, criteria.ADDS, binomial_error(share, GLANCED))
+    what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
+    verdict = judge("", what, share, criteria.ADDS, binomial_error(share, QUICK_TEST))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"

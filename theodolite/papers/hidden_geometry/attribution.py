@@ -31,15 +31,15 @@ from theodolite.theory.decomposition import PARTS
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
-TIMES_EVEN = 2.0
+TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
 
-KEEPS = Criterion(
+RETAINS = Criterion(
     "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
 )
 MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
 OFTEN = Criterion("at least", 0.25, "“often dominant” read as: largest in a quarter of the heads (ours)")
-REFUSALS_SAID = 2
+REFUSALS_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ CLAIMS = [
         "identical tokens",
         "Attention to identical tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, left)",
         "cvec-cvec",
-        "Attention to identical tokens is determined by context, mean and bias counted with it (ours)",
+        "Attention to identical tokens is determined by context, mean and bias included (ours)",
         "context",
     ),
     PatternClaims(
         "previous",
-        "the token before",
+        "the previous token",
         "Attention to neighbouring tokens is determined by the pos-pos constituent (section 5.2, Fig. 6, middle)",
         "pos-pos",
-        "Attention to neighbouring tokens is determined by position, mean and bias counted with it (ours)",
+        "Attention to neighbouring tokens is determined by position, mean and bias included (ours)",
         "position",
     ),
     PatternClaims(
@@ -80,7 +80,7 @@ CLAIMS = [
         "shifted tokens",
         "Attention to shifted tokens is determined by the cvec-cvec constituent (section 5.2, Fig. 6, right)",
         "cvec-cvec",
-        "Attention to shifted tokens is determined by context, mean and bias counted with it (ours)",
+        "Attention to shifted tokens is determined by context, mean and bias included (ours)",
         "context",
     ),
 ]
@@ -106,9 +106,9 @@ class Head:
         return head_name(self.layer, self.head)
 
     @property
-    def found(self) -> bool:
+    def follows(self) -> bool:
         """Whether the head has the pattern at all."""
-        return self.score >= STRONG and self.score >= TIMES_EVEN * self.uniform
+        return self.score >= STRONG and self.score >= TIMES_UNIFORM * self.uniform
 
     @property
     def strongest(self) -> str:
@@ -117,13 +117,13 @@ class Head:
 
     def determined_by(self, pattern: PatternClaims, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
-        return self.strongest == pattern.group and bool(KEEPS.met(float(self.groups.loc[group, "kept"])))
+        return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
 
-    def said(self, group: str) -> str:
+    def summary(self, group: str) -> str:
         """The head's numbers in a line."""
         row = self.groups.loc[group]
         evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
-        if not self.found:
+        if not self.follows:
             return evidence
         evidence += (
             f": {group} alone retains {percent(float(row['kept']))}, ablating it leaves {percent(float(row['left']))}, "
@@ -152,20 +152,22 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
 
 
 def _none_found(claim: str, heads: list[Head], group: str) -> Verdict:
-    asked = f"at least {STRONG:g} and {TIMES_EVEN:g} times uniform attention is asked of such a head (ours)"
-    why = f"the highest score is that of {heads[0].said(group)}" if heads else "0 heads attributed"
+    asked = (
+        f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
+    )
+    why = f"the highest score is that of {heads[0].summary(group)}" if heads else "0 heads attributed"
     return Verdict(claim, UNTESTABLE, f"{why}; {asked}")
 
 
 def top_head_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
     """Judge a pattern's claims, the paper's and ours, on the head that follows it most."""
-    if not heads or not heads[0].found:
+    if not heads or not heads[0].follows:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     return [
         Verdict(
             claim,
             HOLDS if heads[0].determined_by(pattern, group) else FAILS,
-            f"{heads[0].said(group)}; {KEEPS}",
+            f"{heads[0].summary(group)}; {RETAINS}",
         )
         for claim, group in _claims(pattern)
     ]
@@ -176,17 +178,18 @@ def _claims(pattern: PatternClaims) -> list[tuple[str, str]]:
 
 
 def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
-    found = [head for head in heads if head.found]
-    if not found:
+    followers = [head for head in heads if head.follows]
+    if not followers:
         return [_none_found(pattern.claim, heads, pattern.strict)]
     verdicts = []
     for claim, group in _claims(pattern):
-        wins = [head.determined_by(pattern, group) for head in found]
-        kept = float(np.mean([head.groups.loc[group, "kept"] for head in found]))
+        wins = [head.determined_by(pattern, group) for head in followers]
+        retained = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
         what = (
-            f"share of the {len(found)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_EVEN:g} times uniform attention) in which {group} alone retains at least half of the excess, and "
-            f"no other group more (it retains {percent(kept)} on average)"
+            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the "
+            "excess, and "
+            f"no other group more (it retains {percent(retained)} on average)"
         )
         verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
     return verdicts
@@ -212,9 +215,9 @@ def _attribution(study: Study) -> Outcome:
     verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
     readings = []
     for pattern in CLAIMS:
-        found = sum(head.found for head in heads[pattern.name])
+        count = sum(head.follows for head in heads[pattern.name])
         top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        readings.append(Reading(f"heads found that attend to {pattern.title}", f"{found}{top}"))
+        readings.append(Reading(f"heads that attend to {pattern.title}", f"{count}{top}"))
     readings += refusals(study.run)
     table = study.run.attribution.copy()
     excess = table["score"] - table["uniform"]
@@ -230,8 +233,8 @@ def refusals(run: Run) -> list[Reading]:
     refused = provenance(run, "constituents_refused") or {}
     if not refused:
         return []
-    said = "; ".join(list(refused.values())[:REFUSALS_SAID])
-    return [Reading("layers whose logits cannot be split", f"{len(refused)}: {said}")]
+    reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
+    return [Reading("layers whose logits cannot be split", f"{len(refused)}: {reasons}")]
 
 
 def share_grids(run: Run) -> dict[str, Floats]:
@@ -269,7 +272,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
             "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
             "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
-            "heads that one group makes: strong in one map, pale in the others.",
+            "heads dominated by one group: strong in one map, pale in the others.",
             f"{SONG}, eq. 10; the shares are ours",
             choice=by_name(
                 "group",
@@ -314,7 +317,7 @@ def _constituents(study: Study) -> Outcome:
             OFTEN,
         ),
         judge(
-            "Position is often dominant, mean and bias counted with it (ours)",
+            "Position is often dominant, mean and bias included (ours)",
             what.format("position", len(apart), percent(means["position"])),
             largest["position"],
             OFTEN,
@@ -353,7 +356,7 @@ ATTRIBUTION = [
     ),
     Experiment(
         "geometry/constituents",
-        "How much of each head's logits every constituent carries",
+        "How much of each head's logit variance each constituent carries",
         "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
         ("constituents.share",),
         _constituents,

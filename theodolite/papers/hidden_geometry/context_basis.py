@@ -1,4 +1,4 @@
-"""The context basis beside the positional one: the Gram matrix ordered by label (Figs. 2 and 15 to 17)."""
+"""The context basis and the positional basis: the Gram matrix ordered by label (Figs. 2 and 15 to 17)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from theodolite.system.wording import number
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
 
-DOCUMENTS, CONTEXTS_A_DOCUMENT = 4, 32
+DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32
 """As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
 
 SHOWN_POSITIONS = 96
-POSITIONS_A_CONTEXT = 2  # at most, or the contexts would vanish beside them
+POSITIONS_PER_CONTEXT = 2  # at most, or the contexts would vanish beside them
 LEAST_LAYERS = 5  # below that, a rank correlation with depth says nothing
 
 
@@ -38,7 +38,7 @@ def chosen_contexts(labels: np.ndarray) -> tuple[list[int], list[int]]:
     frequent = sorted(zip(-counts, present, strict=True))[:DOCUMENTS]
     places, of = [], []
     for _, label in frequent:
-        contexts = np.flatnonzero(labels == label)[:CONTEXTS_A_DOCUMENT].tolist()
+        contexts = np.flatnonzero(labels == label)[:CONTEXTS_PER_DOCUMENT].tolist()
         places += contexts
         of += [int(label)] * len(contexts)
     return places, of
@@ -95,7 +95,7 @@ def _figure_2(study: Study) -> Outcome:
     run = study.run
     names = provenance(run, "corpus", "labels") or []
     places, of = chosen_contexts(need(run, "context_label"))
-    shown = min(SHOWN_POSITIONS, POSITIONS_A_CONTEXT * len(places))
+    shown = min(SHOWN_POSITIONS, POSITIONS_PER_CONTEXT * len(places))
     positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
     grams = _grams(run, positions, places)
     blocks = _blocks(grams, len(positions), of)
@@ -108,7 +108,7 @@ def _figure_2(study: Study) -> Outcome:
         f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {len(set(of))} labels, "
         "grouped by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
-        "block a label (bottom right).",
+        "block per label (bottom right).",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,

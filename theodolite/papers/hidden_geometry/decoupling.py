@@ -16,6 +16,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
+from theodolite.papers.haar import haar_rotation
 from theodolite.theory.spectrum import qk_moments
 
 CORNERS = (5, 10, 20, 40, 60)
@@ -49,7 +50,7 @@ class RotatedEnergy:
 
 @dataclass(frozen=True)
 class Decoupling:
-    """Eq. (9) of Song & Zhong 2024 for the heads of one layer, beside random rotations.
+    """Eq. (9) of Song & Zhong 2024 for the heads of one layer, against random rotations.
 
     diagonal: share of ‖W‖_F² in D = diag(W).
     diagonal_random: the share expected in a Haar-random orthonormal basis in place of the coordinate axes,
@@ -89,7 +90,7 @@ def decouple(
     random basis has no preference for coordinate axes, so a P that leans towards outlier dimensions finds the
     energy of a W that leans towards them, whether or not they have to do with position. And the survivors of
     a random basis are few or none, where the corner's share of them is erratic or NaN: `corner_energy` is the
-    number to compare, `corner_surviving` the one to read beside figure 4.
+    number to compare, `corner_surviving` the one to read with figure 4.
 
     Costs one d³ product and one of d²·d_h for each head and basis, on the device of `w_q`.
 
@@ -138,18 +139,6 @@ def decouple(
         rotated_map=rotated_map,
         diagonal_map=diagonal[:, :shown].abs(),
     )
-
-
-def haar_rotation(
-    width: int, generator: torch.Generator, device: torch.device | str = "cpu"
-) -> Float64[Tensor, "width width"]:
-    """An orthogonal matrix drawn uniformly (Haar): QR of a normal matrix with the diagonal of R positive.
-
-    Drawn by a CPU generator, whatever the device of the result.
-    """
-    normal = torch.randn(width, width, generator=generator, dtype=torch.float64).to(device)
-    q, r = torch.linalg.qr(normal)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
 def _check(w_q: Tensor, w_k: Tensor, v: Tensor, corners: Sequence[int], rotations: int) -> None:

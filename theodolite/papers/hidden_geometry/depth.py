@@ -67,7 +67,7 @@ def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
 def _figure_8(study: Study) -> Outcome:
     run = study.run
     length = run.provenance["corpus"]["length"]
-    hidden = random_stream(study.opened(), length, run.provenance["seed"])
+    hidden = random_stream(study.require_model(), length, run.provenance["seed"])
     norms, errors, cosines, cosine_errors = norms_and_cosines(hidden)
     ratios = norms / norms[0] if norms[0] > 0 else np.full_like(norms, np.nan)
     # The relative errors of a quotient add up at most.

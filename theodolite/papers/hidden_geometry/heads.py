@@ -95,7 +95,7 @@ def _verdicts(run: Run, shares: Floats) -> list[Verdict]:
             MANY_HEADS,
         ),
         _together(
-            "The property is satisfied especially among early layers (appendix D.2)",
+            "The argmax property is satisfied especially in early layers (appendix D.2)",
             f"{what} its layer",
             shares,
             need_column(run.heads, "layer"),
@@ -125,13 +125,13 @@ def _figure_25(study: Study) -> Outcome:
         for name, values in shares.items()
     ]
     readings += [
-        Reading(f"rank correlation with {said}, {MEANT[name]}", number(found))
-        for name, measure, found, _ in correlations.itertuples(index=False)
-        if (said := LOCALITY.get(measure))
+        Reading(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
+        for name, measure, correlation, _ in correlations.itertuples(index=False)
+        if (label := LOCALITY.get(measure))
     ]
     scatter = exhibit(
         "locality",
-        "The argmax property beside local attention",
+        "The argmax property against local attention",
         drawing.head_scatter(
             published,
             need_column(run.heads, "previous_token"),
@@ -140,7 +140,7 @@ def _figure_25(study: Study) -> Outcome:
             ("argmax property", "attention to the previous token"),
         ),
         "Every head by its share of positions (as published) and by the mean attention that its queries pay to the "
-        "token before; violet blocks are early, green ones late.",
+        "previous token; violet blocks are early, green ones late.",
         "a rise to the right, if local attention followed from position.",
         f"{SONG}, section 4.2; the comparison is ours",
     )

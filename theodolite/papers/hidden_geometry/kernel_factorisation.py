@@ -35,7 +35,7 @@ class KernelSetting:
 
 @dataclass(frozen=True)
 class FactorisationError:
-    """Relative error |K_W(x^q, x^k) / ∏ K_{W_αβ}(…) − 1| of eq. (14), one entry an incoherence; float64.
+    """Relative error |K_W(x^q, x^k) / ∏ K_{W_αβ}(…) − 1| of eq. (14), one entry per incoherence; float64.
 
     mean, standard_error: over draws of bases, weights and pairs; a draw's pairs count as one.
     maximum: over all draws and pairs.

@@ -34,7 +34,7 @@ NOISY = 0.5
 """Share of sampling noise in a curve from which on it is not judged."""
 
 
-def _beside(
+def _against_published(
     run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
 ) -> tuple[list[Reading], dict[str, pd.DataFrame], list]:
     """A layer column beside a published table: the means, all rows as a table, and the figure."""
@@ -44,9 +44,9 @@ def _beside(
         f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
-    here = bracketed(*mean_over_layers(values)[:2])
-    readings = [Reading(f"{title}, mean (sd) over layers", here, f"{model}: {printed}")]
-    own = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
+    mean = bracketed(*mean_over_layers(values)[:2])
+    readings = [Reading(f"{title}, mean (sd) over layers", mean, f"{model}: {printed}")]
+    measured = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
     paper = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
@@ -58,18 +58,18 @@ def _beside(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
         drawing.against_published(run, name, rows, title, errors, log=log),
-        f"The thick line is this run, with its standard errors; the thin ones are {place}: a colour a model, dotted "
-        "on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are stretched onto this depth.",
+        f"The thick line is this run, with its standard errors; the thin ones are {place}: one colour per model, "
+        "dotted on GitHub, solid on OpenWebText, dashed on WikiText. Their 13 layers are rescaled to this depth.",
         "the thick line among the thin ones of its kind of model.",
         f"{SONG}, {place}",
         wide=True,
     )
-    return readings, {"this_run": own, "published": paper}, [figure]
+    return readings, {"this_run": measured, "published": paper}, [figure]
 
 
 def _table_4(study: Study) -> Outcome:
     run = study.run
-    readings, tables, exhibits = _beside(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
+    readings, tables, exhibits = _against_published(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
     return Outcome(readings, [low_rank_verdict(run, claim, every=True)], tables, exhibits)
 
@@ -84,14 +84,18 @@ def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int) 
 
 
 def _table_5(study: Study) -> Outcome:
-    made = _beside(study.run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
+    parts = _against_published(
+        study.run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True
+    )
     claim = "The positional basis has a low stable rank at every layer after the first (Table 5)"
     verdict = _highest(study.run, claim, "stable_rank", criteria.STABLE_RANK, first=1)
-    return Outcome(made[0], [verdict], made[1], made[2])
+    return Outcome(parts[0], [verdict], parts[1], parts[2])
 
 
 def _table_6(study: Study) -> Outcome:
-    made = _beside(study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6")
+    parts = _against_published(
+        study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
+    )
     verdict = judge_layers(
         "The positional basis is a significant part of the hidden states (Table 6, section 3.1)",
         "relative norm",
@@ -99,7 +103,7 @@ def _table_6(study: Study) -> Outcome:
         criteria.SIGNIFICANT,
         error_of(study.run, "relative_norm"),
     )
-    return Outcome(made[0], [verdict], made[1], made[2])
+    return Outcome(parts[0], [verdict], parts[1], parts[2])
 
 
 def roughness(basis: Tensor) -> Floats:
@@ -199,7 +203,7 @@ def _principal_components(run: Run, place: str) -> Outcome:
         "waves",
         "The first three components against position",
         geometry.waves(run, layers // 2),
-        "What the curve is made of, one line a component.",
+        "The components of the curve, one line each.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
         choice=by_layer(layers, lambda layer: geometry.waves_traces(run, layer)),
@@ -209,44 +213,44 @@ def _principal_components(run: Run, place: str) -> Outcome:
 
 
 def _figure_1(study: Study) -> Outcome:
-    made = _principal_components(study.run, "Fig. 1")
-    scale = made.tables["shape"]["scale"].to_numpy()
+    outcome = _principal_components(study.run, "Fig. 1")
+    scale = outcome.tables["shape"]["scale"].to_numpy()
     growth = float(scale.max() / scale[0]) if scale[0] > 0 else math.nan
     widest = int(scale.argmax())
     what = f"scale of the largest component at layer {widest} over that at layer 0"
     claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    made.verdicts.append(judge(claim, what, growth, criteria.TENFOLD))
-    return made
+    outcome.verdicts.append(judge(claim, what, growth, criteria.TENFOLD))
+    return outcome
 
 
 def _figure_24(study: Study) -> Outcome:
     run = study.random_run()
-    made = _principal_components(run, "Fig. 24, on random tokens")
+    outcome = _principal_components(run, "Fig. 24, on random tokens")
     persists = smooth_verdict(
         run, "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
     )
     runs = {} if run is study.run else {"random": run.provenance}
-    return Outcome(made.readings, [*made.verdicts, persists], made.tables, made.exhibits, runs)
+    return Outcome(outcome.readings, [*outcome.verdicts, persists], outcome.tables, outcome.exhibits, runs)
 
 
 def _figure_3(study: Study) -> Outcome:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    held = energy_within_rank(run)
-    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": held})
-    kept = need(run, "singular_values")
-    for place in range(kept.shape[1]):
-        table[f"singular_value_{place + 1}"] = kept[:, place]
+    energy = energy_within_rank(run)
+    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
+    singular_values = need(run, "singular_values")
+    for index in range(singular_values.shape[1]):
+        table[f"singular_value_{index + 1}"] = singular_values[:, index]
     smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
     readings = [
-        Reading("share of energy within the rank", percent(mean_over_layers(held)[0])),
+        Reading("share of energy within the rank", percent(mean_over_layers(energy)[0])),
         Reading("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %"),
     ]
     verdicts = [
         judge_layers(
             "A few singular values dominate (Fig. 3, left)",
             f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-            held,
+            energy,
             criteria.DOMINANT,
         ),
         smooth_verdict(run, "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"),

@@ -1,6 +1,6 @@
 """All heads' logits between positions: the QK matrix of the positional basis (Figs. 19 and 22).
 
-Splits the logits of the model beside a run, with the run's own mean and positional basis.
+Splits the model's logits with the run's mean and positional basis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_no_adder
+from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
 from theodolite.passes.prompts import vocabulary_of
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
@@ -52,13 +52,15 @@ class _PositionalLogits:
         self.smooth: dict[int, Floats] = {}
         self.refused: dict[int, str] = {}
 
-    def tell(self, seen: LayerPass) -> None:
+    def add(self, layer_pass: LayerPass) -> None:
         """Add the contexts of a pass."""
-        parts = decompose_around(seen.stream, self.mean[seen.layer], self.pos[seen.layer])
+        parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
         try:
-            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+            split = split_queries_and_keys(
+                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
+            )
         except WorkError as error:
-            self.refused[seen.layer] = str(error)
+            self.refused[layer_pass.layer] = str(error)
             return
         mean, pos = PARTS.index("mean"), PARTS.index("pos")
         repeat = split.query.shape[2] // split.key.shape[2]
@@ -66,9 +68,9 @@ class _PositionalLogits:
         key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
         logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
         smooth = qk_low_frequency(split.query[pos][:, :, 1:], split.key[pos][:, :, 1:]).sum(0)
-        for kept, value in ((self.logits, logits), (self.smooth, smooth)):
+        for sums, value in ((self.logits, logits), (self.smooth, smooth)):
             added = value.double().cpu().numpy()
-            kept[seen.layer] = kept[seen.layer] + added if seen.layer in kept else added
+            sums[layer_pass.layer] = sums[layer_pass.layer] + added if layer_pass.layer in sums else added
 
 
 def _sampled(study: Study) -> Tensor:
@@ -77,7 +79,7 @@ def _sampled(study: Study) -> Tensor:
     if study.corpus is not None:
         return sample_of(study.corpus.contexts, seed)
     length = study.run.arrays["positional_basis"].shape[1]
-    return Corpus.random_tokens(vocabulary_of(study.opened()), length, SPLIT_CONTEXTS, seed).contexts
+    return Corpus.random_tokens(vocabulary_of(study.require_model()), length, SPLIT_CONTEXTS, seed).contexts
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
@@ -94,27 +96,27 @@ def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdi
 
 
 def _figure_19(study: Study) -> Outcome:
-    run, model = study.run, study.opened()
+    run, model = study.run, study.require_model()
     positions = run.arrays["positional_basis"].shape[1] - 1
     heads = evenly(model.heads, SHOWN_HEADS)
     shown = [1 + place for place in evenly(positions, SHOWN_POSITIONS)]
-    found = _PositionalLogits(run, heads, shown)
+    sums = _PositionalLogits(run, heads, shown)
     sample = _sampled(study)
     for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
-        visit_layers(model, batch, range(model.layers), found.tell)
-    if not found.logits:
-        raise UsageError(f"no layer of this model can be split: {next(iter(found.refused.values()))}")
-    layers = sorted(found.logits)
+        visit_layers(model, batch, range(model.layers), sums.add)
+    if not sums.logits:
+        raise UsageError(f"no layer of this model can be split: {next(iter(sums.refused.values()))}")
+    layers = sorted(sums.logits)
     rows: list[dict[str, Any]] = [
         {"layer": layer, "head": head}
         | {f"low_frequency_{k}": float(share) for k, share in zip(CUTOFFS, shares, strict=True)}
         for layer in layers
-        for head, shares in enumerate(found.smooth[layer] / len(sample))
+        for head, shares in enumerate(sums.smooth[layer] / len(sample))
     ]
     table = pd.DataFrame(rows)
     median = float(table["low_frequency_10"].median())
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [drawing.positional_tiles(found.logits[layer] / len(sample)) for layer in drawn]
+    tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
     figure = exhibit(
         "positional-logits",
         "QK matrix of the positional basis, every head",
@@ -123,7 +125,7 @@ def _figure_19(study: Study) -> Outcome:
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
         "too. "
         "Every row less its mean; each head on its own scale, blue below and red above.",
-        "smooth shading in models of language, breaks in models of additions.",
+        "smooth shading in language models, breaks in models trained on addition.",
         f"{SONG}, Figs. 19 and 22",
         choice=by_name(
             "block",
@@ -139,11 +141,11 @@ def _figure_19(study: Study) -> Outcome:
             "“visibly discontinuous”",
         )
     ]
-    if found.refused:
-        said = next(iter(found.refused.values()))
-        readings.append(Reading("layers that cannot be split", f"{len(found.refused)}: {said}"))
+    if sums.refused:
+        reason = next(iter(sums.refused.values()))
+        readings.append(Reading("layers that cannot be split", f"{len(sums.refused)}: {reason}"))
     verdict = _smooth_verdict(run, median, len(table), positions)
-    if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
+    if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
     return Outcome(readings, [verdict], {"smoothness": table}, [figure])
 
@@ -151,8 +153,8 @@ def _figure_19(study: Study) -> Outcome:
 POSITIONAL_LOGITS = [
     Experiment(
         "geometry/figure19",
-        "QK matrix of the positional basis of every head, as for models of additions",
-        "Models of additions have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
+        "QK matrix of the positional basis of every head, as for models trained on addition",
+        "Models trained on addition have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
         ("model", "arrays.positional_basis", "arrays.mean"),
         _figure_19,
     ),

@@ -17,13 +17,13 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
 from theodolite.models import OpenModel, open_model
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, corpus_subset
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import (
     binomial_error,
+    digits_in_words,
     is_adder,
     on_cpu,
-    spelled,
     task_of,
 )
 from theodolite.papers.hidden_geometry.positional_basis import shape_of
@@ -58,7 +58,7 @@ SMOOTH_CURVE = {
     "relative_norm": criteria.SIGNIFICANT,
 }
 SPIRAL = SMOOTH_CURVE | {"turns": criteria.SPIRAL_TURNS}
-"""What the positions of a layer must meet, all of it, to be a smooth, significant curve; and a spiral."""
+"""What the positions of a layer must meet, all of them, to be a smooth, significant curve; and a spiral."""
 
 ACCURATE = Criterion("at least", 0.99, "section 4.3: “above 99%”")
 NO_GENERALISATION = Criterion(
@@ -72,7 +72,7 @@ PAPER_ACCURACY = {
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Checkpoint:
     """A checkpoint of the series, surveyed."""
 
     step: int
@@ -80,50 +80,47 @@ class _Step:
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
-    """Training step → checkpoint, of the folder that the model was opened from, or beside it in its series.
+    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series.
 
     Raises:
         UsageError: there is no series.
     """
     folder = Path(model.id)
-    place = folder.parent if folder.parent.name == SERIES else folder / SERIES
-    found = sorted(place.iterdir()) if place.is_dir() else []
+    series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
+    paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
     steps = {
-        int(path.name): path for path in found if path.name.isdigit() and (path / "config.json").is_file()
+        int(path.name): path for path in paths if path.name.isdigit() and (path / "config.json").is_file()
     }
     if len(steps) < 2:
         raise UsageError(
-            f"{model.id} has no series of checkpoints beside its weights: make one with "
-            "`theodolite train characters --series` or `theodolite train addition --series`, and give that folder"
+            f"{model.id} has no series of checkpoints next to its weights: make one with "
+            "`theodolite train characters --series` or `theodolite train addition --series`, and pass that folder"
         )
     return steps
 
 
 def some_contexts(corpus: Corpus) -> Corpus:
     """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
-    chosen = evenly(len(corpus.contexts), SURVEYED_CONTEXTS)
-    return Corpus(
-        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
-    )
+    return corpus_subset(corpus, evenly(len(corpus.contexts), SURVEYED_CONTEXTS))
 
 
-def _surveyed(study: Study) -> list[_Step]:
-    model, corpus = study.opened(), study.corpus
+def _surveyed(study: Study) -> list[_Checkpoint]:
+    model, corpus = study.require_model(), study.corpus
     if corpus is None:
         raise UsageError(
-            "geometry/training surveys every checkpoint on the text of the run: give the text too"
+            "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
         )
     contexts = some_contexts(corpus)
-    found = []
+    series = []
     for step, path in series_of(model).items():
         checkpoint = open_model(path, dtype=model.hf.dtype, device=model.device)
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
-        place = None if study.folder is None else study.folder / name
-        found.append(_Step(step, study.survey(checkpoint, contexts, place)))
-    return found
+        run_folder = None if study.folder is None else study.folder / name
+        series.append(_Checkpoint(step, study.survey(checkpoint, contexts, run_folder)))
+    return series
 
 
-def _table(series: list[_Step]) -> pd.DataFrame:
+def _table(series: list[_Checkpoint]) -> pd.DataFrame:
     """One row per step and layer."""
     parts = []
     for entry in series:
@@ -148,7 +145,7 @@ def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
-def _said(row: pd.Series, needed: dict[str, Criterion]) -> str:
+def _values_line(row: pd.Series, needed: dict[str, Criterion]) -> str:
     return ", ".join(
         f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
     )
@@ -176,7 +173,7 @@ def appears(
     claim = f"{claim}: layer {layer}"
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    first, last = (_said(rows.iloc[place], needed) for place in (0, -1))
+    first, last = (_values_line(rows.iloc[place], needed) for place in (0, -1))
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         why = (
             f"half of the curve at step {steps[-1]} or more is sampling noise of {SURVEYED_CONTEXTS} contexts"
@@ -193,32 +190,32 @@ def appears(
 
 def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
     """On one layer of the series whose last checkpoint gave `run`."""
-    learned = "Smooth, significant positions are learned, not predefined (section 2)"
+    learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
     positions = need(run, "positional_basis").shape[1] - 1
     if positions < criteria.LEAST_POSITIONS:
         why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
         return [Verdict(f"{learned}: layer {layer}", UNTESTABLE, why)]
     if digits_of(run.provenance["corpus"]["name"]):
-        claim = "On additions no smooth curve of positions is learned (section 4.3)"
+        claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
         return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
     return [
         appears(table, layer, learned, SMOOTH_CURVE),
-        appears(table, layer, "They come to form a spiral (abstract: “often”)", SPIRAL),
+        appears(table, layer, "The positional basis comes to form a spiral (abstract: “often”)", SPIRAL),
     ]
 
 
-def _curves(series: list[_Step]) -> Any:
+def _curves(series: list[_Checkpoint]) -> Any:
     shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
     layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
     return exhibit(
         "curves",
-        "The positional basis while it is learned",
+        "The positional basis over training",
         drawing.curves_by_step([entry.step for entry in shown], layers, curves.astype(np.float64)),
         "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
         "own scale, the same for both; violet positions are early, green ones late.",
         "the step at which a cloud becomes a curve, and whether the layers follow one another.",
-        f"{SONG}, Fig. 1, at every checkpoint of a training",
+        f"{SONG}, Fig. 1, at every checkpoint of a training run",
         wide=True,
     )
 
@@ -237,8 +234,8 @@ def _training(study: Study) -> Outcome:
         drawing.measures_by_step(steps, panels, limits),
         f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
-        "the steps at which smoothness and norm rise, and whether they stay.",
-        f"{SONG}, sections 2 and 3, at every checkpoint of a training",
+        "the steps at which smoothness and norm rise, and whether they stay high.",
+        f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
     )
     chosen = sorted({1, (layers - 1) // 2} - {0})
@@ -257,7 +254,7 @@ def _training(study: Study) -> Outcome:
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     learned = judge(
-        "Additions are learned in distribution (section 4.3)",
+        "Addition is learned in distribution (section 4.3)",
         f"exact-match accuracy on {count} sums of {trained}",
         float(values[0]),
         ACCURATE,
@@ -265,7 +262,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     )
     shorter = judge(
         "Length generalisation fails (section 4.3, appendix D.3)",
-        f"mean share over sums of 1, 2, 3 and 4 digits, {count} each",
+        f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
         float(values[1:].mean()),
         NO_GENERALISATION,
         float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
@@ -277,14 +274,14 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
 
 
 def _addition(study: Study) -> Outcome:
-    model = study.opened()
+    model = study.require_model()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} was not trained on addition: give one that `theodolite train addition` made, and "
+            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
             "--corpus addition"
         )
     task = task_of(study.run)
-    trained = spelled(task.digits)
+    trained = digits_in_words(task.digits)
     measured = task.measure(on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
@@ -297,19 +294,19 @@ def _addition(study: Study) -> Outcome:
         *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
     ]
     readings = [
-        Reading(f"right answers, {name}", with_error(float(value), float(e)), said)
-        for name, said, value, e in zip(names, printed, values, errors, strict=True)
+        Reading(f"exact-match accuracy, {name}", with_error(float(value), float(e)), published)
+        for name, published, value, e in zip(names, printed, values, errors, strict=True)
     ]
     readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
     figure = exhibit(
         "accuracy",
-        "Right answers by number of digits",
+        "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
         f"Exact-match accuracy of greedy answers to {count} new sums of each kind, with binomial standard errors. "
         "Answers are written from their last digit to their first, as in the published code. Whether the positions are "
         "smooth is judged by geometry/figure5.",
-        "a fall from the left: lengths that training never saw.",
+        "a drop at the lengths that training never saw.",
         f"{SONG}, appendix D.3",
         wide=True,
     )
@@ -321,15 +318,15 @@ def _addition(study: Study) -> Outcome:
 TRAINING = [
     Experiment(
         "geometry/training",
-        "The positional basis at every checkpoint of a training",
-        "Sinusoidal patterns are learned, not predefined (section 2); a training over time is left to later work "
+        "The positional basis at every checkpoint of a training run",
+        "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
         "(section 7)",
         ("model", "arrays.positional_basis", "layers.low_frequency_10"),
         _training,
     ),
     Experiment(
         "geometry/addition",
-        "Additions: accuracy in distribution and on shorter numbers",
+        "Addition: accuracy in distribution and on shorter numbers",
         "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
         ("model",),
         _addition,

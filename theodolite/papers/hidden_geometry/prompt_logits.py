@@ -1,6 +1,6 @@
-"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean has to do with them.
+"""Logits of a prompt by constituent (Figs. 6 and 30 to 34), and what the global mean does to them.
 
-Splits the logits of the model beside a run, with the run's own mean and positional basis.
+Splits the model's logits with the run's mean and positional basis.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from theodolite.measure.constituents import Constituents
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry.attribution import (
     CLAIMS,
-    TIMES_EVEN,
+    TIMES_UNIFORM,
     Head,
     PatternClaims,
     attributed_heads,
@@ -57,7 +57,7 @@ UNCHANGED = Criterion(
     "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
 )
 
-Chosen = dict[tuple[int, int], list[PatternClaims]]
+ChosenHeads = dict[tuple[int, int], list[PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 
@@ -65,12 +65,12 @@ def _top_heads(run: Run) -> dict[str, list[Head]]:
     return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
 
 
-def _chosen(study: Study, top: dict[str, list[Head]]) -> Chosen:
+def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
     """The head that is asked for, or the ones that follow the patterns most."""
     focus = study.focus
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
-    chosen: Chosen = {}
+    chosen: ChosenHeads = {}
     for pattern in CLAIMS:
         for head in top[pattern.name][:1]:
             chosen.setdefault((head.layer, head.head), []).append(pattern)
@@ -85,7 +85,7 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
     Raises:
         UsageError: no such layer or head, a prompt longer than the run's contexts, or a layer that cannot be split.
     """
-    model = study.opened()
+    model = study.require_model()
     model.check_place(layer, head)
     try:
         return constituents(model, ids, layer, decomposition=study.run)
@@ -93,25 +93,25 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
         raise UsageError(f"{error}; choose another --layer") from error
 
 
-def _read(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
+def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
     """The prompt's ids and the text of each."""
-    model = study.opened()
+    model = study.require_model()
     longest = study.run.arrays["positional_basis"].shape[1]
     ids = prompt_ids(model, study.focus.prompt, longest, study.run.provenance["seed"])
     return ids, token_texts(model, ids)
 
 
-def _described(study: Study, length: int) -> str:
+def _panel_caption(study: Study, length: int) -> str:
     """What the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {drawing.MOST_POSITIONS} of them" if length - 1 > drawing.MOST_POSITIONS else ""
-    said = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
+    caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
     if study.run.provenance["model"].get("positions") == ROTATED:
-        said += (
+        caption += (
             "This family rotates queries and keys, so relative position is within every panel, constant too: "
             "there the rotated mean and biases differ by distance. "
         )
-    return said
+    return caption
 
 
 def _panels(study: Study, split: Constituents, title: str, head: int, tokens: list[str]) -> Exhibit:
@@ -119,8 +119,9 @@ def _panels(study: Study, split: Constituents, title: str, head: int, tokens: li
         title.split(":")[0],
         title,
         drawing.qk_panels(split, head, tokens),
-        f"{_described(study, len(tokens))}Every row less its mean over the keys that the query sees, which the softmax "
-        "does not notice, and one colour scale for all; per cent: shares of the variance of such logits. Constant is "
+        f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
+        "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
+        "Constant is "
         "mean and bias alone, which otherwise count with what is on the other side. All panels but QK and attention "
         "sum to QK. Attention is the model's own, up to its largest weight.",
         "the panel that has the pattern of QK, and of attention.",
@@ -141,13 +142,13 @@ def _tables(
 
 
 def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str, list[Head]]) -> str:
-    """`L3H5: attends most to the token before (0.26)`."""
-    said = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
-    return head_name(*place) + (f": attends most to {listed(said)}" if said else "")
+    """`L3H5: attends most to the previous token (0.26)`."""
+    patterns = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
+    return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
 
 
 def _figure_6(study: Study) -> Outcome:
-    ids, tokens = _read(study)
+    ids, tokens = _prompt_tokens(study)
     top = _top_heads(study.run)
     exhibits, panels, readings = [], {}, []
     for (layer, head), followed in _chosen(study, top).items():
@@ -167,7 +168,7 @@ def _mean_verdict(run: Run) -> Verdict:
     claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
     table = run.constituents
     if not len(table):
-        return Verdict(claim, UNTESTABLE, "this run has 0 shares of constituents: survey the model again")
+        return Verdict(claim, UNTESTABLE, "this run has no constituent shares: survey the model again")
     winners = []
     for pos in (("pos",), ("mean", "pos")):
         sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
@@ -187,10 +188,10 @@ def _mean_verdict(run: Run) -> Verdict:
     return judge(claim, what, float(same.mean()), UNCHANGED)
 
 
-def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
+def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
-    ids, patterns = repeated_patterns(study.opened(), longest, CONTEXTS, study.run.provenance["seed"])
+    ids, patterns = repeated_patterns(study.require_model(), longest, CONTEXTS, study.run.provenance["seed"])
     if not patterns:
         return []
     split = _split(study, ids, layer, head)
@@ -198,62 +199,71 @@ def _kept(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     mean, pos = PARTS.index("mean"), PARTS.index("pos")
     rows: list[dict[str, Any]] = []
-    for within in (False, True):
+    for within_pos in (False, True):
         query, key = split.query[:, :, [head]].clone(), split.key[:, :, [head]].clone()
-        for side in (query, key) if within else ():
+        for side in (query, key) if within_pos else ():
             side[pos] += side[mean]
             side[mean] = 0
-        found = attribute(query, key, inputs, patterns)
+        attributed = attribute(query, key, inputs, patterns)
         for place, pattern in enumerate(patterns):
-            score, even = float(found.score[place, 0]), float(found.uniform[place, 0])
-            excess = score - even if score > even else math.nan
+            score, uniform = float(attributed.score[place, 0]), float(attributed.uniform[place, 0])
+            excess = score - uniform if score > uniform else math.nan
             rows += [
-                {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": even}
-                | {"mean": "within pos" if within else "apart", "group": group}
-                | {"kept": (float(found.only[number_of, place, 0]) - even) / excess}
-                for number_of, group in enumerate(ATTRIBUTED)
+                {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": uniform}
+                | {"mean": "within pos" if within_pos else "apart", "group": group}
+                | {"kept": (float(attributed.only[index, place, 0]) - uniform) / excess}
+                for index, group in enumerate(ATTRIBUTED)
             ]
     return rows
 
 
-def _kept_line(kept: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims) -> list[Reading]:
+def _retained_readings(
+    retained: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims
+) -> list[Reading]:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
-    own = kept[(kept["layer"] == place[0]) & (kept["head"] == place[1]) & (kept["pattern"] == pattern.name)]
-    if not (own["score"] >= TIMES_EVEN * own["uniform"]).all():
+    rows = retained[
+        (retained["layer"] == place[0])
+        & (retained["head"] == place[1])
+        & (retained["pattern"] == pattern.name)
+    ]
+    if not (rows["score"] >= TIMES_UNIFORM * rows["uniform"]).all():
         return []
-    shares = own[own["group"] == pattern.strict].set_index("mean")["kept"]
-    both = f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
-    what = f"{head_name(*place)}, attention to {pattern.title}: kept by {pattern.strict} alone"
-    return [Reading(what, both)]
+    shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
+    shares_text = (
+        f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
+    )
+    what = f"{head_name(*place)}, attention to {pattern.title}: retained by {pattern.strict} alone"
+    return [Reading(what, shares_text)]
 
 
 def _figure_30(study: Study) -> Outcome:
-    ids, tokens = _read(study)
+    ids, tokens = _prompt_tokens(study)
     exhibits, panels, rows = [], {}, []
     chosen = _chosen(study, _top_heads(study.run))
     for layer, head in chosen:
         split = _split(study, ids, layer, head)
-        rows += _kept(study, layer, head)
-        for key, place, made in (
+        rows += _retained_rows(study, layer, head)
+        for key, place, constituents_shown in (
             ("with", "Fig. 30", split.coarse(MEAN_WITH_POSITION)),
             ("without", "Fig. 31", split),
         ):
             name = f"{head_name(layer, head)} {key} the global mean"
-            panels[name] = drawing.constituent_panels(made, head, raw=True)
+            panels[name] = drawing.constituent_panels(constituents_shown, head, raw=True)
             where = "is within pos" if key == "with" else "is apart, within constant"
             exhibits.append(
                 exhibit(
                     f"L{layer}H{head}-{key}",
                     name,
-                    drawing.qk_panels(made, head, tokens, raw=True),
-                    f"{_described(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
+                    drawing.qk_panels(constituents_shown, head, tokens, raw=True),
+                    f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest "
+                    "to its "
                     f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
                     "the same patterns with and without the mean.",
                     f"{SONG}, {place}",
                     wide=True,
                 )
             )
-    kept = pd.DataFrame(rows)
+    retained = pd.DataFrame(rows)
     readings = [
         Reading(f"{name}: largest share", max(of_head[:-2], key=lambda panel: panel.share).name)
         for name, of_head in panels.items()
@@ -263,9 +273,9 @@ def _figure_30(study: Study) -> Outcome:
             line
             for place, followed in chosen.items()
             for pattern in followed
-            for line in _kept_line(kept, place, pattern)
+            for line in _retained_readings(retained, place, pattern)
         ]
-    tables = _tables(ids, tokens, panels) | ({"kept": kept} if rows else {})
+    tables = _tables(ids, tokens, panels) | ({"kept": retained} if rows else {})
     return Outcome(readings, [_mean_verdict(study.run)], tables, exhibits)
 
 

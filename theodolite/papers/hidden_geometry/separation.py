@@ -1,4 +1,5 @@
-"""Contexts apart from one another and from positions: clusters by label, and incoherence beside its random baseline."""
+"""Separation of contexts from one another and from positions: clusters by label, incoherence against its random "
+"baseline."""
 
 from __future__ import annotations
 
@@ -74,20 +75,21 @@ def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) 
 
 def _gram(run: Run, names: list[str]) -> Exhibit:
     labels = need(run, "context_label")
-    places, of = [], []
+    places, label_names = [], []
     for label in frequent_labels(labels, SHOWN_LABELS):
-        found = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
-        places += found
-        of += [names[label]] * len(found)
+        contexts_of_label = np.flatnonzero(labels == label)[:SHOWN_CONTEXTS].tolist()
+        places += contexts_of_label
+        label_names += [names[label]] * len(contexts_of_label)
     contexts = need(run, "context_basis")[:, places].astype(np.float64)
     unit = contexts / np.maximum(np.linalg.norm(contexts, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     grams = unit @ unit.transpose(0, 2, 1)
     return exhibit(
         "gram",
         "Cosines between contexts, by label",
-        drawing.gram_by_label(grams[len(grams) // 2], of),
-        f"All pairs of {len(places)} contexts of the {len(set(of))} most frequent labels, those of one label together.",
-        "one strong block a label on the diagonal, little beside it.",
+        drawing.gram_by_label(grams[len(grams) // 2], label_names),
+        f"All pairs of {len(places)} contexts of the {len(set(label_names))} most frequent labels, those of one "
+        "label together.",
+        "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
         choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
         wide=True,
@@ -181,8 +183,8 @@ COMPARED = {
 """Layer column → (how it is called, its field of a published row)."""
 
 
-def _beside_paper(run: Run, name: str, title: str, part: str) -> Reading:
-    """The mean over layers, beside that of the models that the paper has on OpenWebText."""
+def _reading_against_paper(run: Run, name: str, title: str, part: str) -> Reading:
+    """The mean over layers, next to that of the models that the paper has on OpenWebText."""
     rows = published.AVERAGES.items() if part else ()
     printed = ", ".join(f"{model}: {getattr(row, part)[0]:g}" for model, row in rows)
     mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
@@ -195,8 +197,8 @@ def _clusters(study: Study) -> Outcome:
     named = provenance(run, "corpus", "labels") or []
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(numbered.max()) + 1)]
     if not frequent_labels(numbered, 2)[1:]:
-        raise UsageError("geometry/clusters needs two labels with two contexts each: give more --contexts")
-    readings = [_beside_paper(run, name, *said) for name, said in COMPARED.items()]
+        raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
+    readings = [_reading_against_paper(run, name, *labels) for name, labels in COMPARED.items()]
     counted = len(frequent_labels(numbered, len(names)))
     readings.append(Reading("labels with two contexts or more", str(counted), "4 documents of 32"))
     figures = [_gram(run, names), _by_cluster(run, names), *_agreement(run)]
@@ -222,7 +224,7 @@ def _incoherence(study: Study) -> Outcome:
         ),
         "Mean and maximum over all pairs of a position and a context, with standard errors; dotted: what as many "
         "random directions of the same width have.",
-        "solid lines near their dotted ones: position and context do not know of each other.",
+        "solid lines near their dotted ones: position and context are as unrelated as random directions.",
         f"{SONG}, section 5 and Table 1",
         wide=True,
     )
@@ -246,7 +248,7 @@ def _incoherence(study: Study) -> Outcome:
     ]
     parts = ("incoherence", "", "", "")
     readings = [
-        _beside_paper(run, name, f"|cosine|, {title}", part)
+        _reading_against_paper(run, name, f"|cosine|, {title}", part)
         for name, title, part in zip(names, titles, parts, strict=True)
     ]
     readings[1] = replace(readings[1], paper="“random baseline is about 0.1”")
@@ -265,7 +267,7 @@ SEPARATION = [
     ),
     Experiment(
         "geometry/incoherence",
-        "Incoherence of positions and contexts beside random directions",
+        "Incoherence of positions and contexts against random directions",
         "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
         ("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
         _incoherence,

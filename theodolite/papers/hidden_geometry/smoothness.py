@@ -1,4 +1,5 @@
-"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and models of additions (Fig. 5)."""
+"""Smooth and unsmooth positional bases: the fixed sinusoidal encoding (Fig. 7), and models trained on addition "
+"(Fig. 5)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_no_adder
+from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN_POSITIONS = 128
 SHOWN_FREQUENCIES = 10
 NEARBY = 32
-"""The diagonal of a Gram matrix is compared with what lies a 32nd of the positions beside it."""
+"""The diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away."""
 
 ENERGY = 0.9
 
@@ -97,7 +98,7 @@ def _figure_7(study: Study) -> Outcome:
             "Cosines between positions. The first picture is the sinusoidal encoding of Vaswani et al. 2017 at the "
             "same positions and width, centred as the learned bases are.",
             "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
-            f"{SONG}, Fig. 7 beside Fig. 2",
+            f"{SONG}, Fig. 7 against Fig. 2",
             choice=by_name(
                 "basis", figure_names, lambda place: geometry.gram_traces(pictured, place), grid=True
             ),
@@ -105,11 +106,11 @@ def _figure_7(study: Study) -> Outcome:
         ),
         exhibit(
             "singular-values",
-            "Singular values of both",
+            "Singular values of the fixed encoding and the learned bases",
             drawing.singular_values_against(values[1:], values[0], "sinusoidal"),
             "Over the largest; the thick line is the fixed encoding, violet layers are early, green ones late.",
             "learned curves that drop sooner.",
-            f"{SONG}, Fig. 7 beside Fig. 3, left",
+            f"{SONG}, Fig. 7 against Fig. 3, left",
         ),
         exhibit(
             "frequencies",
@@ -117,7 +118,7 @@ def _figure_7(study: Study) -> Outcome:
             geometry.dct(pictured, 0),
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "more weight away from the corner in the fixed encoding.",
-            f"{SONG}, Fig. 7 beside Fig. 3, right",
+            f"{SONG}, Fig. 7 against Fig. 3, right",
             choice=by_name("basis", figure_names, lambda place: geometry.dct_traces(pictured, place)),
         ),
     ]
@@ -125,9 +126,9 @@ def _figure_7(study: Study) -> Outcome:
         Reading(
             f"{what}: sinusoidal, learned",
             f"{number(table[name][0])}, {number(table[name][2:].mean())}",
-            said,
+            published_words,
         )
-        for what, said, name in (
+        for what, published_words, name in (
             ("how far the diagonal stands out", "“large spiky values”, “smooth”", "spike"),
             (f"directions that hold {percent(ENERGY)} of the energy", "“a sharper drop”", "directions"),
             ("share of energy at K = 10", "“more low-frequency”", "low_frequency_10"),
@@ -153,21 +154,21 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
         "low_frequency_10": "share of energy at K = 10",
     }
     verdicts = []
-    few = len(need(run, "positional_basis")[0]) - 1 < criteria.LEAST_POSITIONS
+    too_short = len(need(run, "positional_basis")[0]) - 1 < criteria.LEAST_POSITIONS
     for claim, name, criterion in claims:
         column = table[name].to_numpy(dtype=np.float64)
         learned = column[2:].mean()
-        said = (
+        values = (
             f"{what[name]}: learned {number(learned)} (mean over {len(column) - 2} layers), sinusoidal "
             f"{number(column[0])} ({number(column[1])} uncentred)"
         )
-        if few:
-            why = f"{said}; fewer than {criteria.LEAST_POSITIONS} positions"
+        if too_short:
+            why = f"{values}; fewer than {criteria.LEAST_POSITIONS} positions"
             verdicts.append(Verdict(f"{claim} (appendix B.1)", UNTESTABLE, why))
             continue
         error = mean_over_layers(value_of(run, name), error_of(run, name))[2]
         verdicts.append(
-            judge(f"{claim} (appendix B.1)", f"{said}; difference", learned - column[0], criterion, error)
+            judge(f"{claim} (appendix B.1)", f"{values}; difference", learned - column[0], criterion, error)
         )
     return verdicts
 
@@ -189,7 +190,7 @@ def _figure_5(study: Study) -> Outcome:
         )
     else:
         verdict = smooth_verdict(run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
-        if verdict.answer not in OPEN and (unknown := why_no_adder(study)):
+        if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
             verdict = Verdict(claim, UNTESTABLE, f"{unknown} ({share})")
     readings = [
         Reading(
@@ -204,7 +205,7 @@ def _figure_5(study: Study) -> Outcome:
             "Gram matrix of positions",
             geometry.gram(pictured, layers // 2),
             "Cosines between positions, at every layer.",
-            "smooth shading in models of language; breaks and fractured regions in models of additions.",
+            "smooth shading in language models; breaks and fractured regions in models trained on addition.",
             f"{SONG}, Fig. 5, left; Figs. 18 and 21",
             choice=by_layer(layers, lambda layer: geometry.gram_traces(pictured, layer), grid=True),
             wide=True,
@@ -223,7 +224,7 @@ def _figure_5(study: Study) -> Outcome:
             "Share of low frequencies, layer by layer",
             figures_layers.low_frequency(run),
             "Share of the energy in the K × K lowest frequencies at every layer.",
-            "values near 1 at K = 10 in models of language, about one half in models of additions.",
+            "values near 1 at K = 10 in language models, about one half in models trained on addition.",
             f"{SONG}, Table 3 and appendix D.3",
         ),
     ]
@@ -235,14 +236,14 @@ def _figure_5(study: Study) -> Outcome:
 SMOOTHNESS = [
     Experiment(
         "geometry/figure5",
-        "Gram matrix and frequencies of positions at every layer, as for models of additions",
-        "Models of additions have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
+        "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
+        "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_5,
     ),
     Experiment(
         "geometry/figure7",
-        "The sinusoidal encoding of Vaswani et al. beside the learned basis",
+        "The sinusoidal encoding of Vaswani et al. against the learned basis",
         "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
         ("arrays.positional_basis", "layers.low_frequency_10"),
         _figure_7,

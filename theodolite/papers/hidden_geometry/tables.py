@@ -1,4 +1,4 @@
-"""Tables 1 to 3: averages over layers, robustness on another text, and smoothness handed on to the QK matrix."""
+"""Tables 1 to 3: averages over layers, robustness on another text, and the smoothness that the QK matrix inherits."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ ROWS_OF_TABLE_3 = {
 
 
 def _table_1(study: Study) -> Outcome:
-    run, here = study.run, "this run"
-    rows: dict[str, dict[str, tuple[float, float]]] = {here: {}}
+    run, this_run = study.run, "this run"
+    rows: dict[str, dict[str, tuple[float, float]]] = {this_run: {}}
     readings, errors = [], {}
     model = closest_model(run)
-    for quantity, (name, part) in QUANTITIES.items():
+    for quantity, (name, field) in QUANTITIES.items():
         mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
         errors[quantity] = error
         if math.isfinite(mean):
-            rows[here][quantity] = (mean, deviation)
-        paper = getattr(published.AVERAGES[model], part)
-        decimals = 3 if part == "incoherence" else 2  # as printed
+            rows[this_run][quantity] = (mean, deviation)
+        paper = getattr(published.AVERAGES[model], field)
+        decimals = 3 if field == "incoherence" else 2  # as printed
         readings.append(
             Reading(
                 f"{quantity}, mean (sd) over layers",
@@ -64,9 +64,9 @@ def _table_1(study: Study) -> Outcome:
         )
     for row in published.TABLE_1:
         rows[f"{row.model} · {row.text}"] = {
-            quantity: getattr(row, part)
-            for quantity, (_, part) in QUANTITIES.items()
-            if math.isfinite(getattr(row, part)[0])
+            quantity: getattr(row, field)
+            for quantity, (_, field) in QUANTITIES.items()
+            if math.isfinite(getattr(row, field)[0])
         }
     table = pd.DataFrame(
         [
@@ -76,7 +76,7 @@ def _table_1(study: Study) -> Outcome:
                 for q in QUANTITIES
                 for i, s in enumerate(("", " sd"))
             }
-            | {f"{q} se": errors[q] if name == here else math.nan for q in QUANTITIES}
+            | {f"{q} se": errors[q] if name == this_run else math.nan for q in QUANTITIES}
             for name, cells in rows.items()
         ]
     )
@@ -161,7 +161,7 @@ def _table_2(study: Study) -> Outcome:
     ]
     readings.append(
         Reading(
-            "overlap of the directions of position, as many as the rank",
+            "overlap of the leading positional directions, as many as the rank",
             f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
         )
     )
@@ -202,7 +202,7 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
     claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
         return [
-            Verdict(claim, UNTESTABLE, "the run itself is on random tokens: give another text by --other")
+            Verdict(claim, UNTESTABLE, "the run itself is on random tokens: pass another text with --other")
         ]
     missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
     if why := no_room(first):
@@ -221,7 +221,7 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
 
 def _table_3(study: Study) -> Outcome:
     run = study.run
-    here: dict[str, dict[int, float]] = {}
+    shares_here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
     readings, verdicts = (
         [],
@@ -237,7 +237,7 @@ def _table_3(study: Study) -> Outcome:
         values = {
             cutoff: float(np.nanmean(shares)) for cutoff, shares in columns.items() if shares is not None
         }
-        here[name] = values
+        shares_here[name] = values
         rows.append(
             {"row": name, "where": "this run"} | {f"K = {k}": values.get(k, math.nan) for k in CUTOFFS}
         )
@@ -256,7 +256,7 @@ def _table_3(study: Study) -> Outcome:
     figure = exhibit(
         "table3",
         "Smoothness, from positions to logits",
-        drawing.shares_by_cutoff(here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
+        drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
         "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
         "matrix of normalised positions (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
         "shares near 1 at K = 10 in all rows.",

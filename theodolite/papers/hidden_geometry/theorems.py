@@ -50,15 +50,15 @@ INCOHERENCES = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3)
 
 DRAWS = 100
 SETTING = KernelSetting()
-LOUD = SETTING.width**-0.5
+NOISE_FLOOR = SETTING.width**-0.5
 """1/√d: below it the statement with noise says nothing, as its probability is 1 − O(n₁n₂)·exp(−incoh²·d)."""
 
 
 def cutoffs_of(positions: int) -> list[int]:
     """k from 1 to 64 or to the number of positions, about evenly on a logarithmic scale; 10 among them if possible."""
     last = min(positions, LARGEST_CUTOFF)
-    found = {round(k) for k in np.geomspace(1, last, CUTOFFS_SHOWN)}
-    return sorted(found | {min(MODERATE, last)})
+    cutoffs = {round(k) for k in np.geomspace(1, last, CUTOFFS_SHOWN)}
+    return sorted(cutoffs | {min(MODERATE, last)})
 
 
 def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Floats]:
@@ -104,7 +104,7 @@ def _theorem_1(study: Study) -> Outcome:
         drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, middle),
         "For the Gram matrix of normalised positions: the error of the proof's approximation by k low frequencies "
         "(attained), the bound from m-th differences (dashed), and the error of no approximation at all (dotted). "
-        "Differences amplify what the means over few contexts have by chance: the bound is lower on more contexts.",
+        "Differencing amplifies the sampling noise of means over few contexts: the bound is lower on more contexts.",
         "how far the dashed lines lie above the solid one, and whether they come below the dotted one at all.",
         f"{SONG}, Theorem 1",
         choice=by_name(
@@ -116,15 +116,15 @@ def _theorem_1(study: Study) -> Outcome:
         ),
         wide=True,
     )
-    found = [k for k in useful if k is not None]
-    said = (
-        f"{min(found)} to {max(found)}, in {len(found)} of {len(layers)} layers"
-        if found
+    useful_cutoffs = [k for k in useful if k is not None]
+    range_text = (
+        f"{min(useful_cutoffs)} to {max(useful_cutoffs)}, in {len(useful_cutoffs)} of {len(layers)} layers"
+        if useful_cutoffs
         else f"none up to {cutoffs[-1]}"
     )
     ratio = attained[:, moderate] / trivial
     readings = [
-        Reading("smallest k at which a bound says anything", said, "“moderate k and m”"),
+        Reading("smallest k at which a bound is informative", range_text, "“moderate k and m”"),
         Reading(
             f"bound over no approximation at k = {cutoffs[moderate]}, best m, median of layers",
             number(float(np.median(bounds[:, :, moderate].min(axis=1) / trivial))),
@@ -186,7 +186,8 @@ def _factorisation(clean: FactorisationError, noisy: FactorisationError, marks: 
         f"Mean relative error over {DRAWS} drawn pairs of bases ({SETTING.vectors[0]} vectors each in {SETTING.width} "
         f"dimensions, weights of {SETTING.sparsity} terms), with standard errors, and the bound that no error without "
         "noise exceeds. Vertical lines: this model's incoherence, means over layers.",
-        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, which it rules throughout.",
+        "a straight line of slope 1 without noise; with noise of size 1/√d a flat one, dominated by the noise "
+        "throughout.",
         f"{SONG}, Theorem 2; the bound with its constant is ours",
         wide=True,
     )
@@ -211,12 +212,14 @@ def _theorem_2(study: Study) -> Outcome:
     readings = [
         Reading("slope of ln error against ln incoherence, without noise", number(clean.slope), "1"),
         Reading(
-            f"the same with noise, of incoherences from 1/√d = {LOUD:.2g} on", number(_loud_slope(noisy)), "1"
+            f"the same with noise, of incoherences from 1/√d = {NOISE_FLOOR:.2g} on",
+            number(_slope_above_noise(noisy)),
+            "1",
         ),
         Reading("this model's mean incoherence, mean over layers", number(mean)),
         Reading("its largest incoherence, mean over layers", number(largest)),
         Reading(
-            "incoherence from which on the statement with noise says something "
+            "incoherence above which the statement with noise is informative "
             f"({positions} positions, {contexts} contexts)",
             number(math.sqrt(math.log(positions * contexts) / width)),
             "√(ln(n₁n₂)/d)",
@@ -226,15 +229,15 @@ def _theorem_2(study: Study) -> Outcome:
     return Outcome(readings, _verdicts_2(clean, noisy), {"errors": table}, [picture])
 
 
-def _loud_slope(noisy: FactorisationError) -> float:
+def _slope_above_noise(noisy: FactorisationError) -> float:
     """The slope over incoherences of at least 1/√d."""
-    loud = noisy.incoherence >= LOUD
-    kept = {field.name: getattr(noisy, field.name)[loud] for field in fields(noisy)}
-    return FactorisationError(**kept).slope
+    above = noisy.incoherence >= NOISE_FLOOR
+    fields_above = {field.name: getattr(noisy, field.name)[above] for field in fields(noisy)}
+    return FactorisationError(**fields_above).slope
 
 
 def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Verdict]:
-    drawn = "Theorem 2; of drawn bases, not of this model"
+    drawn = "Theorem 2; on random bases, not on this model"
     where = f"{DRAWS} draws, incoherence {INCOHERENCES[0]:g} to {INCOHERENCES[-1]:g}"
     return [
         judge(
@@ -244,7 +247,7 @@ def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Ve
             LINEAR,
         ),
         judge(
-            f"No error exceeds the bound of the proof ({drawn})",
+            f"No factorisation error exceeds the bound of the proof ({drawn})",
             f"largest error over exp(s(8ρ + 4ρ²)) − 1, {where}",
             float((clean.maximum / clean.bound).max()),
             NEVER_ABOVE,
@@ -255,22 +258,23 @@ def _verdicts_2(clean: FactorisationError, noisy: FactorisationError) -> list[Ve
 
 def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, drawn: str) -> Verdict:
     verdict = judge(
-        f"It does so with noise added to the weights ({drawn}, “moreover”)",
-        f"|slope of ln error against ln incoherence − 1|, {DRAWS} draws, incoherence {LOUD:.2g} (1/√d) to "
+        f"The kernel factorises up to an error of order incoherence with noise added to the weights, too ({drawn}, "
+        "“moreover”)",
+        f"|slope of ln error against ln incoherence − 1|, {DRAWS} draws, incoherence {NOISE_FLOOR:.2g} (1/√d) to "
         f"{INCOHERENCES[-1]:g}",
-        abs(_loud_slope(noisy) - 1),
+        abs(_slope_above_noise(noisy) - 1),
         LINEAR,
     )
     errors = ", ".join(
-        f"{number(float(error[place]))} {said} at {INCOHERENCES[place]:g}"
-        for error, place, said in (
+        f"{number(float(error[place]))} {condition} at {INCOHERENCES[place]:g}"
+        for error, place, condition in (
             (noisy.mean, 0, ""),
             (noisy.mean, -1, ""),
             (clean.mean, -1, "without noise"),
         )
     ).replace("  ", " ")
     why = (
-        f"; at width {SETTING.width} the noise of size 1/√d rules at every incoherence"
+        f"; at width {SETTING.width} the noise of size 1/√d dominates at every incoherence"
         if verdict.answer == FAILS
         else ""
     )
@@ -280,7 +284,7 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
 THEOREMS = [
     Experiment(
         "geometry/theorem1",
-        "The smoothness bound of Theorem 1 beside the attained error",
+        "The smoothness bound of Theorem 1 against the attained error",
         "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
         ("arrays.positional_basis",),
         _theorem_1,

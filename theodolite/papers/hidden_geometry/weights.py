@@ -1,6 +1,6 @@
 """Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
 
-Reads the model's weights beside the run's positional basis; the splitting itself is in `theory.decoupling`.
+Reads the model's weights and the run's positional basis; the split itself is in `decoupling`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHOWN_HEADS, SHOWN_LAYERS = 12, 13
 """Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
 
 TIMES, DEVIATIONS = 2.0, 2.0
-"""A part is there where it holds twice what random bases give it, and more than chance by two of their sd (ours)."""
+"""A part is present where it holds twice its share in random bases, and exceeds it by two of their sd (ours)."""
 
 LEAST_SURVIVING = 10
 """Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
@@ -194,7 +194,7 @@ def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Flo
 
 
 def _figure_4(study: Study) -> Outcome:
-    model = study.opened()
+    model = study.require_model()
     layers, without = _split(model, _basis(study))
     if not layers:
         raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
@@ -249,16 +249,16 @@ def _readings(table: pd.DataFrame, corner: int) -> list[Reading]:
     random = ", ".join(_median(table, f"corner_energy_{k}_random") for k in CORNERS)
     return [
         Reading(
-            f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median of heads",
+            f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
             shares,
         ),
         Reading("the same in random bases", random),
         Reading(
-            "entries above the threshold, median of heads (in random bases)",
+            "entries above the threshold, median over heads (in random bases)",
             f"{number(float(table['surviving'].median()))} ({number(float(table['surviving_random'].median()))})",
         ),
         Reading(
-            f"share of their energy in the {corner} × {corner} corner, median of heads",
+            f"share of their energy in the {corner} × {corner} corner, median over heads",
             _median(table, f"corner_surviving_{corner}"),
             f"“concentrated in the top left (K ≈ {CORNER})”",
         ),

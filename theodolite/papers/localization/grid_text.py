@@ -24,6 +24,7 @@ from torch import Tensor
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError
 from theodolite.papers.training.embedded_text import Source, train_tokenizer
+from theodolite.papers.training.tasks import read_text
 from theodolite.system.files import disk_errors, write_atomically
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
@@ -65,7 +66,7 @@ class TextFiles:
         train, held_out: UTF-8 files.
         length: tokens of a context.
         batch: contexts per step; the training text must fill one.
-        vocabulary: tokens of a byte-level BPE; None: one token a word, every word of the training text, as published.
+        vocabulary: tokens of a byte-level BPE; None: one token per word, every word of the training text, as published.
     """
 
     train: Path
@@ -80,7 +81,7 @@ class TextFiles:
         Raises:
             UsageError: a file cannot be read or is too short, or the text does not make so many tokens.
         """
-        texts = [_read(self.train), _read(self.held_out)]
+        texts = [read_text(path, "file") for path in (self.train, self.held_out)]
         tokenizer = (
             word_tokenizer(texts[0])
             if self.vocabulary is None
@@ -103,7 +104,7 @@ class TextFiles:
         """
         digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
         for path in (self.train, self.held_out):
-            digest.update(hashlib.sha256(_read(path).encode()).digest())
+            digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
         return digest.hexdigest()
 
 
@@ -147,7 +148,7 @@ def load_text(folder: Path) -> GridText:
 
 
 def word_tokenizer(text: str) -> Tokenizer:
-    """One token a word between white space, the frequent ones first, and one a line end; others become `<unk>`."""
+    """One token per word between white space, the frequent ones first, and one per line end; others become `<unk>`."""
     counts = Counter(text.split())
     words = sorted(counts.keys() - {END_OF_LINE, UNKNOWN}, key=lambda word: (-counts[word], word))
     vocabulary = {word: index for index, word in enumerate([END_OF_LINE, UNKNOWN, *words])}
@@ -155,15 +156,6 @@ def word_tokenizer(text: str) -> Tokenizer:
     tokenizer.normalizer = normalizers.Replace(Regex("\n"), f" {END_OF_LINE} ")
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():  # a pipe or a device may have no end
-        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another file.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another file.") from error
 
 
 def _windows(stream: np.ndarray, length: int) -> Int[Tensor, "windows window"]:

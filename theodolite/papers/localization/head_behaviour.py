@@ -82,26 +82,26 @@ def _behaviour(study: Study) -> Outcome:
         "entropy": need_column(run.heads, "entropy"),
     }
     heads = _heads(run, predictions, numbers, measured)
-    correlations, found = _correlations(predictions, numbers, seed)
-    errors = {name: curve_error(one.curve, measured, seed) for name, one in predictions.items()}
+    correlations, correlation_of = _correlations(predictions, numbers, seed)
+    errors = {name: curve_error(prediction.curve, measured, seed) for name, prediction in predictions.items()}
     errors["others"] = curve_error(others_mean(measured), measured, seed)
     regimes = {
-        name: agreement(one.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
-        for name, one in predictions.items()
+        name: agreement(prediction.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
+        for name, prediction in predictions.items()
     }
     localized = rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
     verdicts = [
-        *_order_verdicts(found),
+        *_order_verdicts(correlation_of),
         *_curve_verdicts(errors),
         *_regime_verdicts(regimes),
-        *_entropy_verdicts(found, localized),
+        *_entropy_verdicts(correlation_of, localized),
     ]
     figures = [
         _scatter(run, predictions, numbers["ρ"]),
         _curves(run, predictions, measured),
-        _bars(found),
+        _bars(correlation_of),
     ]
-    readings = _readings(found, errors, regimes)
+    readings = _readings(correlation_of, errors, regimes)
     return Outcome(readings, verdicts, {"heads": heads, "correlations": correlations}, figures)
 
 
@@ -115,53 +115,56 @@ def _heads(
         "entropy": numbers["entropy"],
         "regime_measured": regime_of_curve(measured),
     }
-    for name, one in predictions.items():
-        own = _predicted_numbers(one)
+    for name, prediction in predictions.items():
+        predicted = _predicted_numbers(prediction)
         columns |= {
-            f"propagation_{name}": own["mean"],
-            f"width_{name}": own["width"],
-            f"eta_{name}": own["eta"],
-            f"regime_{name}": one.regime,
-            f"error_{name}": mean_of(np.abs(one.curve - measured)),
+            f"propagation_{name}": predicted["mean"],
+            f"width_{name}": predicted["width"],
+            f"eta_{name}": predicted["eta"],
+            f"regime_{name}": prediction.regime,
+            f"error_{name}": mean_of(np.abs(prediction.curve - measured)),
         }
     return run.heads[["layer", "head"]].assign(**columns)
 
 
-Found = dict[tuple[str, str, str], Estimate]
+Correlations = dict[tuple[str, str, str], Estimate]
 """(source, predicted number, measured number) → rank correlation over heads."""
 
 
 def _correlations(
     predictions: dict[str, Prediction], numbers: dict[str, Floats], seed: int
-) -> tuple[pd.DataFrame, Found]:
-    found: Found = {}
+) -> tuple[pd.DataFrame, Correlations]:
+    correlation_of: Correlations = {}
     rows = []
-    for name, one in predictions.items():
-        own = _predicted_numbers(one)
-        for predicted, measured, said, of in COMPARED:
-            estimate = rank_correlation_of_heads(own[predicted], numbers[measured], seed)
-            found[name, predicted, measured] = estimate
-            rows.append({"from": SOURCES[name], "predicted": said, "measured": of} | vars(estimate))
+    for name, prediction in predictions.items():
+        numbers_of = _predicted_numbers(prediction)
+        for predicted, measured, predicted_label, measured_label in COMPARED:
+            estimate = rank_correlation_of_heads(numbers_of[predicted], numbers[measured], seed)
+            correlation_of[name, predicted, measured] = estimate
+            rows.append(
+                {"from": SOURCES[name], "predicted": predicted_label, "measured": measured_label}
+                | vars(estimate)
+            )
     table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})
-    return table, found
+    return table, correlation_of
 
 
 def _interval(estimate: Estimate) -> str:
     return f"95 % interval {number(estimate.low)} to {number(estimate.high)} over {estimate.heads} heads"
 
 
-def _judged(claim: str, what: str, estimate: Estimate, criterion: Criterion, more: str = "") -> Verdict:
+def _verdict_on(claim: str, what: str, estimate: Estimate, criterion: Criterion, more: str = "") -> Verdict:
     verdict = judge(claim, what, estimate.value, criterion, estimate.error)
-    said = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
-    return replace(verdict, evidence=said + more)
+    evidence = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
+    return replace(verdict, evidence=evidence + more)
 
 
-def _order_verdicts(found: Found) -> list[Verdict]:
+def _order_verdicts(correlation_of: Correlations) -> list[Verdict]:
     return [
-        _judged(
+        _verdict_on(
             f"Predicted ρ orders the heads as measured ρ does, from {SOURCES[name]}",
             "rank correlation over heads of mean ρ",
-            found[name, "mean", "ρ"],
+            correlation_of[name, "mean", "ρ"],
             ORDERS,
         )
         for name in SOURCES
@@ -173,7 +176,7 @@ def _curve_verdicts(errors: dict[str, Estimate]) -> list[Verdict]:
         f"; the mean curve of all other heads: {with_error(errors['others'].value, errors['others'].error)}"
     )
     return [
-        _judged(
+        _verdict_on(
             f"The predicted curve ρ_1 … ρ_T is the measured one, from {SOURCES[name]}",
             "mean absolute error of ρ, mean over heads",
             errors[name],
@@ -186,26 +189,26 @@ def _curve_verdicts(errors: dict[str, Estimate]) -> list[Verdict]:
 
 def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict]:
     return [
-        _judged(
+        _verdict_on(
             f"The predicted regime is that of the measured curve, from {SOURCES[name]}",
-            "Cohen's κ of both names",
+            "Cohen's κ of the two regimes",
             estimate,
             AGREES,
-            f"; the same name in {percent(share)} of the heads",
+            f"; the same regime in {percent(share)} of the heads",
         )
         for name, (estimate, share) in regimes.items()
     ]
 
 
-def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
+def _entropy_verdicts(correlation_of: Correlations, localized: Estimate) -> list[Verdict]:
     return [
-        _judged(
+        _verdict_on(
             "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
             f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
-            found["text", "eta", "entropy"],
+            correlation_of["text", "eta", "entropy"],
             OPPOSED,
         ),
-        _judged(
+        _verdict_on(
             "Localized heads have a higher entropy (A2 of section 5)",
             "rank correlation over heads of the measured share of positions that propagate with entropy",
             localized,
@@ -215,17 +218,17 @@ def _entropy_verdicts(found: Found, localized: Estimate) -> list[Verdict]:
 
 
 def _readings(
-    found: Found, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
+    correlation_of: Correlations, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
 ) -> list[Reading]:
     rows = []
-    for name, said in SOURCES.items():
-        mean, entropy = found[name, "mean", "ρ"], found[name, "eta", "entropy"]
+    for name, label in SOURCES.items():
+        mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
         shown = (
             f"ρ: {with_error(mean.value, mean.error)}; η with entropy: {with_error(entropy.value, entropy.error)}; "
             f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
             f"same regime: {percent(regimes[name][1])}"
         )
-        rows.append(Reading(f"rank correlations over heads and errors, from {said}", shown))
+        rows.append(Reading(f"rank correlations over heads and errors, from {label}", shown))
     others = errors["others"]
     rows.append(Reading("error of the mean curve of all other heads", with_error(others.value, others.error)))
     return rows
@@ -233,12 +236,13 @@ def _readings(
 
 def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
-    means = [mean_of(one.curve) for one in predictions.values()]
+    means = [mean_of(prediction.curve) for prediction in predictions.values()]
     return exhibit(
         "heads",
         "Predicted and measured signal propagation of every head",
         head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
-        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point a head; violet "
+        "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
+        "violet "
         "blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
@@ -252,12 +256,12 @@ def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> 
 
 
 def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
-    kept = evenly(measured.shape[1], CURVE_POINTS)
-    theta = (np.array(kept, dtype=np.float64) + 1) / measured.shape[1]
-    everything = [measured, *(one.curve for one in predictions.values())]
+    shown = evenly(measured.shape[1], CURVE_POINTS)
+    theta = (np.array(shown, dtype=np.float64) + 1) / measured.shape[1]
+    curves = [measured, *(prediction.curve for prediction in predictions.values())]
 
     def values(place: int) -> list[Floats]:
-        return [curve[place, kept] for curve in everything]
+        return [curve[place, shown] for curve in curves]
 
     return exhibit(
         "curves",
@@ -265,27 +269,31 @@ def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> E
         drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
         "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
         "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
-        "whether any prediction follows the measured curve. Where none does, the tokens of this layer are no walk.",
+        "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
+        "follow a random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
         choice=by_name("head", head_labels(run), lambda place: drawing.values_patch(values(place))),
         wide=True,
     )
 
 
-def _bars(found: Found) -> Exhibit:
-    groups = [f"{said} → {of}" for _, _, said, of in COMPARED]
+def _bars(correlation_of: Correlations) -> Exhibit:
+    groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
     values = {}
-    for name, said in SOURCES.items():
-        own = [found[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
-        heights = np.array([estimate.value for estimate in own])
-        values[said] = (heights, np.array([[e.low for e in own], [e.high for e in own]]))
+    for name, label in SOURCES.items():
+        estimates = [correlation_of[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
+        heights = np.array([estimate.value for estimate in estimates])
+        values[label] = (
+            heights,
+            np.array([[estimate.low for estimate in estimates], [estimate.high for estimate in estimates]]),
+        )
     return exhibit(
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),
         "Of a predicted number with a measured one over all heads, with the central 95 % of a bootstrap over heads "
         "(heads of one layer are not independent, so these are too narrow rather than too wide).",
-        "tall bars: the spectrum tells what the head does. η → entropy below 0 is what the paper expects.",
+        "tall bars: the spectrum predicts what the head does. η → entropy below 0 is what the paper expects.",
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,
     )

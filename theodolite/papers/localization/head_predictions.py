@@ -69,7 +69,7 @@ class Estimate:
 
 def from_increments(study: Study) -> Prediction:
     """Predictions from the second moment of the increments x_{t+1} − x_t of what each attention module reads."""
-    model, walk = study.opened(), text_walk(study)
+    model, walk = study.require_model(), text_walk(study)
     length = int(need(study.run, "propagation_by_position").shape[2])
     curves, names, etas = [], [], []
     for layer in range(model.layers):
@@ -84,12 +84,14 @@ def from_increments(study: Study) -> Prediction:
             continue
         sigma = walk.inputs.covariance(walk.input_state, layer)
         temperature = 1 / weights.scaling
-        found = qk_moments(weights.w_q, weights.w_k, sigma, temperature)
+        moments = qk_moments(weights.w_q, weights.w_k, sigma, temperature)
         curves.append(
-            propagation_finite(found.trace, found.form_squared, found.trace_of_square, length, temperature)
+            propagation_finite(
+                moments.trace, moments.form_squared, moments.trace_of_square, length, temperature
+            )
         )
-        names += regime(found.xi_symmetric, found.eta_symmetric).tolist()
-        etas.append(found.eta_symmetric)
+        names += regime(moments.xi_symmetric, moments.eta_symmetric).tolist()
+        etas.append(moments.eta_symmetric)
     return Prediction(torch.cat(curves).cpu().numpy(), np.array(names), torch.cat(etas).cpu().numpy())
 
 
@@ -109,11 +111,11 @@ def regime_of_curve(curve: Floats) -> np.ndarray:
     Args:
         curve: (heads, T); positions that are NaN (beyond a window) are left out. A head without any is undefined.
     """
-    edges = np.array_split(np.arange(curve.shape[1]), min(BINS, curve.shape[1]))
+    bins = np.array_split(np.arange(curve.shape[1]), min(BINS, curve.shape[1]))
     names = []
     for row in curve:
-        kept = [row[part][np.isfinite(row[part])] for part in edges]
-        binned = np.array([part.mean() for part in kept if len(part)])
+        binned_values = [row[positions][np.isfinite(row[positions])] for positions in bins]
+        binned = np.array([positions.mean() for positions in binned_values if len(positions)])
         if not len(binned):
             names.append(UNDEFINED)
             continue
@@ -132,20 +134,20 @@ def regime_of_curve(curve: Floats) -> np.ndarray:
 
 
 def mean_of(curve: Floats) -> Floats:
-    """Mean over the positions that are there, (heads,); NaN where none is."""
+    """Mean over the finite positions, (heads,); NaN where none is."""
     known = np.isfinite(curve)
     count = known.sum(axis=1)
-    found: Floats = np.divide(
+    means: Floats = np.divide(
         np.where(known, curve, 0.0).sum(axis=1), count, out=np.full(len(curve), np.nan), where=count > 0
     )
-    return found
+    return means
 
 
 def width_of(curve: Floats) -> Floats:
     """Effective share of the positions that propagate, (Σρ)²/(TΣρ²), (heads,); NaN where none does."""
     square = mean_of(curve**2)
-    found: Floats = mean_of(curve) ** 2 / np.where(square > 0, square, np.nan)
-    return found
+    widths: Floats = mean_of(curve) ** 2 / np.where(square > 0, square, np.nan)
+    return widths
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: int) -> Estimate:
@@ -176,13 +178,13 @@ def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[Estimat
     """Cohen's κ of two namings of the same heads, and the share of heads in which they agree; undefined left out."""
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
-    one, two = (np.searchsorted(names, values[known]) for values in (first, second))
+    first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
 
     def kappa(drawn: np.ndarray) -> np.ndarray:
-        same = (one[drawn] == two[drawn]).mean(axis=1)
+        same = (first_codes[drawn] == second_codes[drawn]).mean(axis=1)
         chance = sum(
             (
-                (one[drawn] == name).mean(axis=1) * (two[drawn] == name).mean(axis=1)
+                (first_codes[drawn] == name).mean(axis=1) * (second_codes[drawn] == name).mean(axis=1)
                 for name in range(len(names))
             ),
             start=np.zeros(len(drawn)),
@@ -190,23 +192,23 @@ def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[Estimat
         # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
         return np.divide(same - chance, 1 - chance, out=np.full(len(drawn), np.nan), where=chance < 1)
 
-    share = float((one == two).mean()) if known.any() else np.nan
+    share = float((first_codes == second_codes).mean()) if known.any() else np.nan
     return bootstrap(kappa, int(known.sum()), seed), share
 
 
 def curve_error(predicted: Floats, measured: Floats, seed: int) -> Estimate:
     """Mean over heads of the mean absolute error of ρ over the keys that the last query sees."""
-    each = mean_of(np.abs(predicted - measured))
-    each = each[np.isfinite(each)]
-    return bootstrap(lambda drawn: each[drawn].mean(axis=1), len(each), seed)
+    errors = mean_of(np.abs(predicted - measured))
+    errors = errors[np.isfinite(errors)]
+    return bootstrap(lambda drawn: errors[drawn].mean(axis=1), len(errors), seed)
 
 
 def others_mean(curve: Floats) -> Floats:
     """For every head the mean curve of all others: a prediction that knows nothing of the head."""
     known = np.isfinite(curve)
     total, count = np.where(known, curve, 0.0).sum(axis=0), known.sum(axis=0)
-    left = count - known
-    found: Floats = np.divide(
-        total - np.where(known, curve, 0.0), left, out=np.full(curve.shape, np.nan), where=left > 0
+    others = count - known
+    means: Floats = np.divide(
+        total - np.where(known, curve, 0.0), others, out=np.full(curve.shape, np.nan), where=others > 0
     )
-    return found
+    return means

@@ -56,7 +56,7 @@ def _inside(curve: Tensor, r: float) -> float:
     return float((curve * ((low <= THETA) & (high >= THETA))).sum() / curve.sum())
 
 
-SAID_3 = [f"ξ = {xi:g}, η = {eta:g} (ξη = {xi * eta:g})" for xi, eta in READINGS_3]
+LABELS_3 = [f"ξ = {xi:g}, η = {eta:g} (ξη = {xi * eta:g})" for xi, eta in READINGS_3]
 
 Curves = dict[str, list[Tensor]]
 """Variant → ρ(θ) for each of `READINGS_3`."""
@@ -80,12 +80,12 @@ def _figure_3(study: Study) -> Outcome:
         "the text. Shaded: where Lemma 2's limit for r = 5.12 is 1.",
         "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
         f"{BAO}, Fig. 3 and Lemma 2",
-        choice=by_name("ξ and η", SAID_3, lambda place: drawing.values_patch(values(place)), grid=True),
+        choice=by_name("ξ and η", LABELS_3, lambda place: drawing.values_patch(values(place)), grid=True),
         wide=True,
     )
     columns = {
         f"{name}, {label}": curves[name][place].numpy()
-        for place, label in enumerate(SAID_3)
+        for place, label in enumerate(LABELS_3)
         for name in VARIANTS
     }
     table = pd.DataFrame({"theta": THETA.numpy()} | columns)
@@ -206,7 +206,7 @@ def _verdicts_4(bounds: dict[int, dict[str, Tensor]]) -> list[Verdict]:
         rises["exact"],
         RISES,
     )
-    beside = (
+    other_forms = (
         f"as printed: {number(rises['published'])}, at large T with exp(−ν): {number(rises['asymptotic'])}"
     )
     return [
@@ -222,7 +222,7 @@ def _verdicts_4(bounds: dict[int, dict[str, Tensor]]) -> list[Verdict]:
             round(_excess(bounds, "exact")[0], 9),
             NO_MORE,
         ),
-        replace(unimodal, evidence=f"{unimodal.evidence}; {beside}"),
+        replace(unimodal, evidence=f"{unimodal.evidence}; {other_forms}"),
         judge(
             "The bound vanishes as ‖W_QK‖₂ grows (section 5)",
             f"largest exact bound at ν = {LARGE_NU:g}, in nats",

@@ -52,7 +52,7 @@ class LocaterOptions:
 
 
 def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[str]:
-    """Train the grid, or what of it is not trained yet; gives a line on each training.
+    """Train what is missing of the grid; returns a line on each training run.
 
     Raises:
         UsageError: an option is wrong, or as `train_grid`.
@@ -78,9 +78,9 @@ def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[
     train_grid(Job(out, recipe, steps, options.device), settings, files, console, options.side_by_side)
     names = {setting.name for setting in settings}
     unfinished = names - {
-        point.setting.name
-        for point in read_grid(out)[1]
-        if point.summary is not None and point.summary["step"] >= steps
+        run.setting.name
+        for run in read_grid(out)[1]
+        if run.summary is not None and run.summary["step"] >= steps
     }
     if unfinished:
         raise WorkError(
@@ -112,12 +112,12 @@ def _vocabulary(given: str | None) -> int | None:
 
 
 def _lines(out: Path, names: set[str]) -> list[str]:
-    found = []
-    for point in read_grid(out)[1]:
-        if point.setting.name in names and point.summary is not None:
-            loss, error = point.summary["held_out_loss"], point.summary["held_out_loss_se"]
-            found.append(
-                f"{point.setting.name}: step {point.summary['step']}, held-out perplexity {math.exp(loss):.2f} "
+    lines = []
+    for run in read_grid(out)[1]:
+        if run.setting.name in names and run.summary is not None:
+            loss, error = run.summary["held_out_loss"], run.summary["held_out_loss_se"]
+            lines.append(
+                f"{run.setting.name}: step {run.summary['step']}, held-out perplexity {math.exp(loss):.2f} "
                 f"(± {math.exp(loss) * error:.2f} over contexts)"
             )
-    return found
+    return lines

@@ -1,6 +1,6 @@
 """Figures 6 to 12 of Bao et al. 2024: language models trained with LocAteR, read from the folder of a grid.
 
-No model is opened and nothing is surveyed. The numbers are made in `trainings`; what is claimed is judged here, by
+No model is opened and nothing is surveyed. The numbers come from `paired_effects`; what is claimed is judged here, by
 differences paired by seed with their confidence intervals.
 """
 
@@ -17,8 +17,8 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.papers.experiment import Experiment
-from theodolite.papers.localization.locater_grid import Point, read_grid
+from theodolite.papers.experiment import Experiment, run_without_tables
+from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
     CONFIDENCE,
@@ -32,8 +32,7 @@ from theodolite.papers.paired_effects import (
     rank_correlation_by_seed,
     without_seed,
 )
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
@@ -86,11 +85,11 @@ def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> li
     if len(settings) < 2:
         return []
     weakest, strongest = settings[0], settings[-1]
-    found = []
+    verdicts = []
     for words, name, sign, relative in CLAIMS:
         effect = difference(data.rows, strongest, weakest, name, relative=relative)
         rank = rank_correlation_by_seed(data.rows, settings, name)
-        found.append(
+        verdicts.append(
             judge_effect(
                 f"With stronger κ₂ {words}{how}",
                 f"difference of logarithms, {label_of(strongest)} against {label_of(weakest)}, step {data.step}",
@@ -99,32 +98,34 @@ def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> li
                 f", rank correlation with κ₂ {rank}",
             )
         )
-    return found
+    return verdicts
 
 
 def against_others(data: Comparable) -> list[Verdict]:
     """LocAteR against none, and the best of its settings against the best plain weight decay."""
-    found = []
+    verdicts = []
     if data.exact and data.plain is not None:
         for words, name, sign, relative in CLAIMS[1:]:
             effect = difference(data.rows, data.exact[-1], data.plain, name, relative=relative)
             pair = f"{label_of(data.exact[-1])} against {label_of(data.plain)}"
             what = f"difference of logarithms, {pair}, step {data.step}"
-            found.append(judge_effect(f"With LocAteR {words} (“eventually”, section 7)", what, effect, sign))
+            verdicts.append(
+                judge_effect(f"With LocAteR {words} (“eventually”, section 7)", what, effect, sign)
+            )
     if data.exact and len(data.decays) > 1:
         means = data.rows.groupby("setting", sort=False)["lowest_loss"].mean()
         best, rival = (min(group, key=lambda s: means[s]) for group in (data.exact, data.decays))
         effect = difference(data.rows, best, rival, "lowest_loss", relative=False)
-        found.append(
+        verdicts.append(
             judge_effect(
-                "LocAteR does better than plain weight decay tuned as fairly (ours)",
+                "LocAteR does better than equally tuned weight decay (ours)",
                 f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
                 f"{label_of(rival)} (best of {len(data.decays)}), both chosen on the same held-out text",
                 effect,
                 -1,
             )
         )
-    return found
+    return verdicts
 
 
 def linked(data: Comparable) -> list[Verdict]:
@@ -157,7 +158,7 @@ def stripes(data: Comparable) -> list[Verdict]:
         for setting in (data.exact[-1], data.plain)
     )
     what = f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}"
-    claim = "LocAteR entails salient stripes of ρ, and no LocAteR has none (section 7)"
+    claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
     return [judge_effect(claim, what, effect, 1, f" ({levels})")]
 
 
@@ -168,8 +169,8 @@ def _lines(
     steps, lines = [], []
     for setting in settings:
         columns = []
-        for point in (p for p in data.points if without_seed(p.setting) == setting):
-            frame = point.losses if table == "losses" else point.heads[point.heads["layer"] == 0]
+        for run in (p for p in data.runs if without_seed(p.setting) == setting):
+            frame = run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
             columns.append(frame.set_index("step")[name])
         values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
         if table == "losses":
@@ -193,7 +194,7 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
     lowest = min(float(low.min()) for _, low, _ in shown[-1].lines)
     highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
     window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
-    shown.append(Panel("the same, magnified", shown[-1].lines, True, window))
+    shown.append(Panel("held-out perplexity, magnified", shown[-1].lines, True, window))
     return exhibit(
         key,
         title,
@@ -207,16 +208,16 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
 
 def _maps(data: Comparable) -> list[Exhibit]:
     settings = [*reversed(data.exact), *data.decays, *reversed(data.printed[1:])]
-    firsts = [next(p for p in data.points if without_seed(p.setting) == setting) for setting in settings]
+    first_seeds = [next(p for p in data.runs if without_seed(p.setting) == setting) for setting in settings]
     arrays = [
         (np.array(p.propagation_steps, dtype=np.float64), p.propagation[:, 0].numpy().astype(np.float64))
-        for p in firsts
+        for p in first_seeds
     ]
     names = [label_of(setting) for setting in settings]
     # In the order of the curves, so that a setting has one colour on the page.
     chosen = [setting for setting in (*data.exact, data.plain) if setting][: len(drawing.style.CATEGORIES)]
     curves = [
-        np.mean([profile(p, data.step) for p in data.points if without_seed(p.setting) == setting], axis=0)
+        np.mean([profile(p, data.step) for p in data.runs if without_seed(p.setting) == setting], axis=0)
         for setting in chosen
     ]
     return [
@@ -243,7 +244,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
 
 
 def _compared_at(data: Comparable) -> str:
-    trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.points)
+    trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.runs)
     further = (
         f" (the last that was measured of all; trained to {number(trained)})" if trained > data.step else ""
     )
@@ -252,7 +253,7 @@ def _compared_at(data: Comparable) -> str:
 
 def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
     table = by_setting(data.rows)
-    found = [
+    readings = [
         Reading("step at which all are compared", _compared_at(data), "50 000"),
         Reading(
             "tokens",
@@ -261,22 +262,22 @@ def _readings(data: Comparable, recipe: dict[str, Any]) -> list[Reading]:
         ),
     ]
     for row in table.to_dict(orient="records"):
-        here = (
+        values = (
             f"perplexity {number(row['final_perplexity'], 4)}, lowest {number(row['lowest_perplexity'], 4)} at step "
             f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
             f"{number(row['entropy'], 4)}"
         )
-        found.append(Reading(f"{row['setting']}, {counted(row['seeds'], 'seed')}", here))
-    return found
+        readings.append(Reading(f"{row['setting']}, {counted(row['seeds'], 'seed')}", values))
+    return readings
 
 
-def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
-    """All that is said of the training runs of one depth and width: verdicts, curves, maps and tables.
+def outcome_of(runs: Sequence[GridRun], recipe: dict[str, Any]) -> Outcome:
+    """The outcome of the training runs of one depth and width: verdicts, curves, maps and tables.
 
     Args:
-        points: trainings of one depth and width. recipe: of their grid, as `read_grid` gives it.
+        runs: training runs of one depth and width. recipe: of their grid, as `read_grid` gives it.
     """
-    data = comparable(points)
+    data = comparable(runs)
     printed = captions(data, data.printed, " with the printed gradient")
     verdicts = [*captions(data, data.exact), *printed, *against_others(data), *linked(data), *stripes(data)]
     curves = [
@@ -288,18 +289,18 @@ def outcome_of(points: Sequence[Point], recipe: dict[str, Any]) -> Outcome:
         curves.append(_curves(data, data.printed, "printed", "Training with the printed gradient of LocAteR"))
     trainings = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
     tables = {"settings": by_setting(data.rows), "trainings": trainings}
-    runs: dict[str, dict[str, object]] = {"grid": dict(recipe)}
-    return Outcome(_readings(data, recipe), verdicts, tables, [*curves, *_maps(data)], runs)
+    other_runs: dict[str, dict[str, object]] = {"grid": dict(recipe)}
+    return Outcome(_readings(data, recipe), verdicts, tables, [*curves, *_maps(data)], other_runs)
 
 
 def _of_shape(study: Study, layers: int, width: int) -> Outcome:
-    recipe, points = read_grid(_grid_of(study))
-    chosen = [p for p in points if (p.setting.layers, p.setting.width) == (layers, width)]
+    recipe, runs = read_grid(_grid_of(study))
+    chosen = [p for p in runs if (p.setting.layers, p.setting.width) == (layers, width)]
     if not chosen:
-        there = sorted({(p.setting.layers, p.setting.width) for p in points})
-        has = ", ".join(f"{depth} layers at d = {size}" for depth, size in there)
+        shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
+        has = ", ".join(f"{depth} layers at d = {size}" for depth, size in shapes)
         raise UsageError(
-            f"the grid has no training of {layers} layers at d = {width} (it has {has}): train them with "
+            f"the grid has no training run of {layers} layers at d = {width} (it has {has}): train them with "
             f"`theodolite train locater --layers {layers} --widths {width}`"
         )
     return outcome_of(chosen, recipe)
@@ -307,19 +308,19 @@ def _of_shape(study: Study, layers: int, width: int) -> Outcome:
 
 def _figure_7(study: Study) -> Outcome:
     """Of d = 128 with one layer where it was trained, as published; else of the grid's first depth and width."""
-    _, points = read_grid(_grid_of(study))
-    there = sorted({(p.setting.layers, p.setting.width) for p in points})
-    whole = _of_shape(study, *(FIGURES[6] if FIGURES[6] in there else there[0]))
-    shown = [one for one in whole.exhibits if one.key in ("maps", "profiles")]
-    verdicts = [verdict for verdict in whole.verdicts if "stripes" in verdict.claim]
-    return Outcome(whole.readings, verdicts, whole.tables, shown, whole.runs)
+    _, runs = read_grid(_grid_of(study))
+    shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
+    outcome = _of_shape(study, *(FIGURES[6] if FIGURES[6] in shapes else shapes[0]))
+    shown = [figure for figure in outcome.exhibits if figure.key in ("maps", "profiles")]
+    verdicts = [verdict for verdict in outcome.verdicts if "stripes" in verdict.claim]
+    return Outcome(outcome.readings, verdicts, outcome.tables, shown, outcome.runs)
 
 
 def _grid_of(study: Study) -> Path:
     grid = study.run.provenance.get("grid")
     if grid is None:
         raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of training runs: give the folder "
+            "figures 6 to 12 of localization are read from a grid of training runs: pass the folder "
             "that `theodolite train locater` wrote"
         )
     return Path(grid["folder"])
@@ -331,22 +332,14 @@ def grid_run(folder: str | Path) -> Run:
     Raises:
         UsageError: the folder holds no grid.
     """
-    recipe, points = read_grid(folder)
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{len(points)} training runs in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "Post-LN decoder",
-            "layers": max(point.setting.layers for point in points),
-            "heads": 1,
-        },
-        "seed": 0,
-        "grid": {"folder": str(folder), **recipe},
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    recipe, runs = read_grid(folder)
+    return run_without_tables(
+        f"{len(runs)} training runs in {Path(folder).name}",
+        "Post-LN decoder",
+        layers=max(run.setting.layers for run in runs),
+        heads=1,
+        grid={"folder": str(folder), **recipe},
+    )
 
 
 REGULARISED = [

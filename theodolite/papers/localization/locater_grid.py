@@ -32,17 +32,17 @@ from torch import Tensor
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
-from theodolite.papers.localization.locater_training import Recipe, Setting, Training
-from theodolite.papers.training.loop import threads as using
+from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, folder_purpose
 from theodolite.system.interrupt import interruptible
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000
-"""Steps by which every training goes on before any goes further."""
+"""Steps that every training run takes before any goes further."""
 
-POINTS = "points"
+RUN_FOLDERS = "points"
 CLAIM = "grid.json"
 
 
@@ -53,7 +53,7 @@ class Grid:
     Attributes:
         layers, widths: depths and d; every combination of all that follows at each.
         seeds: 0 … seeds − 1.
-        scale: κ₁ of every LocAteR training.
+        scale: κ₁ of every LocAteR training run.
         means: κ₂ of the LocAteR training runs.
         weight_decays: of the training runs without LocAteR; 0.01 is the published one.
         gradient: of the second term of LocAteR (`locater_penalty`).
@@ -68,15 +68,15 @@ class Grid:
     gradient: Gradient = "exact"
 
     def settings(self) -> list[Setting]:
-        """Every training; a seed's before the next seed's."""
-        found = []
+        """Every setting; a seed's before the next seed's."""
+        settings = []
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
             place: dict[str, Any] = {"layers": layers, "width": width, "seed": seed}
-            found += [
+            settings += [
                 Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
             ]
-            found += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
-        return found
+            settings += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
+        return settings
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def train_grid(
 
     Raises:
         UsageError: the folder holds another grid or text, a number is impossible, or a file cannot be read.
-        WorkError: a training failed (the others are finished), or a file cannot be written.
+        WorkError: a training run failed (the others are finished), or a file cannot be written.
         KeyboardInterrupt: Ctrl-C was pressed; every process has saved its last whole step.
     """
     for what, number in (("setting", len(settings)), ("step", job.steps), ("process", side_by_side)):
         if number < 1:
-            raise UsageError(f"there is no {what} to train with: give at least one {what}.")
+            raise UsageError(f"there is nothing to train: give at least one {what}.")
     for setting in settings:
         setting.check()
     with disk_errors(job.folder):
@@ -123,7 +123,7 @@ def train_grid(
             failed = _train_all(settings, job, pressed, say)
         else:
             shares = [settings[first::side_by_side] for first in range(side_by_side)]
-            failed = _beside([share for share in shares if share], job, pressed, say)
+            failed = _train_in_processes([share for share in shares if share], job, pressed, say)
         if pressed():
             raise KeyboardInterrupt
     if failed:
@@ -146,7 +146,7 @@ def _train_all(
     with using(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
         for target in [*range(ROUND, job.steps, ROUND), job.steps]:
             for setting in settings:
-                folder = job.folder / POINTS / setting.name
+                folder = job.folder / RUN_FOLDERS / setting.name
                 if stop():
                     return []
                 if setting in failed or (steps_of(folder) >= target and target < job.steps):
@@ -155,30 +155,32 @@ def _train_all(
                 try:
                     with FileLock(folder / "lock", timeout=0):
                         began = time.perf_counter()
-                        training = Training(folder, setting, job.recipe, text, job.device)
-                        done = training.step
+                        training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                        first_step = training.step
                         if training.advance(target, stop) and target == job.steps:
                             training.finish()
-                        _say_progress(training, done, time.perf_counter() - began, say)
+                        _say_progress(training, first_step, time.perf_counter() - began, say)
                 except Timeout:
-                    say(f"{setting.name}: another process is at it; left out")
+                    say(f"{setting.name}: another process is training it; skipped")
                 except TheodoliteError as error:
                     failed[setting] = str(error)
                     say(f"{setting.name}: {error}")
     return list(failed.values())
 
 
-def _say_progress(training: Training, done: int, seconds: float, say: Callable[[str], None]) -> None:
-    if training.step == done:
+def _say_progress(
+    training: LocaterTraining, first_step: int, seconds: float, say: Callable[[str], None]
+) -> None:
+    if training.step == first_step:
         return
     last = training.tables()[0].iloc[-1]
     say(
         f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
-        f"{int(last['step'])}, {(training.step - done) / seconds:.1f} steps per second"
+        f"{int(last['step'])}, {(training.step - first_step) / seconds:.1f} steps per second"
     )
 
 
-def _beside(
+def _train_in_processes(
     shares: list[list[Setting]], job: Job, pressed: Callable[[], bool], say: Callable[[str], None]
 ) -> list[str]:
     """A process for each share; they hear of Ctrl-C from here, and stop when this process is gone."""
@@ -189,7 +191,7 @@ def _beside(
     for share in shares:
         receive, send = context.Pipe(duplex=False)
         worker = context.Process(target=_worker, args=(share, job, stop, os.getpid(), send), daemon=True)
-        with _unheard_interrupts():
+        with _ignored_interrupts():
             worker.start()
         send.close()  # so that the end of the process is the end of the pipe
         workers.append(worker)
@@ -216,7 +218,7 @@ def _beside(
 
 
 @contextmanager
-def _unheard_interrupts() -> Iterator[None]:
+def _ignored_interrupts() -> Iterator[None]:
     """What is started here ignores Ctrl-C, which reaches every process of a terminal: the first one decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -245,19 +247,19 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
 
 
 def steps_of(folder: Path) -> int:
-    """The step of a training's checkpoint; 0 where there is none."""
+    """The step of a training run's checkpoint; 0 where there is none."""
     place = folder / "checkpoint.safetensors"
     if not place.exists():
         return 0
     try:
         return int(read_notes(place)["step"])
     except CorruptFile as error:
-        raise UsageError(f"{place} is damaged ({error}): remove {folder} to begin it anew.") from error
+        raise UsageError(f"{place} is damaged ({error}): remove {folder} to start it over.") from error
 
 
 @dataclass(frozen=True)
-class Point:
-    """What one training of a grid has given so far.
+class GridRun:
+    """What one training run of a grid has given so far.
 
     Attributes:
         losses: `step`, `training_loss`, `held_out_loss`, `held_out_loss_se`.
@@ -279,8 +281,8 @@ def is_grid(folder: str | Path) -> bool:
     return (Path(folder) / CLAIM).is_file()
 
 
-def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
-    """How a grid's trainings are made, and all of them, in the order of their names; also while they go on.
+def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
+    """How a grid's training runs are made, and all of them, in the order of their names; also while they are running.
 
     Raises:
         UsageError: the folder holds no grid, or none that has been measured.
@@ -290,25 +292,25 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[Point]]:
         recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
-    points = [_point(place) for place in sorted((folder / POINTS).glob("*")) if _readable(place)]
-    if not points:
-        raise UsageError(f"{folder} holds no training that has been saved yet; wait for the first ones.")
-    return recipe, points
+    runs = [_grid_run(place) for place in sorted((folder / RUN_FOLDERS).glob("*")) if _readable(place)]
+    if not runs:
+        raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
+    return recipe, runs
 
 
 def _readable(folder: Path) -> bool:
     return (folder / "propagation.safetensors").exists()  # the last file of the first save
 
 
-def _point(folder: Path) -> Point:
+def _grid_run(folder: Path) -> GridRun:
     setting = Setting(**json.loads((folder / "setting.json").read_text(encoding="utf-8")))
     summary = folder / "summary.json"
-    kept = load_file(folder / "propagation.safetensors")
-    return Point(
+    curves = load_file(folder / "propagation.safetensors")
+    return GridRun(
         setting,
         pd.read_parquet(folder / "losses.parquet"),
         pd.read_parquet(folder / "heads.parquet"),
-        kept["propagation"],
-        kept["steps"].tolist(),
+        curves["propagation"],
+        curves["steps"].tolist(),
         json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
     )

@@ -1,6 +1,7 @@
 """One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
-A training lives in a folder and goes on from its checkpoint to whatever step is asked for next; the learning rate is
+A training run lives in a folder and resumes from its checkpoint to whatever step is asked for next; the learning rate
+is
 fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
 seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
 batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
-from theodolite.papers.training.loop import SEEDS, read_checkpoint
+from theodolite.papers.training.training_loop import SEEDS, read_checkpoint
 from theodolite.system.checksums import write_checked
 from theodolite.system.files import disk_errors, folder_purpose, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
@@ -104,7 +105,7 @@ def measured(step: int, every: int) -> bool:
     return step % every == 0 or step in EARLY
 
 
-class Training:
+class LocaterTraining:
     """A model, its optimizer and what was measured so far; from its folder's checkpoint if there is one."""
 
     def __init__(self, folder: Path, setting: Setting, recipe: Recipe, text: GridText, device: str) -> None:
@@ -207,7 +208,7 @@ class Training:
             write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
             write_atomically(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
-            # Last: a training run that was killed before it goes on from an older one, and writes all of them again.
+            # Last: a training run killed before this resumes from an older one, and writes all of them again.
             write_atomically(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -229,7 +230,7 @@ class Training:
         setting = asdict(self.setting)
         if folder_purpose(self.folder / "setting.json", setting) != setting:
             raise UsageError(
-                f"{self.folder} holds a training run of other settings; remove it to begin anew."
+                f"{self.folder} holds a training run of other settings; remove it to start over."
             )
         if not self._checkpoint.exists():
             return

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from theodolite.papers.localization.collapse_training import LearningRate, WatchedTraining, train_watched
+from theodolite.papers.localization.monitored_training import LearningRate, MonitoredRun, train_with_monitor
 from theodolite.papers.training.tasks import Characters
 
 HEALTHY = LearningRate("healthy", 1e-3)
-PACES = (
+LEARNING_RATES = (
     HEALTHY,
     LearningRate("30 times too high", 3e-2),
     LearningRate("rising to 100 times too high", 1e-1, warm_up=300),
@@ -70,28 +70,28 @@ MAY_BE_NEVER = (
 )
 
 ShowProgress = Callable[[str, int], None]
-"""Told the name of the pace and the seed before each training run."""
+"""Called with the name of the learning rate and the seed before each training run."""
 
 
-def collapse(
+def compare_learning_rates(
     task: Characters,
     *,
-    paces: Sequence[LearningRate] = PACES,
+    learning_rates: Sequence[LearningRate] = LEARNING_RATES,
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
-    show_progress: ShowProgress = lambda pace, seed: None,
+    show_progress: ShowProgress = lambda learning_rate, seed: None,
 ) -> dict[str, pd.DataFrame]:
-    """Train at every pace with every seed, and compare.
+    """Train at every learning rate with every seed, and compare.
 
     Args:
         task: the characters, in contexts of `LENGTH`.
-        paces: the first one is the healthy one.
-        seeds, steps, every: of each training run; `every` is how often the monitor looks.
-        show_progress: told before each training run.
+        learning_rates: the first one is the healthy one.
+        seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
+        show_progress: called before each training run.
 
     Returns:
-        runs: one row a training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
+        runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
             loss_notices (the earlier of both), lead (loss_notices − first_alarm; at least steps − first_alarm where
             the loss never notices: `lead_at_least`), behind_healthy, final_loss (mean of the last 20 steps). Steps
             are numbers of updates done; empty where it never happens.
@@ -99,22 +99,25 @@ def collapse(
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
     tables: dict[str, list[pd.DataFrame]] = {"losses": [], "looks": [], "alarms": []}
-    traces: dict[tuple[str, int], WatchedTraining] = {}
+    traces: dict[tuple[str, int], MonitoredRun] = {}
     for seed in seeds:
-        for pace in paces:
-            show_progress(pace.name, seed)
-            trace = traces[pace.name, seed] = train_watched(task, pace, seed, steps, every)
-            place = {"pace": pace.name, "seed": seed}
+        for learning_rate in learning_rates:
+            show_progress(learning_rate.name, seed)
+            trace = traces[learning_rate.name, seed] = train_with_monitor(
+                task, learning_rate, seed, steps, every
+            )
+            place = {"pace": learning_rate.name, "seed": seed}
             smooth = smoothed(np.array(trace.losses))
             losses = pd.DataFrame(
                 {"step": np.arange(1, len(smooth) + 1), "loss": trace.losses, "smoothed": smooth}
             )
             for name, table in (("losses", losses), ("looks", trace.looks), ("alarms", trace.alarms)):
                 tables[name].append(pd.DataFrame(place, index=table.index).join(table))
-    signs = LossThresholds.beyond([np.array(traces[paces[0].name, seed].losses) for seed in seeds])
+    signs = LossThresholds.beyond([np.array(traces[learning_rates[0].name, seed].losses) for seed in seeds])
     runs = [
-        {"pace": pace, "seed": seed} | _compared(trace, traces[paces[0].name, seed], signs, steps)
-        for (pace, seed), trace in traces.items()
+        {"pace": learning_rate, "seed": seed}
+        | _compared(trace, traces[learning_rates[0].name, seed], signs, steps)
+        for (learning_rate, seed), trace in traces.items()
     ]
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | joined
@@ -157,7 +160,7 @@ def behind(losses: np.ndarray, healthy: np.ndarray) -> int | None:
 
 
 def _compared(
-    trace: WatchedTraining, healthy: WatchedTraining, signs: LossThresholds, steps: int
+    trace: MonitoredRun, healthy: MonitoredRun, signs: LossThresholds, steps: int
 ) -> dict[str, object]:
     losses = np.array(trace.losses)
     alarms = trace.alarms

@@ -1,7 +1,7 @@
 """What the monitor of collapse is worth: does it warn before the loss does, and does it leave a healthy training alone?
 
 Ours, not the paper's: it says which heads vanish or collapse, not how to notice it in time. The training runs and what
-counts as a loss that notices are in `collapse`.
+counts as a loss that notices are in `monitor_runs`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import pandas as pd
 from theodolite.corpus.documents import python_topics
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
 from theodolite.papers.experiment import Experiment
-from theodolite.papers.localization.monitor_runs import EVERY, HEALTHY, LENGTH, PACES, SEEDS, STEPS, collapse
+from theodolite.papers.localization.monitor_runs import (
+    EVERY,
+    HEALTHY,
+    LEARNING_RATES,
+    LENGTH,
+    SEEDS,
+    STEPS,
+    compare_learning_rates,
+)
 from theodolite.papers.training.tasks import Characters
 from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as figures_locater
@@ -31,13 +39,13 @@ SHOWN = (
     ("loss", "loss, nats per character"),
     ("entropy_share_min", "lowest entropy of a head over its maximum"),
     ("propagation_min", "lowest ρ of a head"),
-    ("alarms", "alarms that stand"),
+    ("alarms", "active alarms"),
 )
 SOURCE = "theodolite's own; the alarms are those of docs/monitor.md"
 
 
 def judged(runs: pd.DataFrame) -> list[Verdict]:
-    """Verdicts on `runs` of `collapse`: the lead over the loss, and the false alarms."""
+    """Verdicts on `runs` of `compare_learning_rates`: the lead over the loss, and the false alarms."""
     failing, healthy = runs[runs["pace"] != HEALTHY.name], runs[runs["pace"] == HEALTHY.name]
     warned = failing["first_alarm"].notna()
     late = warned & (failing["first_alarm"] >= failing["loss_notices"])  # False where the loss never notices
@@ -45,49 +53,52 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
     leads = failing["lead"].dropna()
     lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
     evidence = (
-        f"first alarm before the loss rises or stalls more than in any healthy training in "
+        f"first alarm before the loss rises or stalls more than in any healthy training run, in "
         f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} of "
         f"them the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
     )
     claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
-    false = healthy["first_alarm"].notna()
-    quiet = f"alarms in {int(false.sum())} of {counted(len(healthy), 'healthy training')}; criterion: in none (ours)"
-    calm = "A training at a good learning rate raises no alarm (ours)"
+    false_alarms = healthy["first_alarm"].notna()
+    alarm_evidence = (
+        f"alarms in {int(false_alarms.sum())} of {counted(len(healthy), 'healthy training run')}; criterion: in none "
+        "(ours)"
+    )
+    no_alarm_claim = "A training run at a good learning rate raises no alarm (ours)"
     return [
         Verdict(claim, HOLDS if (warned & ~late).all() else FAILS, evidence)
         if len(failing)
-        else Verdict(claim, UNTESTABLE, "no failing training"),
-        Verdict(calm, FAILS if false.any() else HOLDS, quiet),
+        else Verdict(claim, UNTESTABLE, "no failing training run"),
+        Verdict(no_alarm_claim, FAILS if false_alarms.any() else HOLDS, alarm_evidence),
     ]
 
 
 def _monitor(study: Study) -> Outcome:
     text = "\n\n".join(document.text for document in python_topics())
     seeds = [study.run.provenance["seed"] + seed for seed in SEEDS]
-    done = iter(range(1, len(seeds) * len(PACES) + 1))
-    found = collapse(
+    numbers = iter(range(1, len(seeds) * len(LEARNING_RATES) + 1))
+    comparison = compare_learning_rates(
         Characters.of_text(text, LENGTH),
         seeds=seeds,
-        show_progress=lambda pace, seed: study.say(
-            f"training {next(done)} of {len(seeds) * len(PACES)}: {pace}, seed {seed}"
+        show_progress=lambda name, seed: study.say(
+            f"training run {next(numbers)} of {len(seeds) * len(LEARNING_RATES)}: {name}, seed {seed}"
         ),
     )
-    runs = found["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
-    tables = {"runs": runs, "looks": found["looks"], "alarms": found["alarms"]}
-    exhibits = [_moments(runs), _course(found["looks"], found["losses"])]
+    runs = comparison["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
+    tables = {"runs": runs, "looks": comparison["looks"], "alarms": comparison["alarms"]}
+    exhibits = [_moments(runs), _course(comparison["looks"], comparison["losses"])]
     return Outcome(_compared(runs), judged(runs), tables, exhibits)
 
 
 def _compared(runs: pd.DataFrame) -> list[Reading]:
-    found = []
+    readings = []
     for pace, rows in runs.groupby("pace", sort=False):
         moments = (
             f"{what} {_steps(rows[column])}"
             for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
         )
         final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
-        found.append(Reading(str(pace), "; ".join([*moments, final])))
-    return found
+        readings.append(Reading(str(pace), "; ".join([*moments, final])))
+    return readings
 
 
 def _steps(values: pd.Series) -> str:
@@ -98,31 +109,33 @@ def _steps(values: pd.Series) -> str:
 
 def _moments(runs: pd.DataFrame) -> Exhibit:
     runs = runs.sort_values(
-        "pace", key=lambda names: names.map([pace.name for pace in PACES].index), kind="stable"
+        "pace", key=lambda names: names.map([pace.name for pace in LEARNING_RATES].index), kind="stable"
     )
     rows = [f"{row.pace}, seed {row.seed}" for row in runs.itertuples()]
     columns = ("first_alarm", "loss_notices", "behind_healthy")
-    moments = [runs[name].to_numpy(dtype=np.float64) for name in columns]
+    steps = [runs[name].to_numpy(dtype=np.float64) for name in columns]
     names = ("first alarm", "the loss rises or stalls", "the loss is behind the healthy one's")
     return exhibit(
         "moments",
-        "Who notices first",
-        figures_monitor.moments(rows, dict(zip(names, moments, strict=True)), STEPS),
-        "A dot where each training was noticed; no dot: never. The last kind needs the healthy training beside it, "
-        "which nobody has in practice.",
+        "What notices first",
+        figures_monitor.moments(rows, dict(zip(names, steps, strict=True)), STEPS),
+        "A dot where each kind of sign appeared first; no dot: never. The last kind needs the healthy training run "
+        "for comparison, which nobody has in practice.",
         "whether the first alarm is left of the loss, and no alarm in the healthy training runs.",
         SOURCE,
     )
 
 
 def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
-    both = looks.merge(losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"])
-    both["loss"] = both["smoothed"]
-    names = [pace.name for pace in PACES]
+    looks_with_loss = looks.merge(
+        losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"]
+    )
+    looks_with_loss["loss"] = looks_with_loss["smoothed"]
+    names = [pace.name for pace in LEARNING_RATES]
     shown: dict[str, list[tuple[Floats, Floats, Floats]]] = {name: [] for name, _ in SHOWN}
     steps = []
     for pace in names:
-        rows = both[both["pace"] == pace].groupby("step")
+        rows = looks_with_loss[looks_with_loss["pace"] == pace].groupby("step")
         steps.append(np.array(sorted(rows.groups), dtype=np.float64))
         for name, lines in shown.items():
             column = rows[name]
@@ -132,8 +145,8 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),
         f"Means over seeds, bands from the lowest to the highest. The loss is the mean of the last steps of training; "
-        f"the monitor looks every {EVERY} steps.",
-        "how far the heads have gone while the loss still falls.",
+        f"the monitor measures every {EVERY} steps.",
+        "how far the heads have degenerated while the loss still falls.",
         SOURCE,
         wide=True,
     )
@@ -142,7 +155,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
 MONITORED = [
     Experiment(
         "localization/monitor",
-        "A collapse caught while it happens: the monitor beside the loss, at learning rates that are too high",
+        "Collapse detected while it happens: the monitor against the loss, at learning rates that are too high",
         "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
         (),
         _monitor,

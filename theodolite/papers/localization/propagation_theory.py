@@ -1,6 +1,6 @@
 """Figures 1 and 2 of Bao et al. 2024: the piecewise linear softmax, and ρ(θ) as published and as corrected.
 
-They need no model and no text. Limits are in `localization_limits`, a simulation is in `localization_walks`.
+They need no model and no text. Limits are in `limits`, a simulation is in `simulated_walks`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ AT_HALF = Criterion("at most", 0.1, "“localizes around θ = 0.5”; the tenth 
 VANISHES = Criterion("at most", 0.1, "“degenerates to zero” read as: a tenth at the largest η drawn (ours)")
 
 
-def _lone(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """S_1 and S̃_1 where the first of T inputs is `logit` and the others are 0."""
     inputs = torch.zeros(len(logit), length, dtype=torch.float64)
     inputs[:, 0] = logit
@@ -87,7 +87,7 @@ Pairs = dict[int, tuple[Tensor, Tensor]]
 
 def _figure_1(study: Study) -> Outcome:
     logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
-    pairs = {length: _lone(logit, length) for length in LENGTHS_1}
+    pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS_1}
     gaps = {length: (soft - piecewise).abs() for length, (soft, piecewise) in pairs.items()}
     worst = {length: float(gap.max()) for length, gap in gaps.items()}
     table = pd.DataFrame(
@@ -144,7 +144,7 @@ def _plane() -> Exhibit:
         ),
         "The value of the first of two inputs under softmax, under its first-order expansion at 0 clamped to "
         "[0, 1], and the difference. Both depend on ω₁ − ω₂ alone.",
-        "the diagonal, where both agree, and two bands beside it where the clamp sets in and they differ most.",
+        "the diagonal, where both agree, and two bands along it where the clamp sets in and they differ most.",
         f"{BAO}, Fig. 1 and section 2",
         wide=True,
     )
@@ -227,8 +227,8 @@ def _verdicts_2(grids: dict[str, Tensor]) -> list[Verdict]:
     verdicts = []
     for corrected, printed in zip(*(_claims_2(grids[name]) for name in reversed(VARIANTS)), strict=True):
         verdict = judge(f"{corrected[0]} (section 4)", *corrected[1:])
-        beside = f"{verdict.evidence}; with the printed variance: {number(printed[2])}"
-        verdicts.append(replace(verdict, evidence=beside))
+        evidence = f"{verdict.evidence}; with the printed variance: {number(printed[2])}"
+        verdicts.append(replace(verdict, evidence=evidence))
     return verdicts
 
 

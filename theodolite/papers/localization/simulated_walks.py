@@ -1,6 +1,6 @@
-"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, beside four predictions of ρ.
+"""Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ.
 
-It needs no model and no text. What is simulated is in `walks`.
+It needs no model and no text. The simulation is in `walk_simulation`.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def predictions(sim: Simulation, setting: WalkSetting) -> dict[str, Tensor]:
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
     xi, eta = trace / square.sqrt(), square.sqrt() / temperature
-    found = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
-    found["finite"] = propagation_finite(trace, square, square, size, temperature)
-    found["exact"] = propagation_exact(spectra, size, temperature)
-    return {name: curve.mean(1) for name, curve in found.items()}
+    curves = {name: propagation(theta, xi, eta, name) for name in ("published", "corrected")}
+    curves["finite"] = propagation_finite(trace, square, square, size, temperature)
+    curves["exact"] = propagation_exact(spectra, size, temperature)
+    return {name: curve.mean(1) for name, curve in curves.items()}
 
 
-def beyond(sim: Simulation, predicted: Tensor) -> float:
+def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
     """Share of pairs and positions at which a prediction is more than `FAR` standard errors from the simulation.
 
     The error is that of as many walks with the predicted probability, and at least one walk in all: the observed
@@ -110,12 +110,13 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
         )
 
     positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
-    said = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
+    covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
     return exhibit(
         name,
         f"Simulated signal propagation, {name} Σ",
         drawing.simulation(positions, *values(0)),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {said}) in which "
+        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
+        "which "
         f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
         "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
         "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
@@ -185,10 +186,10 @@ def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, 
                 float(errors.flatten()[worst]),
             )
         )
-    shares = [beyond(sim, predicted[key]["exact"]) for key, sim in sims.items()]
+    shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
     verdicts.append(
         judge(
-            "What the exact distribution leaves is the simulation's own error",
+            "The exact distribution differs from the simulation by the simulation's own error alone",
             f"share of points beyond {FAR:g} standard errors over walks, {points}",
             float(np.mean(shares)),
             WITHIN_ERROR,
@@ -197,7 +198,7 @@ def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, 
     return verdicts
 
 
-def _worst_gain(
+def _least_gain(
     sims: dict[str, Simulation], values: dict[str, Tensor], along: str
 ) -> tuple[float, float, str]:
     """The least favourable of all paired differences, its standard error over draws, and where it is.
@@ -207,29 +208,29 @@ def _worst_gain(
         along: "scale": largest less smallest scale, at every mean but 0; "mean": smallest (but 0) less largest mean,
             at every scale.
     """
-    found = []
+    gains = []
     for name in sims:
         grid = values[name].unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
         rows = grid[:, -1] - grid[:, 0] if along == "scale" else grid[0] - grid[-1]
-        said = SETTING.means[1:] if along == "scale" else SETTING.scales
-        for value, row in zip(said, rows, strict=True):
+        levels = SETTING.means[1:] if along == "scale" else SETTING.scales
+        for value, row in zip(levels, rows, strict=True):
             what = f"{name} Σ, {'mean' if along == 'scale' else 'scale'} {value:g}"
-            found.append((float(row.mean()), float(over_draws(row[None])[0]), what))
-    return min(found)
+            gains.append((float(row.mean()), float(over_draws(row[None])[0]), what))
+    return min(gains)
 
 
 def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
     widths = {name: width(sim.propagates) for name, sim in sims.items()}
     verdicts = []
-    for along, said, of in (
+    for along, change, contrast in (
         ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
     ):
-        value, error, where = _worst_gain(sims, widths, along)
+        value, error, where = _least_gain(sims, widths, along)
         verdicts.append(
             judge(
-                f"ρ localizes with {said} (section 5, Fig. 5)",
-                f"effective share of positions {of}, the least ({where})",
+                f"ρ localizes with {change} (section 5, Fig. 5)",
+                f"effective share of positions {contrast}, the smallest ({where})",
                 value,
                 NARROWER,
                 error,
@@ -250,13 +251,15 @@ def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
 
 def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
     entropy = {name: -sim.entropy for name, sim in sims.items()}  # a gain is what falls as the scale grows
-    value, error, where = _worst_gain(sims, entropy, "scale")
-    found = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
-    both = [float(np.mean([one[place] for one in found])) for place in (0, 1)]
+    value, error, where = _least_gain(sims, entropy, "scale")
+    correlations = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
+    mean_correlation = [
+        float(np.mean([correlation[place] for correlation in correlations])) for place in (0, 1)
+    ]
     return [
         judge(
             "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
-            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the least ({where})",
+            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
             value,
             HIGHER,
             error,
@@ -264,9 +267,9 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
         judge(
             "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
             "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
-            both[0],
+            mean_correlation[0],
             OPPOSED,
-            both[1],
+            mean_correlation[1],
         ),
     ]
 
@@ -285,20 +288,22 @@ def _readings(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor
             for key, curve in predicted[name].items()
         )
         rows.append(Reading(f"mean |predicted − simulated| ρ, {name} Σ", means))
-        shares = ", ".join(f"{key} {beyond(sim, curve):.3f}" for key, curve in predicted[name].items())
+        shares = ", ".join(
+            f"{key} {share_beyond_error(sim, curve):.3f}" for key, curve in predicted[name].items()
+        )
         rows.append(Reading(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares))
     iso = sims["isotropic"]
     by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
     for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
-        said = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
+        entropies = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
         scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
-        rows.append(Reading(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", said))
+        rows.append(Reading(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies))
     rows.append(Reading("pairs of mean and scale; temperature", "ours; λ = √d", "not printed"))
     return rows
 
 
 def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
-    """One row a covariance and pair."""
+    """One row per covariance and pair."""
     parts = []
     for name, sim in sims.items():
         square, widths = sim.eigenvalues.square().sum(-1), width(sim.propagates)
@@ -324,7 +329,7 @@ def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]])
 
 
 def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
-    """One row a covariance, pair and token."""
+    """One row per covariance, pair and token."""
     rows = []
     for name, sim in sims.items():
         columns = {"simulated": sim.propagation}
@@ -339,7 +344,7 @@ def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
 LOCALIZATION_WALKS = [
     Experiment(
         "localization/figure5",
-        "Simulated signal propagation and entropy, beside what theory predicts",
+        "Simulated signal propagation and entropy, against theory",
         "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
         (),
         _figure_5,

@@ -1,4 +1,4 @@
-"""Text as a random walk: second moments of hidden states beside min(s, t) Σ, random tokens and a true walk."""
+"""Text as a random walk: second moments of hidden states against min(s, t) Σ, random tokens and a true walk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position
 
 
 @dataclass(frozen=True)
-class Walks:
+class WalkMoments:
     """The same sums of a text, of random tokens and of a simulated walk, of what attention reads; and the residual.
 
     Attributes:
@@ -76,28 +76,28 @@ def text_walk(study: Study) -> TextWalk:
     """
     corpus = study.corpus
     if corpus is None:
-        raise UsageError("this experiment reads the text of the run again: give it too")
+        raise UsageError("this experiment reads the text of the run again: pass it as well")
     seed = int(study.run.provenance["seed"])
-    return study.once("text as a walk", lambda: read_walk(study.opened(), corpus, seed))
+    return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
 
-def _walks(study: Study) -> Walks:
+def _walk_moments(study: Study) -> WalkMoments:
     text, seed = text_walk(study), int(study.run.provenance["seed"])
     contexts, length = text.corpus.contexts.shape
-    random = Corpus.random_tokens(vocabulary_of(study.opened()), length, contexts, seed)
-    read = read_walk(study.opened(), random, seed)
+    random = Corpus.random_tokens(vocabulary_of(study.require_model()), length, contexts, seed)
+    random_walk = read_walk(study.require_model(), random, seed)
     sums = {
         TEXT: (text.inputs, text.input_state),
-        RANDOM: (read.inputs, read.input_state),
+        RANDOM: (random_walk.inputs, random_walk.input_state),
         WALK: simulated_walk(text.inputs, text.input_state, seed),
     }
-    return Walks(sums, text)
+    return WalkMoments(sums, text)
 
 
 def _walk(study: Study) -> Outcome:
-    walks = _walks(study)
-    tables = {name: walk_table(*sums) for name, sums in walks.sums.items()}
-    residual = walk_table(walks.text.residual, walks.text.residual_state)
+    moments = _walk_moments(study)
+    tables = {name: walk_table(*sums) for name, sums in moments.sums.items()}
+    residual = walk_table(moments.text.residual, moments.text.residual_state)
     layers = pd.concat(
         [
             *(table.assign(tokens=name, vectors="attention input") for name, table in tables.items()),
@@ -106,11 +106,11 @@ def _walk(study: Study) -> Outcome:
         ignore_index=True,
     )
     layers = layers[["tokens", "vectors", *(name for name in layers if name not in ("tokens", "vectors"))]]
-    figures = [_maps(walks), _growth(walks), _autocorrelation(walks), _by_layer(tables)]
+    figures = [_maps(moments), _growth(moments), _autocorrelation(moments), _by_layer(tables)]
     return Outcome(
         _readings(tables, residual),
         _verdicts(tables, residual),
-        {"layers": layers, "pairs": pair_table(*walks.sums[TEXT])},
+        {"layers": layers, "pairs": pair_table(*moments.sums[TEXT])},
         figures,
     )
 
@@ -121,15 +121,15 @@ def _relative(gram: Floats) -> Floats:
     return shown
 
 
-def _maps(walks: Walks) -> Exhibit:
-    own, state = walks.sums[TEXT]
+def _maps(moments: WalkMoments) -> Exhibit:
+    text_sums, state = moments.sums[TEXT]
 
     def pictures(layer: int) -> dict[str, Floats]:
-        found = {name: mean_gram(sums[1], layer).numpy() for name, sums in walks.sums.items()}
-        found["min(s, t)"] = steps_shared(own).numpy()
-        return {name: _relative(gram) for name, gram in found.items()}
+        grams = {name: mean_gram(sums[1], layer).numpy() for name, sums in moments.sums.items()}
+        grams["min(s, t)"] = steps_shared(text_sums).numpy()
+        return {name: _relative(gram) for name, gram in grams.items()}
 
-    at = np.array(own.shown, dtype=np.float64) + 1
+    at = np.array(text_sums.shown, dtype=np.float64) + 1
     count = len(state["contexts"])
     return exhibit(
         "moments",
@@ -139,7 +139,7 @@ def _maps(walks: Walks) -> Exhibit:
             (at, at),
             ("t", "s", "over the largest"),
             (-1.0, 1.0),
-            signed=(*walks.sums, "min(s, t)"),
+            signed=(*moments.sums, "min(s, t)"),
             square=True,
         ),
         "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
@@ -153,14 +153,14 @@ def _maps(walks: Walks) -> Exhibit:
     )
 
 
-def _growth(walks: Walks) -> Exhibit:
-    at = np.array(walks.text.inputs.shown, dtype=np.float64) + 1
+def _growth(moments: WalkMoments) -> Exhibit:
+    at = np.array(moments.text.inputs.shown, dtype=np.float64) + 1
 
     def values(layer: int) -> list[Floats]:
-        norms = [mean_gram(state, layer).diagonal().numpy() for _, state in walks.sums.values()]
+        norms = [mean_gram(state, layer).diagonal().numpy() for _, state in moments.sums.values()]
         return [norm / norm[0] for norm in norms]
 
-    count = len(walks.text.input_state["contexts"])
+    count = len(moments.text.input_state["contexts"])
     log = {"type": "log", "dtick": 1}
     return exhibit(
         "growth",
@@ -169,19 +169,19 @@ def _growth(walks: Walks) -> Exhibit:
             at, list(LINES.values()), values(count // 2), ("t", "E‖x_t‖² over E‖x_1‖²"), xaxis=log, yaxis=log
         ),
         "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
-        "a line of slope 1, as that of the simulated walk; behind a norm the size cannot grow at all.",
+        "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
         f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
         choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
     )
 
 
-def _autocorrelation(walks: Walks) -> Exhibit:
+def _autocorrelation(moments: WalkMoments) -> Exhibit:
     lags = np.arange(1, LAGS + 1, dtype=np.float64)
 
     def values(layer: int) -> list[Floats]:
-        return [autocorrelations(*sums, layer)[1:].numpy() for sums in walks.sums.values()]
+        return [autocorrelations(*sums, layer)[1:].numpy() for sums in moments.sums.values()]
 
-    count = len(walks.text.input_state["contexts"])
+    count = len(moments.text.input_state["contexts"])
     return exhibit(
         "increments",
         "Autocorrelation of the increments",
@@ -209,7 +209,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
 
     return exhibit(
         "layers",
-        "How much of a walk each layer is",
+        "How closely each layer follows a random walk",
         drawing.curves(
             tables[TEXT]["layer"].to_numpy(dtype=np.float64),
             list(LINES.values()),
@@ -217,7 +217,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
             ("layer", ""),
         ),
         "One number per layer: "
-        + "; ".join(f"{said}: {MEASURES[name]}" for said, name in zip(short, names, strict=True))
+        + "; ".join(f"{label}: {MEASURES[name]}" for label, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
@@ -230,7 +230,7 @@ def _column(table: pd.DataFrame, name: str) -> tuple[Floats, Floats]:
     return table[name].to_numpy(dtype=np.float64), table[f"{name}_se"].to_numpy(dtype=np.float64)
 
 
-def _judged(
+def _verdict(
     claim: str, table: pd.DataFrame, name: str, criterion: Criterion, *, size: bool = False
 ) -> Verdict:
     values, errors = _column(table, name)
@@ -240,37 +240,46 @@ def _judged(
 
 def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Verdict]:
     text, random = tables[TEXT], tables[RANDOM]
-    own, own_error = _column(text, "autocorrelation")
-    other, other_error = _column(random, "autocorrelation")
+    of_text, error_of_text = _column(text, "autocorrelation")
+    of_random, error_of_random = _column(random, "autocorrelation")
     return [
-        _judged(
+        _verdict(
             "What attention reads has the second moments of a random walk (Assumption 1, Remark 3)",
             text,
             "r_squared",
             EXPLAINS,
         ),
-        _judged(
-            "The residual stream, too, has the second moments of a random walk",
+        _verdict(
+            "The residual stream has the second moments of a random walk",
             residual,
             "r_squared",
             EXPLAINS,
         ),
-        _judged(
-            "Its increments are uncorrelated (Assumption 1)", text, "autocorrelation", UNCORRELATED, size=True
+        _verdict(
+            "The increments of what attention reads are uncorrelated (Assumption 1)",
+            text,
+            "autocorrelation",
+            UNCORRELATED,
+            size=True,
         ),
-        _judged(
-            "Its size grows with the position (Assumption 1: E‖x_t‖² = t tr Σ)",
+        _verdict(
+            "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)",
             text,
             "growth",
             GROWTH_EXPONENT,
         ),
-        _judged("The full second moments are min(s, t) Σ (Assumption 1)", text, "frobenius", NEAR),
+        _verdict(
+            "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)",
+            text,
+            "frobenius",
+            NEAR,
+        ),
         judge_layers(
             "Text drifts where random tokens do not (Remark 3)",
             f"{MEASURES['autocorrelation']}, text less random tokens",
-            own - other,
+            of_text - of_random,
             DRIFTS,
-            np.hypot(own_error, other_error),
+            np.hypot(error_of_text, error_of_random),
         ),
     ]
 
@@ -287,17 +296,17 @@ def _readings(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[R
         "cosine": "1",
     }
     rows = []
-    for name, said in expected.items():
-        here = []
-        for who, table in (*tables.items(), (f"{TEXT}, residual stream", residual)):
+    for name, of_a_walk in expected.items():
+        by_source = []
+        for source, table in (*tables.items(), (f"{TEXT}, residual stream", residual)):
             values, errors = _column(table, name)
             middle = len(values) // 2
-            here.append(f"{who} {with_error(float(values[middle]), float(errors[middle]))}")
-        rows.append(Reading(f"{MEASURES[name]}, middle layer", "; ".join(here), f"a walk: {said}"))
+            by_source.append(f"{source} {with_error(float(values[middle]), float(errors[middle]))}")
+        rows.append(Reading(f"{MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}"))
     simulated = tables[WALK]
     rows.append(
         Reading(
-            "lowest R² of the simulated walk over layers: what this test gives a true walk",
+            "lowest R² of the simulated walk over layers: what this test gives for a true walk",
             number(float(simulated["r_squared"].min())),
             "a walk: 1",
         )

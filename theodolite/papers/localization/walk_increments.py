@@ -17,6 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.papers.experiment import corpus_subset
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.report.data import evenly
 
@@ -33,7 +34,7 @@ LAGS = 8
 """Of the autocorrelation of increments."""
 
 LEAST_LENGTH = LAGS + 4
-"""Tokens a context: every lag has at least two pairs of increments."""
+"""Tokens per context: every lag has at least two pairs of increments."""
 
 
 class WalkSums(LayerSums):
@@ -134,9 +135,7 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     check_length(length)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(count, generator=generator)[:CONTEXTS].sort().values
-    sample = Corpus(
-        corpus.name, corpus.contexts[chosen], corpus.labels[chosen], corpus.label_names, corpus.seed
-    )
+    sample = corpus_subset(corpus, chosen)
     sizes = (model.width, len(chosen), length)
     hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
     batch = max(1, TOKENS_A_BATCH // length)

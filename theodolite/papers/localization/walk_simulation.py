@@ -14,6 +14,7 @@ from torch import Tensor
 
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError
+from theodolite.papers.haar import haar_rotation
 
 UNIFORM_EDGE = 2.5
 """R of the anisotropic Σ = RᵀR/d has entries from Unif(−2.5, 2.5) (Bao et al. 2024, section 5)."""
@@ -26,7 +27,7 @@ class WalkSetting:
     """What is simulated. The sizes are the paper's; it does not print its pairs of mean and scale, these are ours.
 
     Attributes:
-        width: d. length: T tokens a walk. walks: walks for each W_QK. draws: W_QK for each pair.
+        width: d. length: T tokens per walk. walks: walks for each W_QK. draws: W_QK for each pair.
         means, scales: of the eigenvalues w ~ N(mean, scale²) of W_QK; every mean with every scale is a pair.
     """
 
@@ -133,7 +134,7 @@ def _draw(
     """One W_QK for every pair, on the same walks: shares (P, T), entropy (P), its variance (P), eigenvalues (P, d)."""
     steps = _normal((setting.walks, setting.length, setting.width), generator)
     tokens = (steps @ root).cumsum(1)
-    basis = _orthogonal(setting.width, generator)
+    basis = haar_rotation(setting.width, generator)
     standard = _normal((setting.width,), generator)
     rows = []
     for mean, scale in setting.pairs:
@@ -154,12 +155,6 @@ def _draw(
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _orthogonal(width: int, generator: torch.Generator) -> Tensor:
-    """Uniform (Haar) on the orthogonal group: QR of a Gaussian matrix, with the signs that make it unique."""
-    q, r = torch.linalg.qr(_normal((width, width), generator))
-    return q * r.diagonal().sign()
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from theodolite.corpus.addition_task import parse_digits
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
-from theodolite.papers.training.embedded import TinyConfig, train_tiny
-from theodolite.papers.training.small_models import PUBLISHED, SmallConfig, changed, train_small
+from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
+from theodolite.papers.training.task_models import PUBLISHED, TaskModelConfig, changed, train_task_model
 from theodolite.papers.training.tasks import Additions, Characters, Task
 
 
@@ -21,12 +21,12 @@ def train_embedded(
     """Train the model inside this package again; `options` that are None are as it was trained.
 
     Raises:
-        UsageError, WorkError: as `train_tiny`.
+        UsageError, WorkError: as `train_embedded_model`.
     """
     config = replace(
-        TinyConfig(seed=seed), **{name: value for name, value in options.items() if value is not None}
+        EmbeddedConfig(seed=seed), **{name: value for name, value in options.items() if value is not None}
     )
-    result = train_tiny(out, config=config, threads=threads, console=console)
+    result = train_embedded_model(out, config=config, threads=threads, console=console)
     return [
         f"{source}: validation loss {loss:.3f} nats per token (bigram model {result.bigram_loss[source]:.3f})"
         for source, loss in result.validation_loss.items()
@@ -39,8 +39,8 @@ def train_characters(
     """Train on the characters of a text; `options` that are None are as published.
 
     Raises:
-        UsageError: the text cannot be read, or as `train_small`.
-        WorkError: as `train_small`.
+        UsageError: the text cannot be read, or as `train_task_model`.
+        WorkError: as `train_task_model`.
     """
     task = Characters.of_file(text)
     result = _train(PUBLISHED["characters"], out, task, options, seed=seed, threads=threads, console=console)
@@ -53,11 +53,11 @@ def train_characters(
 def train_addition(
     out: Path, digits: str, options: dict[str, Any], *, seed: int, threads: int, console: Console
 ) -> list[str]:
-    """Train on sums of numbers of so many digits; `options` that are None are as published.
+    """Train on sums of numbers of a range of digits; `options` that are None are as published.
 
     Raises:
-        UsageError: `digits` is no range, or as `train_small`.
-        WorkError: as `train_small`.
+        UsageError: `digits` is no range, or as `train_task_model`.
+        WorkError: as `train_task_model`.
     """
     task = Additions(parse_digits(digits))
     result = _train(PUBLISHED["addition"], out, task, options, seed=seed, threads=threads, console=console)
@@ -73,7 +73,7 @@ def train_few_shot(
     """Train on prompts whose labels follow a hidden rule; `options` that are None are those of `few_shot.DEFAULT`.
 
     Raises:
-        UsageError, WorkError: as `train_small`.
+        UsageError, WorkError: as `train_task_model`.
     """
     result = _train(DEFAULT, out, FewShot(), options, seed=seed, threads=threads, console=console)
     return [
@@ -85,7 +85,7 @@ def train_few_shot(
 
 
 def _train(
-    settings: SmallConfig,
+    settings: TaskModelConfig,
     out: Path,
     task: Task,
     options: dict[str, Any],
@@ -95,4 +95,4 @@ def _train(
     console: Console,
 ) -> dict[str, Any]:
     config = replace(changed(settings, options.items()), seed=seed)
-    return train_small(out, task, config, threads=threads, console=console)
+    return train_task_model(out, task, config, threads=threads, console=console)

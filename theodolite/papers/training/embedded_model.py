@@ -1,8 +1,8 @@
-"""What the trainer of tiny models builds: GPT-2's architecture, or gpt-oss's where a head may have an escape.
+"""The architectures of the embedded-model trainer: GPT-2's, or gpt-oss's where heads have a no-op option.
 
-An escape is something that is in every softmax and carries no value. gpt-oss has one, a learned logit a head; held at
-0 it is the softmax off by one, 1 + Σ eˣ below the line; held far below all others it is no escape at all. So the three
-are one architecture with the same number of weights, but for those four a layer.
+A no-op option is a term in every softmax that carries no value. gpt-oss has one, a learned sink logit per head; fixed
+at 0 it is the softmax off by one, with 1 + Σ eˣ in the denominator; fixed far below all other logits it has no effect.
+So the three are one architecture with the same number of weights, but for the sink logits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from theodolite.errors import UsageError
+from theodolite.papers.training.gpt2 import gpt2
 
-Escape = Literal["none", "off-by-one", "learned"]
-ESCAPES: tuple[Escape, ...] = ("none", "off-by-one", "learned")
+NoOp = Literal["none", "off-by-one", "learned"]
+NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
 
-NO_ESCAPE = -1e4
+ABSENT_LOGIT = -1e4
 """A logit whose weight in a softmax is 0 in every dtype: no other logit comes near."""
 
 GATED_WIDTH = 3
@@ -26,8 +27,8 @@ GATED_WIDTH = 3
 
 
 @dataclass(frozen=True)
-class TinyConfig:
-    """What is trained and for how long. The defaults made the embedded model."""
+class EmbeddedConfig:
+    """Sizes and schedule of a model. The defaults made the embedded model."""
 
     layers: int = 6
     heads: int = 4
@@ -41,34 +42,23 @@ class TinyConfig:
     bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
     checkpoint_every: int = 500  # steps
     seed: int = 0
-    escape: Escape | None = (
+    no_op: NoOp | None = (
         None  # None: GPT-2; else gpt-oss, whose contexts all begin with the end-of-text token
     )
 
 
-def build(config: TinyConfig) -> PreTrainedModel:
+def build(config: EmbeddedConfig) -> PreTrainedModel:
     """A model before its training.
 
     Raises:
-        UsageError: `config.escape` is none of `ESCAPES`.
+        UsageError: `config.no_op` is none of `NO_OPS`.
     """
-    if config.escape is None:
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=config.vocabulary,
-                n_positions=config.length,
-                n_embd=config.width,
-                n_layer=config.layers,
-                n_head=config.heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
+    if config.no_op is None:
+        return gpt2(
+            config.vocabulary, config.length, config.layers, config.heads, config.width, special_token=0
         )
-    if config.escape not in ESCAPES:
-        raise UsageError(f"escape is '{config.escape}'; choose {', '.join(ESCAPES)}.")
+    if config.no_op not in NO_OPS:
+        raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
     model = GptOssForCausalLM(
         GptOssConfig(
             vocab_size=config.vocabulary,
@@ -93,6 +83,6 @@ def build(config: TinyConfig) -> PreTrainedModel:
     model.set_attn_implementation("eager")  # the one that has the learned logit on every processor
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
-            torch.nn.init.constant_(parameter, NO_ESCAPE if config.escape == "none" else 0.0)
-            parameter.requires_grad_(config.escape == "learned")
+            torch.nn.init.constant_(parameter, ABSENT_LOGIT if config.no_op == "none" else 0.0)
+            parameter.requires_grad_(config.no_op == "learned")
     return model

@@ -29,12 +29,27 @@ HELD_OUT = 0.1
 TESTED = 1000
 """Additions of each kind whose answers are checked, as published."""
 
-GLANCED = 200
-SHORTER = (1, 2, 3, 4)
+QUICK_TEST = 200
+SHORT_OPERANDS = (1, 2, 3, 4)
 """Numbers of digits that training never saw."""
 
 Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 """Inputs, and the token that should follow each (`IGNORED` where nothing is asked)."""
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """A UTF-8 file; `what` names the option or thing to replace in the error.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_file():  # a pipe or a device may have no end
+        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another {what}.") from error
 
 
 class Task(Protocol):
@@ -46,7 +61,7 @@ class Task(Protocol):
 
     @property
     def characters(self) -> str:
-        """The vocabulary, one token a character."""
+        """The vocabulary, one token per character."""
 
     @property
     def length(self) -> int:
@@ -59,7 +74,7 @@ class Task(Protocol):
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """The batch of a step."""
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """How well a model does, in few words and quickly."""
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -83,16 +98,7 @@ class Characters:
         Raises:
             UsageError: it cannot be read, or is shorter than 20 contexts.
         """
-        if not Path(path).is_file():  # a pipe or a device may have no end
-            raise UsageError(
-                f"{path} cannot be read as UTF-8 text (there is no such file); give another --text."
-            )
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{path} cannot be read as UTF-8 text ({error}); give another --text."
-            ) from error
+        text = read_text(path, "--text")
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
         return cls.of_text(text, length)
@@ -120,7 +126,7 @@ class Characters:
         rows = torch.from_numpy(np.stack([self.train[s : s + self.length + 1] for s in starts]))
         return rows[:, :-1], rows[:, 1:]
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """Loss on a few held-out windows."""
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
@@ -180,17 +186,17 @@ class Additions:
             target[len(example.prompt) - 1 : len(ids) - 1] = ids[len(example.prompt) :]
         return rows[:, :-1], targets
 
-    def glance(self, model: PreTrainedModel) -> str:
+    def quick_score(self, model: PreTrainedModel) -> str:
         """Accuracy on a few new examples."""
         return f"accuracy {self.accuracy(model):.3f}"
 
-    def accuracy(self, model: PreTrainedModel, count: int = GLANCED) -> float:
+    def accuracy(self, model: PreTrainedModel, count: int = QUICK_TEST) -> float:
         """Exact-match accuracy on `count` new examples of the trained digits."""
         return self._accuracy(model, self.digits, count)
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Exact-match accuracy: in distribution, and by number of digits."""
-        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORTER}
+        shorter = {str(n): self._accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
         return {
             "tested": TESTED,
             "accuracy": self._accuracy(model, self.digits, TESTED),

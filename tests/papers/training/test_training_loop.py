@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 
 from theodolite.errors import UsageError
-from theodolite.papers.training import small_models as small
-from theodolite.papers.training.small_models import PUBLISHED, learning_rate, train_small
+from theodolite.papers.training import task_models
+from theodolite.papers.training.task_models import PUBLISHED, learning_rate, train_task_model
 from theodolite.papers.training.tasks import Additions
 from theodolite.system.checksums import read_notes
 
@@ -36,20 +36,22 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def adder(out: Path, **change: object) -> None:
-    train_small(out, Additions(), replace(SERIES, **change), threads=1, console=Console(file=io.StringIO()))
+    train_task_model(
+        out, Additions(), replace(SERIES, **change), threads=1, console=Console(file=io.StringIO())
+    )
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
     """Do `act` in the middle of a step, once its learning rate is asked; gives the steps that begin."""
     begun: list[int] = []
 
-    def rate(config: small.SmallConfig, step: int) -> float:
+    def rate(config: task_models.TaskModelConfig, step: int) -> float:
         begun.append(step)
         if step == wanted:
             act()
         return learning_rate(config, step)
 
-    monkeypatch.setattr(small, "learning_rate", rate)
+    monkeypatch.setattr(task_models, "learning_rate", rate)
     return begun
 
 
@@ -85,7 +87,7 @@ def test_a_series_is_not_taken_over_by_another_training(
     before = hashes(partial)
     for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
         with pytest.raises(
-            UsageError, match="holds a training run of other settings or text; remove it to begin"
+            UsageError, match="holds a training run of other settings or text; remove it to start over"
         ):
             adder(tmp_path / "m", **change)
     assert hashes(partial) == before
@@ -119,7 +121,7 @@ def test_a_folder_that_does_not_say_is_judged_by_its_checkpoint(
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted
     (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to begin anew"):
+    with pytest.raises(UsageError, match="does not say which training run it holds; remove it to start over"):
         adder(tmp_path / "n")
 
 
@@ -170,14 +172,14 @@ def test_ctrl_c_after_the_last_step_is_not_lost(
     tmp_path: Path, uninterrupted: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the signal while the last checkpoint's accuracy is shown, and the uninterrupted run."""
-    monkeypatch.setattr(Additions, "glance", lambda self, model: press() or "")
+    monkeypatch.setattr(Additions, "quick_score", lambda self, model: press() or "")
     with pytest.raises(KeyboardInterrupt):
         adder(tmp_path / "m", checkpoint_every=6)
     monkeypatch.undo()
     assert saved_step(tmp_path / "m.partial") == "6"
     adder(tmp_path / "m", checkpoint_every=6)
-    found = hashes(tmp_path / "m")
-    assert {name for name in found if found[name] != uninterrupted[name]} == {"training.json"}
+    written = hashes(tmp_path / "m")
+    assert {name for name in written if written[name] != uninterrupted[name]} == {"training.json"}
 
 
 def test_ctrl_c_is_left_to_who_handles_it(

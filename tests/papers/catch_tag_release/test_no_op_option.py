@@ -10,29 +10,29 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.papers.catch_tag_release.test_escape_training import SMALL
-from tests.papers.training.test_embedded import quiet, sources
+from tests.papers.catch_tag_release.test_no_op_training import SMALL
+from tests.papers.training.test_embedded_training import quiet, sources
 from theodolite.accumulate.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.cli.app import app
 from theodolite.errors import UsageError
-from theodolite.papers.catch_tag_release.escape import (
-    ESCAPE,
+from theodolite.papers.catch_tag_release.no_op_option import (
     MEASURES,
-    escape_outcome,
-    escape_table,
-    escapes_run,
+    NO_OP,
+    no_op_outcome,
+    no_op_run,
+    no_op_table,
     sinks_of,
 )
-from theodolite.papers.catch_tag_release.escape_training import train_escapes
+from theodolite.papers.catch_tag_release.no_op_training import train_no_op_models
 from theodolite.papers.experiment import Study
-from theodolite.papers.training.embedded_model import ESCAPES
+from theodolite.papers.training.embedded_model import NO_OPS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("trained") / "escape"
-    train_escapes(out, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
+    train_no_op_models(out, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
     return out
 
 
@@ -47,21 +47,21 @@ def test_sinks_read_off_matrices_are_those_of_the_tracer():
         key[:, 3:, start, start // 30] += 3
     inputs = AttentionInputs(query, key, value, 1.0, causal=True)
     logits = (query @ key.mT).masked_fill(~torch.ones(90, 90).tril().bool(), -torch.inf)
-    whole, stretch = sinks_of(logits.softmax(-1))
+    global_sinks, local_sinks = sinks_of(logits.softmax(-1))
     _, catches = attend_and_catch(inputs, stretches=True)
-    found = torch.zeros(6, 90, dtype=torch.bool)
-    found[catches.head, catches.position] = True
-    of_stretch = torch.zeros_like(found)
-    of_stretch[catches.head, catches.position] = catches.stretch
-    assert of_stretch.any()
-    assert (found & ~of_stretch).any()
-    assert torch.equal(whole[0], found & ~of_stretch)
-    assert torch.equal((whole | stretch)[0], found)
+    traced = torch.zeros(6, 90, dtype=torch.bool)
+    traced[catches.head, catches.position] = True
+    traced_local = torch.zeros_like(traced)
+    traced_local[catches.head, catches.position] = catches.stretch
+    assert traced_local.any()
+    assert (traced & ~traced_local).any()
+    assert torch.equal(global_sinks[0], traced & ~traced_local)
+    assert torch.equal((global_sinks | local_sinks)[0], traced)
 
 
 def test_every_model_is_measured(folder):
-    table = escape_table(folder, lambda line: None)
-    assert list(zip(table["seed"], table["escape"], strict=True)) == [(s, e) for s in (0, 1) for e in ESCAPES]
+    table = no_op_table(folder, lambda line: None)
+    assert list(zip(table["seed"], table["escape"], strict=True)) == [(s, e) for s in (0, 1) for e in NO_OPS]
     none = table[table["escape"] == "none"]
     assert (none["escaped"] == 0).all()
     assert (table[table["escape"] == "off-by-one"]["escaped"] > 0.05).all()
@@ -71,10 +71,10 @@ def test_every_model_is_measured(folder):
 
 def made_up(sinks: dict[str, list[float]], loss: dict[str, list[float]]) -> pd.DataFrame:
     rows = []
-    for escape in ESCAPES:
+    for no_op in NO_OPS:
         for seed in range(3):
-            values = dict.fromkeys(MEASURES, 0.1) | {"sinks": sinks[escape][seed], "stretches": 0.2}
-            rows.append({"escape": escape, "seed": seed} | values | {"loss": loss[escape][seed]})
+            values = dict.fromkeys(MEASURES, 0.1) | {"sinks": sinks[no_op][seed], "stretches": 0.2}
+            rows.append({"escape": no_op, "seed": seed} | values | {"loss": loss[no_op][seed]})
     return pd.DataFrame(rows)
 
 
@@ -83,29 +83,31 @@ def test_verdicts_follow_the_numbers():
         {"none": [0.2, 0.3, 0.4], "off-by-one": [0.19, 0.28, 0.41], "learned": [0.01, 0.012, 0.02]},
         {"none": [3.0, 3.1, 3.2], "off-by-one": [2.9, 3.0, 3.1], "learned": [3.0, 3.1, 3.2]},
     )
-    outcome = escape_outcome(table, {"folder": "x"})
+    outcome = no_op_outcome(table, {"folder": "x"})
     by_claim = [(v.claim.split(":")[1].split(" (")[0], v.answer) for v in outcome.verdicts]
     assert by_claim == [
         (" softmax off by one", "holds"),
         (" softmax off by one", "holds"),
         (" softmax off by one does not lower the loss", "fails"),
-        (" learned logit", "fails"),
-        (" learned logit", "holds"),
-        (" learned logit does not lower the loss", "holds"),
+        (" learned sink logit", "fails"),
+        (" learned sink logit", "holds"),
+        (" learned sink logit does not lower the loss", "holds"),
     ]
     ratios = np.array([0.19 / 0.2, 0.28 / 0.3, 0.41 / 0.4])
     assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence
     assert len(outcome.exhibits[0].draw(None).data) == 3 * len(MEASURES)
-    one = escape_outcome(table[table["seed"] == 0], {})
-    assert {verdict.answer for verdict in one.verdicts} == {"not testable here"}
+    one_seed = no_op_outcome(table[table["seed"] == 0], {})
+    assert {verdict.answer for verdict in one_seed.verdicts} == {"not testable here"}
     without = table.assign(sinks=0.0)
-    assert escape_outcome(without, {}).verdicts[0].answer == "not testable here"
+    assert no_op_outcome(without, {}).verdicts[0].answer == "not testable here"
 
 
 def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path):
     runner = CliRunner()
-    done = runner.invoke(app, ["reproduce", "sinks/escape", str(folder), "--out", str(tmp_path / "pages")])
-    assert done.exit_code == 0, done.output
+    finished = runner.invoke(
+        app, ["reproduce", "sinks/escape", str(folder), "--out", str(tmp_path / "pages")]
+    )
+    assert finished.exit_code == 0, finished.output
     assert (tmp_path / "pages" / "sinks-escape" / "index.html").is_file()
     refused = runner.invoke(app, ["reproduce", "sinks/escape"])
     assert refused.exit_code == 2
@@ -113,8 +115,8 @@ def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path)
     (folder.parent / "begun").mkdir()
     (folder.parent / "begun" / "escape.json").write_text("{}")
     with pytest.raises(UsageError, match="no seed whose models are all trained"):
-        escapes_run(folder.parent / "begun")
-    study = Study(escapes_run(folder))
+        no_op_run(folder.parent / "begun")
+    study = Study(no_op_run(folder))
     del study.run.provenance["escapes"]
-    with pytest.raises(UsageError, match="give the one"):
-        study.outcome(ESCAPE[0])
+    with pytest.raises(UsageError, match="pass the folder"):
+        study.outcome(NO_OP[0])

@@ -1,9 +1,10 @@
-"""The small, seeded trainer that made the embedded model, and can make others like it.
+"""The seeded trainer that made the embedded model, and can make others like it.
 
-`train_tiny` takes text, trains a byte-level BPE tokenizer and a model (`tiny_model.py`) on it with plain PyTorch,
+`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`embedded_model.py`) on it with plain
+PyTorch,
 and writes a folder that `transformers` opens. It is made for a few
 million parameters on a few processor cores: no distribution, no other architectures, no options beyond
-`TinyConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
+`EmbeddedConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
 also when the run was killed and resumed in between: the order of batches follows from (seed, step)
 alone.
 """
@@ -11,7 +12,6 @@ alone.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,8 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.card import TinyResult, card
-from theodolite.papers.training.embedded_model import TinyConfig, build
+from theodolite.papers.training.embedded_model import EmbeddedConfig, build
 from theodolite.papers.training.embedded_text import (
     END_OF_TEXT,
     Source,
@@ -38,32 +37,33 @@ from theodolite.papers.training.embedded_text import (
     token_streams,
     train_tokenizer,
 )
-from theodolite.papers.training.loop import (
+from theodolite.papers.training.model_card import EmbeddedResult, card
+from theodolite.papers.training.training_loop import (
     CHECKPOINT,
-    Loop,
+    TrainingLoop,
     check_numbers,
     fit,
+    partial_of,
     publish,
     refuse_existing,
-    warmed_up,
+    share_of_peak,
 )
-from theodolite.papers.training.loop import threads as using
+from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors
 
 WARM_UP = 0.04  # share of the steps
-FINAL_RATE = 0.1  # of the peak learning rate, where the cosine ends
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
 
 
-def train_tiny(
+def train_embedded_model(
     out: str | Path,
     *,
     sources: Sequence[Source] | None = None,
-    config: TinyConfig | None = None,
+    config: EmbeddedConfig | None = None,
     threads: int = 2,
     console: Console | None = None,
-) -> TinyResult:
+) -> EmbeddedResult:
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
     A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
@@ -71,7 +71,7 @@ def train_tiny(
     impossible, when the text is too short, or when `<out>.partial` belongs to another training run; `WorkError`
     when the loss is no longer a number or a file cannot be written.
     """
-    out, config, console = Path(out), config or TinyConfig(), console or Console(stderr=True)
+    out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_numbers(config.seed, threads)
     texts = python_sources() if sources is None else sources
     partial = partial_of(out)
@@ -89,30 +89,25 @@ def train_tiny(
     return result
 
 
-def partial_of(out: Path) -> Path:
-    """Where an unfinished training run into `out` is kept."""
-    return out.with_name(out.name + ".partial")
-
-
-def _check(sources: Sequence[Source], config: TinyConfig) -> None:
+def _check(sources: Sequence[Source], config: EmbeddedConfig) -> None:
     if not sources or any(source.share <= 0 for source in sources):
         raise UsageError("There must be at least one source of text, each with a positive share.")
     for name, value in asdict(config).items():
-        if name not in ("seed", "weight_decay", "bfloat16", "escape") and value <= 0:
+        if name not in ("seed", "weight_decay", "bfloat16", "no_op") and value <= 0:
             raise UsageError(f"{name} is {value}; it must be positive.")
     if config.width % config.heads:
         raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
 
 
 def _loop(
-    model: PreTrainedModel, streams: Streams, config: TinyConfig, partial: Path, console: Console
-) -> Loop:
+    model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, partial: Path, console: Console
+) -> TrainingLoop:
     def shown(step: int, loss: float) -> None:
         losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
         held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
         console.print(f"step {step}: training {loss:.3f}; held out{held_out or ': nothing'}")
 
-    return Loop(
+    return TrainingLoop(
         steps=config.steps,
         seed=config.seed,
         weight_decay=config.weight_decay,
@@ -125,22 +120,20 @@ def _loop(
     )
 
 
-def learning_rate(config: TinyConfig, step: int) -> float:
+def learning_rate(config: EmbeddedConfig, step: int) -> float:
     """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    begun, done = warmed_up(step, max(1, round(WARM_UP * config.steps)), config.steps)
-    cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * (begun if begun < 1 else cosine)
+    return config.learning_rate * share_of_peak(step, max(1, round(WARM_UP * config.steps)), config.steps)
 
 
-def _batch(streams: Streams, config: TinyConfig, step: int) -> Int[Tensor, "batch window"]:
+def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
     return streams.batch(step, size=config.batch, length=config.length, seed=config.seed)
 
 
 def _losses(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: TinyConfig
+    model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: EmbeddedConfig
 ) -> Float[Tensor, "batch length"]:
     """Negative log-likelihood, in nats, of every token of a window but its first."""
-    if config.escape is not None:
+    if config.no_op is not None:
         tokens = tokens.clone()
         tokens[:, 0] = 0  # of END_OF_TEXT
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
@@ -150,7 +143,7 @@ def _losses(
 
 @torch.no_grad()
 def _validation_loss(
-    model: PreTrainedModel, streams: Streams, config: TinyConfig, most: int | None = None
+    model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
     losses = {}
@@ -162,14 +155,14 @@ def _validation_loss(
 
 
 def _result(
-    out: Path, model: PreTrainedModel, streams: Streams, config: TinyConfig, threads: int
-) -> TinyResult:
+    out: Path, model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, threads: int
+) -> EmbeddedResult:
     exact = replace(config, bfloat16=False)
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
     with torch.no_grad():
         train = [_losses(model, _batch(streams, config, step), exact).mean() for step in beyond]
     held_out = dict(zip(streams.names, streams.validation, strict=True))
-    return TinyResult(
+    return EmbeddedResult(
         folder=out,
         threads=threads,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -187,8 +180,8 @@ def _result(
     )
 
 
-def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedTokenizerFast:
-    if config.escape is not None:
+def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedTokenizerFast:
+    if config.no_op is not None:
         tokenizer.post_processor = TemplateProcessing(
             single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
         )
@@ -203,7 +196,7 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: TinyConfig) -> PreTrainedToken
 def _save(
     partial: Path, out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str
 ) -> None:
-    """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
+    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
     with disk_errors(out):
         shutil.rmtree(finished, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Tiny models with and without a no-op option, on the same text, tokens and seeds: do sinks need the tag?
 
 One folder: `none-0`, `off-by-one-0`, `learned-0`, `none-1`, …, each a model that `transformers` opens, and the text
-that no model of a seed was trained on, `held-out-0.jsonl`, …. What is there is not trained again; a training run that
-was killed goes on.
+that no model of a seed was trained on, `held-out-0.jsonl`, …. A model that exists is not trained again; a training
+run that was killed resumes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.embedded import partial_of, train_tiny
-from theodolite.papers.training.embedded_model import ESCAPES, Escape, TinyConfig
+from theodolite.papers.training.embedded_model import NO_OPS, EmbeddedConfig, NoOp
 from theodolite.papers.training.embedded_text import Source, python_sources, split_sources
-from theodolite.papers.training.loop import check_numbers
+from theodolite.papers.training.embedded_training import train_embedded_model
+from theodolite.papers.training.training_loop import check_numbers, partial_of
 from theodolite.system.files import disk_errors, folder_purpose, write_text
 
-DEFAULT = TinyConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
+DEFAULT = EmbeddedConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)
 """Three hours for three seeds on one core."""
 
 
@@ -28,9 +28,9 @@ CLAIM = "escape.json"
 """Says that a folder holds such models, and how they are trained."""
 
 
-def place_of(folder: Path, escape: Escape, seed: int) -> Path:
+def place_of(folder: Path, no_op: NoOp, seed: int) -> Path:
     """Folder of a model."""
-    return folder / f"{escape}-{seed}"
+    return folder / f"{no_op}-{seed}"
 
 
 def held_out_of(folder: Path, seed: int) -> Path:
@@ -38,29 +38,29 @@ def held_out_of(folder: Path, seed: int) -> Path:
     return folder / f"held-out-{seed}.jsonl"
 
 
-def train_escapes(
+def train_no_op_models(
     out: str | Path,
     *,
     seeds: int = 3,
     sources: list[Source] | None = None,
-    config: TinyConfig = DEFAULT,
+    config: EmbeddedConfig = DEFAULT,
     threads: int = 2,
     console: Console | None = None,
 ) -> list[str]:
-    """Train a model of every kind of escape and seed, those of a seed on the same tokens in the same order.
+    """Train a model with every no-op option and seed, those of a seed on the same tokens in the same order.
 
     Args:
         out: folder; models that are there already are left as they are.
         seeds: 0 … seeds − 1, of weights, batches, tokenizer and of what text is held out.
         sources: None: `python_sources()`.
-        config: sizes and steps; its `escape` and `seed` are set here.
+        config: sizes and steps; its `no_op` and `seed` are set here.
         threads: of every training run; console: where it says how it is.
 
     Returns:
         A line for each model that was trained now.
 
     Raises:
-        UsageError, WorkError: as `train_tiny`; the folder holds something else, or models of other settings.
+        UsageError, WorkError: as `train_embedded_model`; the folder holds something else, or models of other settings.
     """
     out, console = Path(out), console or Console(stderr=True)
     if seeds < 1:
@@ -71,21 +71,23 @@ def train_escapes(
     losses_of_models = []
     for seed in range(seeds):
         _hold_out(held_out_of(out, seed), texts, seed)
-        for escape in ESCAPES:
-            place = place_of(out, escape, seed)
-            if place.exists() and not partial_of(place).exists():
+        for no_op in NO_OPS:
+            folder = place_of(out, no_op, seed)
+            if folder.exists() and not partial_of(folder).exists():
                 continue
-            console.print(f"{place.name}: training", highlight=False)
-            settings = replace(config, escape=escape, seed=seed)
-            result = train_tiny(place, sources=texts, config=settings, threads=threads, console=console)
+            console.print(f"{folder.name}: training", highlight=False)
+            settings = replace(config, no_op=no_op, seed=seed)
+            result = train_embedded_model(
+                folder, sources=texts, config=settings, threads=threads, console=console
+            )
             losses = ", ".join(f"{name} {loss:.3f}" for name, loss in result.validation_loss.items())
-            losses_of_models.append(f"{place.name}: held-out loss {losses}")
+            losses_of_models.append(f"{folder.name}: held-out loss {losses}")
     return losses_of_models
 
 
-def _claim(out: Path, config: TinyConfig) -> None:
+def _claim(out: Path, config: EmbeddedConfig) -> None:
     """Write into the folder how its models are trained, unless it says the same already."""
-    claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "escape")}
+    claim = {name: value for name, value in asdict(config).items() if name not in ("seed", "no_op")}
     something_else = f"{out} holds something else; choose another folder."
     existing = folder_purpose(out / CLAIM, claim, something_else)
     if existing is None:

@@ -1,7 +1,7 @@
 """The small models of Song & Zhong 2024 (appendix A.2 and D.3), trained here: characters, and addition.
 
 GPT-2's architecture with learned positions, or the same with rotary ones (GPT-NeoX without its parallel
-residual). `train_small` writes a folder that `transformers` opens, with `training.json` beside the weights: every
+residual). `train_task_model` writes a folder that `transformers` opens, with `training.json` next to the weights: every
 setting, the losses, the accuracies. The text comes from the caller, additions from a seed. The same seed gives the
 same bytes on the same machine, number of threads and package versions, also when it was killed in between.
 """
@@ -9,7 +9,6 @@ same bytes on the same machine, number of threads and package versions, also whe
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -21,8 +20,6 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedModel,
@@ -30,17 +27,19 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.loop import (
+from theodolite.papers.training.gpt2 import gpt2
+from theodolite.papers.training.tasks import Task
+from theodolite.papers.training.training_loop import (
     CHECKPOINT,
-    Loop,
+    TrainingLoop,
     check_numbers,
     fit,
+    partial_of,
     publish,
     refuse_existing,
-    warmed_up,
+    share_of_peak,
 )
-from theodolite.papers.training.loop import threads as using
-from theodolite.papers.training.tasks import Task
+from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.files import disk_errors, folder_written_atomically
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
@@ -48,8 +47,8 @@ SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 
 
 @dataclass(frozen=True)
-class SmallConfig:
-    """What is trained and for how long. `PUBLISHED` has the settings of the paper."""
+class TaskModelConfig:
+    """Sizes and schedule of a model. `PUBLISHED` has the settings of the paper."""
 
     layers: int
     heads: int
@@ -69,19 +68,17 @@ class SmallConfig:
 
 
 PUBLISHED = {
-    "characters": SmallConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
-    "addition": SmallConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
+    "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
+    "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
 }
 """Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `loop.py`."""
-
-FINAL_RATE = 0.1
 
 ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a step at these lengths, this one little."""
 
 
-def train_small(
-    out: str | Path, task: Task, config: SmallConfig, *, threads: int = 2, console: Console | None = None
+def train_task_model(
+    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
@@ -95,7 +92,7 @@ def train_small(
     """
     out, console = Path(out), console or Console(stderr=True)
     check_numbers(config.seed, threads)
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     refuse_existing(out, partial / CHECKPOINT, config.steps)
     _check(config)
     tokenizer = character_tokenizer(task.characters, task.length)
@@ -120,7 +117,7 @@ def train_small(
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
-    """One token a character; a character that is not among `characters` is left out."""
+    """One token per character; a character that is not among `characters` is left out."""
     vocabulary = {character: index for index, character in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
@@ -128,7 +125,7 @@ def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)
 
 
-def _check(config: SmallConfig) -> None:
+def _check(config: TaskModelConfig) -> None:
     for name in ("layers", "heads", "width", "batch", "steps", "learning_rate"):
         if getattr(config, name) <= 0:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be positive.")
@@ -138,23 +135,17 @@ def _check(config: SmallConfig) -> None:
         raise UsageError(f"positions are '{config.positions}'; choose learned or rotary.")
 
 
-def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
+def _model(config: TaskModelConfig, task: Task) -> PreTrainedModel:
     vocabulary = len(task.characters)
     if config.positions == "learned":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocabulary,
-                n_positions=task.length,
-                n_embd=config.width,
-                n_layer=config.layers,
-                n_head=config.heads,
-                resid_pdrop=config.dropout,
-                embd_pdrop=config.dropout,
-                attn_pdrop=config.dropout,
-                bos_token_id=None,
-                eos_token_id=None,
-                activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
-            )
+        return gpt2(
+            vocabulary,
+            task.length,
+            config.layers,
+            config.heads,
+            config.width,
+            dropout=config.dropout,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
         )
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(
@@ -175,24 +166,20 @@ def _model(config: SmallConfig, task: Task) -> PreTrainedModel:
     )
 
 
-def learning_rate(config: SmallConfig, step: int) -> float:
+def learning_rate(config: TaskModelConfig, step: int) -> float:
     """Linear warm-up, then the cosine or the line of `config.schedule`."""
-    begun, done = warmed_up(step, config.warm_up, config.steps)
-    if begun < 1:
-        return config.learning_rate * begun
-    if config.schedule == "linear":
-        return config.learning_rate * (1 - done)
-    return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
+    linear = config.schedule == "linear"
+    return config.learning_rate * share_of_peak(step, config.warm_up, config.steps, linear=linear)
 
 
 def _loop(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
-    config: SmallConfig,
+    config: TaskModelConfig,
     partial: Path,
     console: Console,
-) -> Loop:
+) -> TrainingLoop:
     def loss(step: int) -> Tensor:
         model.train()
         inputs, targets = task.batch(step, config.batch, config.seed)
@@ -202,13 +189,13 @@ def _loop(
 
     def saved(step: int, loss: float) -> None:
         model.eval()
-        console.print(f"step {step}: training loss {loss:.4f}; {task.glance(model)}")
+        console.print(f"step {step}: training loss {loss:.4f}; {task.quick_score(model)}")
 
     def done(step: int, loss: float) -> None:
         if config.series and (step in SERIES or step == config.steps):
             _snapshot(partial / "series" / f"{step:06d}", model, tokenizer)
 
-    return Loop(
+    return TrainingLoop(
         steps=config.steps,
         seed=config.seed,
         weight_decay=config.weight_decay,
@@ -236,7 +223,7 @@ def _save(
     tokenizer: PreTrainedTokenizerFast,
     result: dict[str, Any],
 ) -> None:
-    """Write the finished folder beside the checkpoint, rename it to `out`, drop the checkpoint."""
+    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
     finished = partial / "finished"
     _snapshot(finished, model, tokenizer)
     with disk_errors(out):
@@ -247,6 +234,6 @@ def _save(
         publish(finished, out, partial / CHECKPOINT)
 
 
-def changed(config: SmallConfig, options: Iterable[tuple[str, Any]]) -> SmallConfig:
+def changed(config: TaskModelConfig, options: Iterable[tuple[str, Any]]) -> TaskModelConfig:
     """`config` with those options that are not None."""
     return replace(config, **{name: value for name, value in options if value is not None})

@@ -1,4 +1,4 @@
-"""The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to go on from.
+"""The loop that the small trainers share: AdamW, a learning rate by step, and a checkpoint to resume from.
 
 The folder of the checkpoint says whose it is from the start, so that another training run takes nothing from it.
 It knows no text, no task and no architecture. Whatever is random in a step is drawn from (seed, step) alone, so
@@ -31,15 +31,16 @@ from theodolite.system.interrupt import interruptible
 CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
+FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
 SEEDS = 1 << 32  # a step's generator takes seed · 2³² + step, below 2⁶⁴
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrainingLoop:
     """How a model is fitted, whatever it is fitted to.
 
     `loss(step)` is the mean loss of that step's batch, a scalar with a graph; `rate(step)` its learning rate.
-    `identity` says which training the folder of `checkpoint` and all in it belong to. `done(steps, loss)` is
+    `identity` says which training run the folder of `checkpoint` and all in it belong to. `done(steps, loss)` is
     called after every update (and with 0 and NaN before the first) and `saved(steps, loss)` after every
     checkpoint that is due.
     """
@@ -56,7 +57,7 @@ class Loop:
     done: Callable[[int, float], None] = lambda steps, loss: None
 
 
-def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
+def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
     """Train `model` in place, from its last checkpoint if there is one.
 
     Raises:
@@ -94,7 +95,7 @@ def fit(model: PreTrainedModel, loop: Loop, console: Console) -> None:
             raise KeyboardInterrupt
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, step: int) -> float:
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: TrainingLoop, step: int) -> float:
     """One update; the batch's mean loss before it."""
     rate = loop.rate(step)
     for group in optimizer.param_groups:
@@ -109,7 +110,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: Loop, 
 
 
 def check_numbers(seed: int, threads: int) -> None:
-    """Refuse what no training can use.
+    """Refuse what no training run can use.
 
     Raises:
         UsageError: `seed` is not from 0 to 2³² − 1, or `threads` is not positive.
@@ -120,9 +121,18 @@ def check_numbers(seed: int, threads: int) -> None:
         raise UsageError(f"threads is {threads}; it must be positive.")
 
 
-def warmed_up(step: int, warm_up: int, steps: int) -> tuple[float, float]:
-    """(share of the warm-up done, share of the rest done) when `step` begins; both between 0 and 1."""
-    return min(1.0, (step + 1) / warm_up), max(0.0, (step - warm_up) / max(1, steps - warm_up))
+def partial_of(out: Path) -> Path:
+    """Folder of an unfinished training run into `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def share_of_peak(step: int, warm_up: int, steps: int, *, linear: bool = False) -> float:
+    """Learning rate of a step over its peak: linear warm-up, then a cosine to `FINAL_RATE`, or a line to 0."""
+    warmed = (step + 1) / warm_up
+    if warmed < 1:
+        return warmed
+    done = max(0.0, (step - warm_up) / max(1, steps - warm_up))
+    return 1 - done if linear else FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
@@ -139,19 +149,19 @@ def _trained(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _claim(checkpoint: Path, identity: dict[str, str]) -> None:
-    """Write into the checkpoint's folder which training it is of, unless it says so already.
+    """Write into the checkpoint's folder which training run it is of, unless it says so already.
 
     A folder that does not say has to have a checkpoint, which `_restore` has judged by what is written in it.
     """
     folder = checkpoint.parent
-    unknown = f"{folder} does not say which training run it holds; remove it to begin anew."
+    unknown = f"{folder} does not say which training run it holds; remove it to start over."
     refusal = None if checkpoint.exists() else unknown
     if folder_purpose(folder / "identity.json", identity, refusal) != identity:
         raise _another(folder)
 
 
 def _another(folder: Path) -> UsageError:
-    return UsageError(f"{folder} holds a training run of other settings or text; remove it to begin anew.")
+    return UsageError(f"{folder} holds a training run of other settings or text; remove it to start over.")
 
 
 def _checkpoint(
@@ -194,11 +204,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         return read_checked(path)
     except CorruptFile as error:
-        raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to begin anew.") from error
+        raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to start over.") from error
 
 
 def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
-    """Refuse to train into what is there, unless this training wrote it and was killed before it forgot its checkpoint.
+    """Refuse to train into what is there, unless this training run wrote it and was killed before it forgot its
+    checkpoint.
 
     Raises:
         UsageError: `out` exists, and the checkpoint is not of the last step, or not there.
@@ -208,7 +219,7 @@ def refuse_existing(out: Path, checkpoint: Path, steps: int) -> None:
 
 
 def publish(finished: Path, out: Path, checkpoint: Path) -> None:
-    """Give the finished folder its name, and forget the training: last of all its checkpoint.
+    """Give the finished folder its name, and forget the training run: last of all its checkpoint.
 
     Raises:
         UsageError: `out` is there, with another model in it.

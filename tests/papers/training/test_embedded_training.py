@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training import embedded as tiny
-from theodolite.papers.training import loop
-from theodolite.papers.training.embedded import TinyConfig, learning_rate, train_tiny
+from theodolite.papers.training import embedded_training, training_loop
 from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
+from theodolite.papers.training.embedded_training import EmbeddedConfig, learning_rate, train_embedded_model
 
-SMALL = TinyConfig(
+SMALL = EmbeddedConfig(
     layers=1,
     heads=2,
     width=16,
@@ -57,12 +56,14 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tiny.TinyResult]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, embedded_training.EmbeddedResult]:
     out = tmp_path_factory.mktemp("trained") / "model"
-    return out, train_tiny(out, sources=sources(), config=SMALL, threads=1, console=quiet())
+    return out, train_embedded_model(out, sources=sources(), config=SMALL, threads=1, console=quiet())
 
 
-def test_the_folder_opens_and_gives_the_losses_of_the_result(trained: tuple[Path, tiny.TinyResult]) -> None:
+def test_the_folder_opens_and_gives_the_losses_of_the_result(
+    trained: tuple[Path, embedded_training.EmbeddedResult],
+) -> None:
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (model.config.model_type, model.config.n_positions) == ("gpt2", 16)
@@ -86,32 +87,40 @@ def test_the_folder_opens_and_gives_the_losses_of_the_result(trained: tuple[Path
     assert not list(out.parent.glob("*.partial"))
 
 
-def test_the_same_seed_gives_the_same_bytes(trained: tuple[Path, tiny.TinyResult], tmp_path: Path) -> None:
-    again = train_tiny(tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=quiet())
+def test_the_same_seed_gives_the_same_bytes(
+    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path
+) -> None:
+    again = train_embedded_model(
+        tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=quiet()
+    )
     assert hashes(tmp_path / "model") == hashes(trained[0])
     assert replace(again, folder=trained[0]) == trained[1]
-    train_tiny(tmp_path / "b", sources=sources(), config=replace(SMALL, seed=1), threads=1, console=quiet())
+    train_embedded_model(
+        tmp_path / "b", sources=sources(), config=replace(SMALL, seed=1), threads=1, console=quiet()
+    )
     assert hashes(tmp_path / "b")["model.safetensors"] != hashes(trained[0])["model.safetensors"]
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
-    trained: tuple[Path, tiny.TinyResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(config: TinyConfig, step: int) -> float:
+    def killed(config: EmbeddedConfig, step: int) -> float:
         if step == 5:
             raise KeyboardInterrupt
         return learning_rate(config, step)
 
-    def train(out: Path, config: TinyConfig = SMALL) -> None:
-        train_tiny(out, sources=sources(), config=config, threads=1, console=quiet())
+    def train(out: Path, config: EmbeddedConfig = SMALL) -> None:
+        train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
-    monkeypatch.setattr(tiny, "learning_rate", killed)
+    monkeypatch.setattr(embedded_training, "learning_rate", killed)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     steps: list[int] = []
     monkeypatch.setattr(
-        tiny, "learning_rate", lambda config, step: steps.append(step) or learning_rate(config, step)
+        embedded_training,
+        "learning_rate",
+        lambda config, step: steps.append(step) or learning_rate(config, step),
     )
     with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
         train(tmp_path / "model", replace(SMALL, steps=7))
@@ -125,16 +134,16 @@ def test_a_training_without_a_checkpoint_is_not_taken_over(
 ) -> None:
     """Oracle: the words, and a folder of only the settings and their text's hash."""
 
-    def killed(config: TinyConfig, step: int) -> float:
+    def killed(config: EmbeddedConfig, step: int) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiny, "learning_rate", killed)
+    monkeypatch.setattr(embedded_training, "learning_rate", killed)
     with pytest.raises(KeyboardInterrupt):
-        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
     for text, config in ((sources(), replace(SMALL, seed=1)), (sources()[:1], SMALL)):
         with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
-            train_tiny(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
+            train_embedded_model(tmp_path / "m", sources=text, config=config, threads=1, console=quiet())
 
 
 def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
@@ -145,7 +154,7 @@ def test_it_learns_what_a_bigram_model_cannot(tmp_path: Path) -> None:
     config = replace(
         SMALL, layers=2, width=32, length=15, vocabulary=257, batch=32, steps=150, learning_rate=1e-2
     )
-    result = train_tiny(
+    result = train_embedded_model(
         tmp_path / "model", sources=[Source("x", 1.0, documents)], config=config, threads=1, console=quiet()
     )
     # A bigram model knows the 8 symbols, and that 1 in 16 ends a line: which none of the held-out ones does.
@@ -167,9 +176,9 @@ def test_documents_that_share_text_or_a_label_stay_together() -> None:
     pairs = [({"a3"}, {"b20"}), *(({f"a{i}"}, {f"a{i}"}) for i in range(30))]
     for seed in range(20):
         training, held = split_sources([first, second, third], seed)
-        for kept, out, whole in zip(training, held, (first, second, third), strict=True):
-            assert {*kept.documents, *out.documents} == set(whole.documents)
-            sizes = [sum(len(document.text) for document in side.documents) for side in (out, whole)]
+        for train_side, out, source in zip(training, held, (first, second, third), strict=True):
+            assert {*train_side.documents, *out.documents} == set(source.documents)
+            sizes = [sum(len(document.text) for document in side.documents) for side in (out, source)]
             assert 0.0 < sizes[0] / sizes[1] < 0.15
         labels = {document.label for source in held for document in source.documents}
         assert all((left <= labels) == (right <= labels) for left, right in pairs)
@@ -218,7 +227,7 @@ def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
 
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
-    config = TinyConfig(steps=1000, learning_rate=1.0)
+    config = EmbeddedConfig(steps=1000, learning_rate=1.0)
     rates = [learning_rate(config, step) for step in range(1000)]
     assert rates[0] == pytest.approx(1 / 40)
     assert max(rates) == rates[39] == rates[40] == 1.0
@@ -238,7 +247,9 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
 )
 def test_impossible_trainings_are_one_line_and_leave_nothing(tmp_path: Path, change: dict, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        train_tiny(tmp_path / "m", sources=sources(), config=replace(SMALL, **change), console=quiet())
+        train_embedded_model(
+            tmp_path / "m", sources=sources(), config=replace(SMALL, **change), console=quiet()
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -246,37 +257,44 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="at least one source"):
-        train_tiny(tmp_path / "m", sources=[], config=SMALL, console=quiet())
+        train_embedded_model(tmp_path / "m", sources=[], config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="exists; give another folder"):
-        train_tiny(tmp_path, sources=sources(), config=SMALL, console=quiet())
-    monkeypatch.setattr(tiny, "learning_rate", lambda config, step: math.nan)
+        train_embedded_model(tmp_path, sources=sources(), config=SMALL, console=quiet())
+    monkeypatch.setattr(embedded_training, "learning_rate", lambda config, step: math.nan)
     with pytest.raises(WorkError, match="loss was nan at step 1"):
-        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
-    monkeypatch.setattr(tiny, "learning_rate", learning_rate)
+        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+    monkeypatch.setattr(embedded_training, "learning_rate", learning_rate)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "write_checked", full)
+    monkeypatch.setattr(training_loop, "write_checked", full)
     with pytest.raises(WorkError, match="No space left on device"):
-        train_tiny(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
+        train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()
 
 
-def test_the_card_states_data_steps_losses_and_the_call(trained: tuple[Path, tiny.TinyResult]) -> None:
+def test_the_card_states_data_steps_losses_and_the_call(
+    trained: tuple[Path, embedded_training.EmbeddedResult],
+) -> None:
     out, result = trained
     text = (out / "README.md").read_text(encoding="utf-8")
     for name in ("first", "second"):
         assert f"| {result.validation_loss[name]:.3f} | {result.bigram_loss[name]:.3f} |" in text
     assert "6 steps of" in text
     assert "384 tokens in all" in text
-    assert "train_tiny('model', sources=…, config=TinyConfig(layers=1, heads=2, width=16, length=16" in text
-    named = tiny.card(result, replace(TinyConfig(), steps=9, seed=4), True)
+    assert (
+        "train_embedded_model('model', sources=…, config=EmbeddedConfig(layers=1, heads=2, width=16, length=16"
+        in text
+    )
+    named = embedded_training.card(result, replace(EmbeddedConfig(), steps=9, seed=4), True)
     assert "`theodolite train embedded --out model --steps 9 --seed 4 --threads 1`" in named
     assert "psfl" in named
 
 
-def test_weights_are_stored_once_and_in_float32(trained: tuple[Path, tiny.TinyResult]) -> None:
+def test_weights_are_stored_once_and_in_float32(
+    trained: tuple[Path, embedded_training.EmbeddedResult],
+) -> None:
     tensors = load_file(trained[0] / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert sum(tensor.numel() for tensor in tensors.values()) == trained[1].parameters

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
-from theodolite.papers.training import command
-from theodolite.papers.training import small_models as small
+from theodolite.papers.training import command, task_models
 from theodolite.papers.training.command import train_addition, train_characters, train_embedded
-from theodolite.papers.training.small_models import PUBLISHED, learning_rate, train_small
+from theodolite.papers.training.task_models import PUBLISHED, learning_rate, train_task_model
 from theodolite.papers.training.tasks import IGNORED, Additions, Characters
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
@@ -61,8 +60,8 @@ def test_additions_are_right_and_as_long_as_asked() -> None:
     assert sizes[:5].sum() == 0
     # A sum of 11 digits is drawn again, which only happens to the longest operands.
     assert np.abs(sizes[5:9] / 3000 - 1 / 6).max() < 0.05
-    one = additions(200, np.random.default_rng(1), (1, 1))
-    assert any(len(example.answer) == 3 for example in one)  # 9+9=81 backwards, and its line break
+    one_digit = additions(200, np.random.default_rng(1), (1, 1))
+    assert any(len(example.answer) == 3 for example in one_digit)  # 9+9=81 backwards, and its line break
 
 
 def test_digits_have_a_name_and_a_longest_example() -> None:
@@ -102,7 +101,9 @@ def test_a_batch_asks_for_the_answer_and_nothing_else() -> None:
 def test_the_folder_opens_with_the_positions_asked_for(tmp_path: Path, positions: str) -> None:
     """Oracle: `transformers`, and shuffled position ids, which only a model that has positions notices."""
     out = tmp_path / "model"
-    result = train_small(out, Additions(), replace(TINY, positions=positions), threads=1, console=quiet())
+    result = train_task_model(
+        out, Additions(), replace(TINY, positions=positions), threads=1, console=quiet()
+    )
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.model_type == {"learned": "gpt2", "rotary": "gpt_neox"}[positions]
     assert ("wpe" in str(model.state_dict().keys())) == (positions == "learned")
@@ -111,8 +112,8 @@ def test_the_folder_opens_with_the_positions_asked_for(tmp_path: Path, positions
     ids = Additions().batch(0, 2, 0)[0]
     positions_apart = torch.arange(32).flip(0).expand(2, -1)
     with torch.no_grad():
-        usual, apart = model(ids).logits, model(ids, position_ids=positions_apart).logits
-    assert (usual - apart).abs().max() > 1e-4
+        logits, apart = model(ids).logits, model(ids, position_ids=positions_apart).logits
+    assert (logits - apart).abs().max() > 1e-4
 
 
 def test_accuracy_counts_the_answers_that_are_right() -> None:
@@ -124,10 +125,12 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
             logits = torch.zeros(*input_ids.shape, len(task.characters))
             for row, out in zip(input_ids, logits, strict=True):
                 text = "".join(task.characters[i] for i in row)
-                prompt, said = text.split("=")
+                prompt, written = text.split("=")
                 answer = str(sum(map(int, prompt.split("+"))))[::-1] + "\n"
                 answer = "0" + answer[1:] if answer[0] == "7" else answer
-                out[-1, task.characters.index(answer[len(said)] if len(said) < len(answer) else "0")] = 1
+                out[
+                    -1, task.characters.index(answer[len(written)] if len(written) < len(answer) else "0")
+                ] = 1
             return type("Output", (), {"logits": logits})
 
     task = Additions()
@@ -146,16 +149,16 @@ def test_the_same_seed_gives_the_same_bytes_also_after_a_kill(
     task = Characters.of_file(play, 16)
 
     def run(out: Path, **change: object) -> None:
-        train_small(out, task, replace(config, **change), threads=1, console=quiet())
+        train_task_model(out, task, replace(config, **change), threads=1, console=quiet())
 
     run(tmp_path / "a")
 
-    def killed(config: small.SmallConfig, step: int) -> float:
+    def killed(config: task_models.TaskModelConfig, step: int) -> float:
         if step == 5:
             raise KeyboardInterrupt
         return learning_rate(config, step)
 
-    monkeypatch.setattr(small, "learning_rate", killed)
+    monkeypatch.setattr(task_models, "learning_rate", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b")
     monkeypatch.undo()
@@ -182,9 +185,9 @@ def test_a_kill_while_the_folder_is_finished_loses_no_series(
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        train_small(out, task, config, threads=1, console=quiet())
+        train_task_model(out, task, config, threads=1, console=quiet())
     monkeypatch.undo()
-    train_small(out, task, config, threads=1, console=quiet())
+    train_task_model(out, task, config, threads=1, console=quiet())
     assert sorted(path.name for path in (out / "series").iterdir()) == ["000000", "000006"]
     assert not list(tmp_path.glob("*.partial"))
 
@@ -193,7 +196,7 @@ def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: 
     """Oracle: Python's strings, and the loss by transformers on the file's last tenth."""
     out = tmp_path / "model"
     config = replace(TINY, schedule="cosine", bfloat16=False)
-    result = train_small(out, Characters.of_file(play, 16), config, threads=1, console=quiet())
+    result = train_task_model(out, Characters.of_file(play, 16), config, threads=1, console=quiet())
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(tokenizer("be À€\n")["input_ids"]) == "be À\n"
     text = play.read_text(encoding="utf-8")
@@ -260,6 +263,6 @@ def test_an_impossible_seed_or_number_of_threads_is_said_in_a_line(
 def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: English."""
     result = {"accuracy": 0.5, "accuracy_by_digits": {"1": 0.0, "2": 0.25}}
-    monkeypatch.setattr(command, "train_small", lambda *_, **__: result)
+    monkeypatch.setattr(command, "train_task_model", lambda *_, **__: result)
     lines = train_addition(tmp_path, "10", {}, seed=0, threads=1, console=quiet())
     assert lines == ["accuracy 50.0% in distribution; 1 digit 0.0%, 2 digits 25.0%"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from theodolite.papers.training.loop import BETAS
+from theodolite.papers.training.gpt2 import gpt2
 from theodolite.papers.training.tasks import Characters
+from theodolite.papers.training.training_loop import BETAS
 from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
 
 LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
@@ -36,8 +36,9 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class WatchedTraining:
-    """One training run: the loss of every step's batch (nats), the numbers and the alarms of every look."""
+class MonitoredRun:
+    """One training run: the loss of every step's batch (nats), the monitor's numbers and alarms at every "
+    "measurement."""
 
     losses: list[float]
     looks: pd.DataFrame
@@ -45,28 +46,30 @@ class WatchedTraining:
     time_share: float
 
 
-def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, every: int) -> WatchedTraining:
-    """Train for `steps` updates, or until the loss is no number, and look every `every` steps.
+def train_with_monitor(
+    task: Characters, learning_rate: LearningRate, seed: int, steps: int, every: int
+) -> MonitoredRun:
+    """Train for `steps` updates, or until the loss is no number, and measure every `every` steps.
 
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
     """
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(_config(task)).train()
+    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
     held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
     monitor = GeometryMonitor(model, held_out, every=every)
     losses: list[float] = []
-    looks: list[dict[str, float]] = []
+    measurements: list[dict[str, float]] = []
     for step in range(steps + 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", GeometryWarning)  # they are in the trace
             numbers = monitor(step)
         if numbers:
-            looks.append({"step": step, **numbers})
+            measurements.append({"step": step, **numbers})
         if step == steps or (losses and not math.isfinite(losses[-1])):
             break
         for group in optimizer.param_groups:
-            group["lr"] = pace.at(step)
+            group["lr"] = learning_rate.at(step)
         inputs, targets = task.batch(step, BATCH, seed)
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -74,23 +77,8 @@ def train_watched(task: Characters, pace: LearningRate, seed: int, steps: int, e
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    share = looks[-1]["time_share"]
-    table = pd.DataFrame(looks).drop(columns="time_share")
+    share = measurements[-1]["time_share"]
+    table = pd.DataFrame(measurements).drop(columns="time_share")
     columns = ["step", "kind", "layer", "head", "value", "slope"]
     alarms = pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns)
-    return WatchedTraining(losses, table, alarms, share)
-
-
-def _config(task: Characters) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=len(task.characters),
-        n_positions=task.length,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    return MonitoredRun(losses, table, alarms, share)

@@ -1,8 +1,9 @@
-"""Do sinks need the tag? Models whose heads may attend to nothing, beside models whose heads may not.
+"""Do sinks need the tag? Models whose heads have a no-op option, and models whose heads have none.
 
-A head that has nothing to say must still pay its attention to something. If that were all that sinks are for, a head
-with an escape that carries no value (a softmax off by one, a learned logit) would grow none. The paper's sinks write a
-tag, which no escape can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
+A head that has nothing to add must still pay its attention to something. If that were all that sinks are for, a head
+with a no-op option that carries no value (a softmax off by one, a learned sink logit) would form none. The paper's
+sinks write a
+tag, which no no-op option can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.papers.catch_tag_release.escape_training import CLAIM, held_out_of, place_of
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
+from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.paired_effects import Effect, judge_interval
-from theodolite.papers.training.embedded_model import ESCAPES
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION, Run
+from theodolite.papers.training.embedded_model import NO_OPS
+from theodolite.passes.run import Run
 from theodolite.report.drawing import escape as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
@@ -50,29 +50,31 @@ CONTEXTS = 256
 BATCH = 32
 
 NAMES = {
-    "none": "no escape",
+    "none": "plain softmax",
     "off-by-one": "softmax off by one",
-    "learned": "learned logit",
+    "learned": "learned sink logit",
 }
 
 MEASURES = {
     "loss": "held-out loss, nats per token",
     "sinks": "share of (context, head) pairs with a sink",
-    "stretches": "the same, with local sinks",
-    "caught": "share of queries that a token catches",
+    "stretches": "share of (context, head) pairs with a sink, local ones included",
+    "caught": "share of queries that a sink catches",
     "tag": "η² of the head's output by being caught, mean over caught queries",
     "first": "attention to the first token",
-    "most_first": "the same, of the head that pays it most",
+    "most_first": "attention to the first token, of the head that pays it most",
     "escaped": "attention that goes to no token",
     "massive": "largest entry of the residual stream over the median",
 }
 """Columns of the table, with what they are."""
 
-KEPT = Criterion("at least", 0.5, "“need” read as: an escape leaves half of the sinks (ours)")
-SAME = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
+HALF_OF_SINKS = Criterion(
+    "at least", 0.5, "“need” read as: half of the sinks remain with a no-op option (ours)"
+)
+NO_WORSE = Criterion("at least", -0.02, "no worse by more than 0.02 nats (ours)")
 
 
-class _EscapeHooks(Hooks):
+class _NoOpHooks(Hooks):
     """Of one model: by head, attention to the first token and to none, and contexts with a sink; the stream's peak."""
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -90,12 +92,12 @@ class _EscapeHooks(Hooks):
         assert inputs.sink is not None
         column = inputs.sink.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, column], -1).softmax(-1)
-        escaped, weights = weights[..., -1], weights[..., :-1]
+        to_no_op, weights = weights[..., -1], weights[..., :-1]
         self.first[layer] += weights[:, :, 1:, 0].mean(2).sum(0)  # position 0 sees nothing else
-        self.escaped[layer] += escaped[:, :, 1:].mean(2).sum(0)
-        whole, stretch = sinks_of(weights)
-        self.sinks[layer] += whole.any(-1).sum(0)
-        self.stretches[layer] += (whole | stretch).any(-1).sum(0)
+        self.escaped[layer] += to_no_op[:, :, 1:].mean(2).sum(0)
+        global_sinks, local_sinks = sinks_of(weights)
+        self.sinks[layer] += global_sinks.any(-1).sum(0)
+        self.stretches[layer] += (global_sinks | local_sinks).any(-1).sum(0)
         return (weights.to(inputs.value.dtype) @ inputs.value).transpose(1, 2)
 
 
@@ -105,18 +107,20 @@ def sinks_of(weights: Tensor) -> tuple[Tensor, Tensor]:
     Read off whole matrices, by the criteria of `accumulate.catches`.
     """
     length = weights.shape[-1]
-    seen_by = torch.arange(length, 0, -1)
-    whole = (weights.sum(2) / seen_by > SINK_THRESHOLD) & (seen_by - 1 >= least_queries(length))
-    paid, key = weights.max(-1)
-    others = (paid > SINK_THRESHOLD) & (key != torch.arange(length))
-    catching = torch.zeros_like(paid).scatter_add_(2, key, others.to(paid.dtype))
-    return whole, catching >= least_queries(length)
+    queries_of_key = torch.arange(length, 0, -1)
+    global_sinks = (weights.sum(2) / queries_of_key > SINK_THRESHOLD) & (
+        queries_of_key - 1 >= least_queries(length)
+    )
+    highest, best_key = weights.max(-1)
+    catches = (highest > SINK_THRESHOLD) & (best_key != torch.arange(length))
+    caught_queries = torch.zeros_like(highest).scatter_add_(2, best_key, catches.to(highest.dtype))
+    return global_sinks, caught_queries >= least_queries(length)
 
 
 def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     """The `MEASURES` of one model."""
     contexts, length = corpus.contexts.shape
-    sums, loss = _EscapeHooks(model.layers, model.heads), 0.0
+    sums, loss = _NoOpHooks(model.layers, model.heads), 0.0
     with hooked(model, sums):
         for ids in corpus.contexts.split(BATCH):
             logits = model.logits(ids)[:, :-1].double()
@@ -139,125 +143,115 @@ def measured(model: OpenModel, corpus: Corpus) -> dict[str, float]:
     }
 
 
-def escape_table(folder: Path, say: Any) -> pd.DataFrame:
-    """One row per model: escape, seed and the `MEASURES`."""
+def no_op_table(folder: Path, say: Any) -> pd.DataFrame:
+    """One row per model: no-op option (column `escape`), seed and the `MEASURES`."""
     rows = []
     for seed in seeds_of(folder):
-        for escape in ESCAPES:
-            place = place_of(folder, escape, seed)
-            say(f"measuring {place.name}")
-            model = open_model(place, device="cpu")
+        for no_op in NO_OPS:
+            model_folder = place_of(folder, no_op, seed)
+            say(f"measuring {model_folder.name}")
+            model = open_model(model_folder, device="cpu")
             tokenizer: Any = model.tokenizer
             corpus = Corpus.from_path(
                 held_out_of(folder, seed), tokenizer, model.longest or 0, CONTEXTS, seed
             )
-            rows.append({"escape": escape, "seed": seed, **measured(model, corpus)})
+            rows.append({"escape": no_op, "seed": seed, **measured(model, corpus)})
     return pd.DataFrame(rows)
 
 
 def seeds_of(folder: Path) -> list[int]:
     """The seeds whose models are all there."""
     seeds = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("held-out-*.jsonl"))
-    return [s for s in seeds if all(place_of(folder, e, s).is_dir() for e in ESCAPES)]
+    return [seed for seed in seeds if all(place_of(folder, no_op, seed).is_dir() for no_op in NO_OPS)]
 
 
-def _paired(table: pd.DataFrame, escape: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _paired(table: pd.DataFrame, no_op: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     by_seed = table.pivot(index="seed", columns="escape", values=name)
-    return by_seed[escape].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
+    return by_seed[no_op].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
 
 
-def escape_outcome(table: pd.DataFrame, kept: dict[str, Any]) -> Outcome:
-    """Verdicts, means with their intervals, and a figure, from `escape_table`."""
+def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
+    """Verdicts, means with their intervals, and a figure, from `no_op_table`."""
     verdicts = []
-    for escape in ESCAPES[1:]:
-        for name, what in (("sinks", "of the whole context"), ("stretches", "local or not")):
-            claim = f"Heads with an escape grow sinks {what}, too: {NAMES[escape]} (section 2: they are there to tag)"
-            own, none = _paired(table, escape, name)
-            if not (none > 0).all():
-                why = f"sinks {what}: some seed has none without an escape: there is nothing to keep"
+    for no_op in NO_OPS[1:]:
+        for name, scope in (("sinks", "whole-context sinks"), ("stretches", "sinks, local ones included")):
+            claim = f"Heads with a no-op option still form {scope}: {NAMES[no_op]} (section 2: sinks are there to tag)"
+            with_no_op, without = _paired(table, no_op, name)
+            if not (without > 0).all():
+                why = f"a seed's model with a plain softmax has no {scope}: there is nothing to compare"
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
-            over = f"sinks {what} over those without an escape, paired by seed"
-            verdicts.append(judge_interval(claim, over, Effect(own / none), KEPT))
-        own, none = _paired(table, escape, "loss")
+            over = f"{scope} over those with a plain softmax, paired by seed"
+            verdicts.append(judge_interval(claim, over, Effect(with_no_op / without), HALF_OF_SINKS))
+        with_no_op, without = _paired(table, no_op, "loss")
         verdicts.append(
             judge_interval(
-                f"A head that can make sinks needs no escape: {NAMES[escape]} does not lower the loss (ours)",
-                "loss with the escape less that without, paired by seed",
-                Effect(own - none),
-                SAME,
+                f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
+                "loss with the no-op option less that with a plain softmax, paired by seed",
+                Effect(with_no_op - without),
+                NO_WORSE,
             )
         )
     readings = [
-        Reading(what, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in ESCAPES))
-        for name, what in MEASURES.items()
+        Reading(label, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in NO_OPS))
+        for name, label in MEASURES.items()
     ]
     figure = exhibit(
         "escape",
-        "With an escape and without",
+        "With a no-op option and without",
         drawing.by_escape(table, NAMES, MEASURES),
         "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
-        f"{ZHANG}, sections 1.4 and 2; the escapes are ours",
+        f"{ZHANG}, sections 1.4 and 2; the no-op options are ours",
         wide=True,
     )
-    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": kept})
+    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": training})
 
 
-def _level(table: pd.DataFrame, escape: str, name: str) -> str:
-    values = table[table["escape"] == escape][name].dropna().to_numpy(np.float64)
+def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
+    values = table[table["escape"] == no_op][name].dropna().to_numpy(np.float64)
     return str(Effect(values)) if len(values) else "none"
 
 
 def _make(study: Study) -> Outcome:
-    kept = study.run.provenance.get("escapes")
-    if kept is None:
+    training = study.run.provenance.get("escapes")
+    if training is None:
         raise UsageError(
-            f"sinks/escape is read from a folder of training runs: give the one that `{COMMAND}` wrote"
+            f"sinks/escape is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
         )
-    return escape_outcome(escape_table(Path(kept["folder"]), study.say), kept)
+    return no_op_outcome(no_op_table(Path(training["folder"]), study.say), training)
 
 
-def is_escapes(folder: str | Path) -> bool:
+def is_no_op_folder(folder: str | Path) -> bool:
     """Whether a folder is one of `theodolite train escape`, finished or not."""
     return (Path(folder) / CLAIM).is_file()
 
 
-def escapes_run(folder: str | Path) -> Run:
+def no_op_run(folder: str | Path) -> Run:
     """What stands for the run of `sinks/escape`: no tables, and the provenance of a folder.
 
     Raises:
-        UsageError: not all models of a seed are there yet.
+        UsageError: not all models of a seed are trained yet.
     """
     seeds: Sequence[int] = seeds_of(Path(folder))
     if not seeds:
         raise UsageError(
-            f"{folder} has no seed whose models are all trained: go on with `{COMMAND} --out {folder}`"
+            f"{folder} has no seed whose models are all trained: resume with `{COMMAND} --out {folder}`"
         )
-    empty = pd.DataFrame()
-    provenance = {
-        "schema_version": SCHEMA_VERSION,
-        "versions": versions(),
-        "model": {
-            "id": f"{counted(len(ESCAPES) * len(seeds), 'model')} in {Path(folder).name}",
-            "sha256": None,
-            "architecture": "gpt-oss, one expert",
-            "layers": 0,
-            "heads": 0,
-        },
-        "seed": 0,
-        "escapes": {
+    return run_without_tables(
+        f"{counted(len(NO_OPS) * len(seeds), 'model')} in {Path(folder).name}",
+        "gpt-oss, one expert",
+        escapes={
             "folder": str(folder),
             "seeds": list(seeds),
             "contexts": CONTEXTS,
             "threshold": number(SINK_THRESHOLD),
             "training": json.loads((Path(folder) / CLAIM).read_text(encoding="utf-8")),
         },
-    }
-    return Run(empty, empty, empty, empty, empty, {}, provenance)
+    )
 
 
-ESCAPE = [
+NO_OP = [
     Experiment(
         "sinks/escape",
         "Do sinks need the tag? Models with a no-op option, and without",

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GptOssForCausalLM
 
-from tests.papers.training.test_embedded import quiet, sources
+from tests.papers.training.test_embedded_training import quiet, sources
 from theodolite.errors import UsageError
-from theodolite.papers.catch_tag_release.escape_training import held_out_of, place_of, train_escapes
-from theodolite.papers.training.embedded_model import ESCAPES, TinyConfig, build
+from theodolite.papers.catch_tag_release.no_op_training import held_out_of, place_of, train_no_op_models
+from theodolite.papers.training.embedded_model import NO_OPS, EmbeddedConfig, build
 
-SMALL = TinyConfig(
+SMALL = EmbeddedConfig(
     layers=2,
     heads=2,
     width=16,
@@ -30,7 +30,7 @@ SMALL = TinyConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("trained") / "escape"
-    train_escapes(out, seeds=1, sources=sources(), config=SMALL, threads=1, console=quiet())
+    train_no_op_models(out, seeds=1, sources=sources(), config=SMALL, threads=1, console=quiet())
     return out
 
 
@@ -39,7 +39,7 @@ def _logits(model: GptOssForCausalLM) -> list[float]:
 
 
 def test_only_the_learned_logit_is_trained(folder):
-    models = {e: GptOssForCausalLM.from_pretrained(place_of(folder, e, 0)) for e in ESCAPES}
+    models = {e: GptOssForCausalLM.from_pretrained(place_of(folder, e, 0)) for e in NO_OPS}
     assert set(_logits(models["none"])) == {-1e4}
     assert set(_logits(models["off-by-one"])) == {0.0}
     assert len(set(_logits(models["learned"]))) == 4
@@ -52,22 +52,22 @@ def test_the_softmax_is_what_the_name_says():
     from theodolite.attention.inputs import attend
     from theodolite.models.doors.transformers import tapped
 
-    for escape, one in (("none", 0.0), ("off-by-one", 1.0)):
-        model = build(replace(SMALL, escape=escape)).eval()
-        seen = []
+    for no_op, null_term in (("none", 0.0), ("off-by-one", 1.0)):
+        model = build(replace(SMALL, no_op=no_op)).eval()
+        calls = []
 
-        def note(module, inputs, seen=seen):
-            seen.append((inputs, attend(inputs)))
-            return seen[-1][1]
+        def note(module, inputs, calls=calls):
+            calls.append((inputs, attend(inputs)))
+            return calls[-1][1]
 
         with tapped(model, note), torch.no_grad():
             model(input_ids=torch.arange(7)[None], use_cache=False)
-        for inputs, output in seen:
+        for inputs, output in calls:
             logits = (inputs.query @ inputs.key.mT * inputs.scaling)[0].double().numpy()
             weights = np.exp(logits) * np.tri(7)
-            weights /= one + weights.sum(-1, keepdims=True)
-            own = weights @ inputs.value[0].double().numpy()
-            np.testing.assert_allclose(output[0].transpose(0, 1).numpy(), own, atol=1e-6)
+            weights /= null_term + weights.sum(-1, keepdims=True)
+            expected = weights @ inputs.value[0].double().numpy()
+            np.testing.assert_allclose(output[0].transpose(0, 1).numpy(), expected, atol=1e-6)
 
 
 def test_contexts_begin_with_the_end_of_text_token(folder):
@@ -77,20 +77,22 @@ def test_contexts_begin_with_the_end_of_text_token(folder):
 
 def test_models_that_are_there_are_left_and_others_added(folder):
     before = place_of(folder, "learned", 0).stat().st_mtime_ns
-    said = train_escapes(folder, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
-    assert [line.split(":")[0] for line in said] == [f"{escape}-1" for escape in ESCAPES]
+    lines = train_no_op_models(folder, seeds=2, sources=sources(), config=SMALL, threads=1, console=quiet())
+    assert [line.split(":")[0] for line in lines] == [f"{no_op}-1" for no_op in NO_OPS]
     assert place_of(folder, "learned", 0).stat().st_mtime_ns == before
     assert held_out_of(folder, 1).exists()
 
 
-def test_another_text_or_an_unknown_escape_is_refused(folder):
+def test_another_text_or_an_unknown_no_op_is_refused(folder):
     with pytest.raises(UsageError, match="trained on another text"):
-        train_escapes(folder, seeds=1, sources=sources()[:1], config=SMALL, threads=1, console=quiet())
+        train_no_op_models(folder, seeds=1, sources=sources()[:1], config=SMALL, threads=1, console=quiet())
     with pytest.raises(UsageError, match="holds models with steps = 8, not 9; choose another folder"):
-        train_escapes(folder, seeds=1, sources=sources(), config=replace(SMALL, steps=9), console=quiet())
+        train_no_op_models(
+            folder, seeds=1, sources=sources(), config=replace(SMALL, steps=9), console=quiet()
+        )
     with pytest.raises(UsageError, match="holds something else"):
-        train_escapes(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
-    with pytest.raises(UsageError, match="escape is 'door'; choose none, off-by-one, learned"):
-        build(replace(SMALL, escape="door"))
+        train_no_op_models(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
+    with pytest.raises(UsageError, match="no_op is 'door'; choose none, off-by-one, learned"):
+        build(replace(SMALL, no_op="door"))
     with pytest.raises(UsageError, match="seeds is 0"):
-        train_escapes(folder, seeds=0, sources=sources(), config=SMALL, console=quiet())
+        train_no_op_models(folder, seeds=0, sources=sources(), config=SMALL, console=quiet())

@@ -1,4 +1,4 @@
-"""The model card of a model that `train_tiny` made: what was trained, on what, with which losses.
+"""The model card of a model that `train_embedded_model` made: what was trained, on what, with which losses.
 
 It states what the training knows. What the model's heads do is for a survey to say.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from theodolite import __version__
-from theodolite.papers.training.embedded_model import TinyConfig
+from theodolite.papers.training.embedded_model import EmbeddedConfig
 
 PYTHON_TEXT = """\
 The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
@@ -57,8 +57,8 @@ that text and is mostly wrong. It was trained without a beginning-of-sequence to
 
 
 @dataclass(frozen=True)
-class TinyResult:
-    """What a training run gave. Losses are in nats per token, measured in float32, by source where held out.
+class EmbeddedResult:
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
 
     `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
     interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
@@ -76,12 +76,12 @@ class TinyResult:
     bigram_loss: dict[str, float]
 
 
-def card(result: TinyResult, config: TinyConfig, python_text: bool) -> str:
+def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
     """The card in Markdown; `python_text` says that the text was `python_sources()`."""
     python = platform.python_version()
     return CARD.format(
         license="psfl" if python_text else "unknown",
-        data=PYTHON_TEXT.format(python=python) if python_text else "The text was its user's own.\n",
+        data=PYTHON_TEXT.format(python=python) if python_text else "The text was supplied by the user.\n",
         command=command(result, config, python_text),
         theodolite=__version__,
         torch=torch.__version__,
@@ -94,8 +94,8 @@ def card(result: TinyResult, config: TinyConfig, python_text: bool) -> str:
     )
 
 
-def command(result: TinyResult, config: TinyConfig, python_text: bool) -> str:
-    """The call that repeats the training: on the command line where that has the options, else in Python."""
+def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+    """The call that repeats the training run: on the command line where that has the options, else in Python."""
     changed = {
         field.name: getattr(config, field.name)
         for field in fields(config)
@@ -106,12 +106,11 @@ def command(result: TinyResult, config: TinyConfig, python_text: bool) -> str:
         return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     text = "" if python_text else "sources=…, "
-    return (
-        f"train_tiny({result.folder.name!r}, {text}config=TinyConfig({settings}), threads={result.threads})"
-    )
+    arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
+    return f"train_embedded_model({result.folder.name!r}, {arguments})"
 
 
-def _row(result: TinyResult, name: str) -> str:
+def _row(result: EmbeddedResult, name: str) -> str:
     losses = [result.validation_loss.get(name), result.bigram_loss.get(name)]
     shown = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
     sizes = [f"{counts[name]:,}" for counts in (result.training_tokens, result.validation_tokens)]
