@@ -15,7 +15,7 @@ const numbersOf = (() => {
   }
   const shown = (value) => typeof value !== "number" ? (value ?? "–") : Number.isNaN(value) ? "–" : String(Number(value.toPrecision(5)));
   const text = (tag, content) => Object.assign(document.createElement(tag), { textContent: content });
-  const bare = (label) => String(label).reindex(/<[^>]*>/g, " ");
+  const bare = (label) => String(label).replace(/<[^>]*>/g, " ");
 
   function titled(axis, otherwise) {
     return axis?.title?.text ? bare(axis.title.text) : otherwise;
@@ -27,7 +27,7 @@ const numbersOf = (() => {
   }
   function ofPoints(trace, layout) {
     const [x, y, labels] = [plain(trace.x), plain(trace.y), plain(trace.text)];
-    const axis = (name) => layout[(trace[`${name}axis`] ?? name).reindex(/^[xy]/, "$&axis")];
+    const axis = (name) => layout[(trace[`${name}axis`] ?? name).replace(/^[xy]/, "$&axis")];
     const named = Array.isArray(labels) && labels.length === y.length;
     const heads = [...(named ? ["point"] : []), titled(axis("x"), "x"), titled(axis("y"), "y")];
     return { heads, rows: Array.from(y, (value, index) => [...(named ? [bare(labels[index])] : []), x[index] ?? index, value]) };
