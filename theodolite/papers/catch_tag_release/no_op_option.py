@@ -32,7 +32,7 @@ from theodolite.papers.experiment import Experiment, run_without_tables
 from theodolite.papers.paired_effects import Effect, judge_interval
 from theodolite.papers.training.embedded_model import NO_OPS
 from theodolite.passes.run import Run
-from theodolite.report.drawing import escape as drawing
+from theodolite.report.drawing import no_op as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
@@ -199,7 +199,7 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
     figure = exhibit(
         "escape",
         "With a no-op option and without",
-        drawing.by_escape(table, NAMES, MEASURES),
+        drawing.by_no_op(table, NAMES, MEASURES),
         "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
         "whether the sinks, and what they tag, fall from left to right.",
         f"{ZHANG}, sections 1.4 and 2; the no-op options are ours",

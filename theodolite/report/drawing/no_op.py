@@ -17,11 +17,11 @@ ROW = 250  # pixels
 TITLE_WIDTH = 34  # characters
 
 
-def by_escape(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
+def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
     """One panel per measure: one dot per model, one line per seed.
 
     Args:
-        table: one row per model, `escape`, `seed` and the measures. names: escape → what to call it, in order.
+        table: one row per model, `escape`, `seed` and the measures. names: what `escape` holds → its title, in order.
         measures: column → title.
     """
     rows = -(-len(measures) // COLUMNS)
