@@ -213,7 +213,7 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     assert folders.made_by(REGULARISED) == "theodolite train locater"
     run = study.run
     study.run = replace(run, provenance={key: run.provenance[key] for key in ("model", "seed")})
-    with pytest.raises(UsageError, match="give the folder"):
+    with pytest.raises(UsageError, match="pass the folder"):
         made_by["localization/figure7"].make(study)
 
 
