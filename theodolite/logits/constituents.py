@@ -118,8 +118,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
             f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
             "a layer's number"
         )
-    if not 0 <= layer < model.layers:
-        raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
+    model.check_place(layer)
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not token ids")
     if ids.ndim not in (1, 2) or 0 in ids.shape or ids.is_floating_point():
