@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
 from theodolite.models.structure import Structure, backbone, first_tensor, removed_on_leaving
 
@@ -64,6 +64,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
+
+
+def no_head_matrix(model_id: str) -> UsageError:
+    """What to raise where that is so in every layer, and heads' matrices are all that was asked for."""
+    return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
 def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
