@@ -7,14 +7,14 @@ on a CUDA device, where no weights are ever written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, Mergeable, State, each_part
+from theodolite.accumulate.keyed import KeyedSums
+from theodolite.accumulate.sums import LayerSums, Mergeable, SavedState, State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.summary import (
     SINK_THRESHOLD,
@@ -83,7 +83,7 @@ class AttentionStatistics(LayerSums):
         shapes |= {"gram_norm": (), "visible_keys": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
         self.examples = examples
-        self._sink_tokens: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
+        self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
 
     def update(
         self, layer: int, inputs: AttentionInputs, tokens: Tokens, first_context: int
@@ -139,16 +139,14 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         self.add("sink_later", layer, sink[:, :, 1:].any(dim=-1).sum(dim=0))
-        counted: set[tuple[int, ...]] = set()
-        for context, head, position in sink.nonzero().tolist():
-            key = (layer, head, int(ids[context, position]), int(position == 0))
-            another = (context, *key) not in counted
-            counted.add((context, *key))
-            self._count(key, (int(another), 1, position))
-
-    def _count(self, key: tuple[int, int, int, int], more: tuple[int, int, int]) -> None:
-        contexts, sinks, positions = self._sink_tokens.get(key, (0, 0, 0))
-        self._sink_tokens[key] = (contexts + more[0], sinks + more[1], positions + more[2])
+        context, head, position = sink.cpu().nonzero(as_tuple=True)
+        token = ids.cpu()[context, position]
+        keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)
+        rows = self._sink_tokens.rows(keys)
+        self._sink_tokens.add("sinks", rows, torch.ones(len(rows)))
+        self._sink_tokens.add("positions", rows, position)
+        rows_by_context = torch.stack([context, rows], dim=1).unique(dim=0)[:, 1]
+        self._sink_tokens.add("contexts", rows_by_context, torch.ones(len(rows_by_context)))
 
     def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
         for context in range(first_context, min(first_context + len(received), self.examples)):
@@ -158,13 +156,14 @@ class AttentionStatistics(LayerSums):
 
     def state(self) -> State:
         """All tensors, stacked over layers, on the CPU; sink tokens as sorted rows."""
-        rows = [[*key, *value] for key, value in sorted(self._sink_tokens.items())]
-        return super().state() | {"sink_tokens": torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)}
+        keys, *counts = self._sink_tokens.state().values()
+        sink_tokens = torch.cat([keys, torch.stack(counts, dim=1).long()], dim=1)
+        return super().state() | {"sink_tokens": sink_tokens}
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
         super().restore(state)
-        self._sink_tokens = dict(_sink_items(state))
+        self._sink_tokens.restore(_sink_sums(state))
 
     def merge(self, other: Mergeable) -> None:
         """Take in what another accumulator has seen."""
@@ -173,13 +172,13 @@ class AttentionStatistics(LayerSums):
             device = self._tensors["entropy"][layer].device
             self._between(layer, state["contexts"][layer].to(device), state["entropy"][layer].to(device))
         super().merge(other)
-        for key, more in _sink_items(state):
-            self._count(key, more)
+        self._sink_tokens.merge(SavedState(_sink_sums(state)))
 
 
-def _sink_items(state: State) -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int]]]:
-    for layer, head, token, first, *counts in state["sink_tokens"].tolist():
-        yield (layer, head, token, first), (counts[0], counts[1], counts[2])
+def _sink_sums(state: State) -> State:
+    contexts, sinks, positions = state["sink_tokens"][:, 4:].double().unbind(dim=1)
+    keys = state["sink_tokens"][:, :4]
+    return {"keys": keys, "contexts": contexts, "sinks": sinks, "positions": positions}
 
 
 def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:

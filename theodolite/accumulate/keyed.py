@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import Mergeable, State
 
 
 class KeyedSums:
@@ -52,7 +52,7 @@ class KeyedSums:
         self._row_of = {tuple(key): row for row, key in enumerate(state["keys"].tolist())}
         self._tensors = {name: state[name].clone() for name in self._tensors}
 
-    def merge(self, other: KeyedSums) -> None:
+    def merge(self, other: Mergeable) -> None:
         """Take in what another one has seen."""
         state = other.state()
         rows = self.rows(state["keys"])

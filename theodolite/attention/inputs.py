@@ -211,9 +211,8 @@ def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, 
         column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
     weights = logits.softmax(dim=-1)
-    if (
-        logits[..., 0] <= MASKED / 2
-    ).any():  # nearly all masks show a block's first key: looked at before the rest
+    # Nearly all masks show a block's first key: it is looked at before the rest.
+    if (logits[..., 0] <= MASKED / 2).any():
         weights.masked_fill_((logits.amax(dim=-1) <= MASKED / 2).unsqueeze(-1), 0)
     return weights
 

@@ -139,16 +139,18 @@ class AttributionPass:
         """One forward pass as far as the last chosen layer; what it has found is whole at its end."""
         progress.checkpoint(progress.done)
         if self.chosen and not progress.done:
-            visit_layers(self.model, self.ids, sorted(self.chosen), lambda seen: self._take(seen, progress))
+            visit_layers(
+                self.model, self.ids, sorted(self.chosen), lambda layer_pass: self._take(layer_pass, progress)
+            )
         progress.checkpoint(self.total)
 
-    def _take(self, seen: LayerPass, progress: Progress) -> None:
-        parts = decompose_around(seen.stream, self.mean[seen.layer], self.pos[seen.layer])
+    def _take(self, layer_pass: LayerPass, progress: Progress) -> None:
+        parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
         try:
-            self._rows += _rows(seen, parts, self.patterns, self.chosen[seen.layer])
+            self._rows += _rows(layer_pass, parts, self.patterns, self.chosen[layer_pass.layer])
         except WorkError as error:
-            self.notes["refused"][str(seen.layer)] = str(error)
-        progress.report(seen.layer + 1)
+            self.notes["refused"][str(layer_pass.layer)] = str(error)
+        progress.report(layer_pass.layer + 1)
 
 
 def attribution_table(state: State) -> pd.DataFrame:
@@ -186,10 +188,10 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
 
 
 def _rows(
-    seen: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
+    layer_pass: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
 ) -> list[list[float]]:
     """The numbers of a layer's chosen heads, in the order of `COLUMNS`."""
-    split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+    split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]
     key = split.key[:, :, [head // grouped for head in heads]]
@@ -205,5 +207,5 @@ def _rows(
                 attribution.uniform[pattern, place],
             )
             score = float(attribution.score[pattern, place])
-            rows.append([seen.layer, head, pattern, score, group, *map(float, measured)])
+            rows.append([layer_pass.layer, head, pattern, score, group, *map(float, measured)])
     return rows

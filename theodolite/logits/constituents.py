@@ -65,51 +65,51 @@ def constituents(
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
     contexts = _contexts(model, ids, layer)
-    given = None if decomposition is None else _given(model, decomposition, contexts, layer)
-    if given is None and len(contexts) < 2:
+    mean_and_pos = None if decomposition is None else _mean_and_pos(model, decomposition, contexts, layer)
+    if mean_and_pos is None and len(contexts) < 2:
         raise UsageError(
             "one context cannot be decomposed by itself: give several, or a survey of this model as decomposition"
         )
-    done: list[Constituents] = []
+    results: list[Constituents] = []
 
-    def tell(seen: LayerPass) -> None:
-        done.append(_of_pass(seen, _parts(seen.stream, given, decomposition)))
+    def visit(layer_pass: LayerPass) -> None:
+        results.append(_of_pass(layer_pass, _parts(layer_pass.stream, mean_and_pos, decomposition)))
 
-    visit_layers(model, contexts, [layer], tell)
-    return done[0]
+    visit_layers(model, contexts, [layer], visit)
+    return results[0]
 
 
-def constituents_of_pass(model: OpenModel, seen: LayerPass, run: Surveyed) -> Constituents:
+def constituents_of_pass(model: OpenModel, layer_pass: LayerPass, run: Surveyed) -> Constituents:
     """As `constituents` with a run, of what `visit_layers` told of a layer; no forward pass is made.
 
     Raises:
         UsageError: the run is not of this model, or its contexts are shorter.
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
-    given = _given(model, run, seen.stream[..., 0], seen.layer)
+    mean_and_pos = _mean_and_pos(model, run, layer_pass.stream[..., 0], layer_pass.layer)
     with stopping_at_tap(model):
-        return _of_pass(seen, decompose_around(seen.stream, *given))
+        return _of_pass(layer_pass, decompose_around(layer_pass.stream, *mean_and_pos))
 
 
-def _of_pass(seen: LayerPass, parts: Decomposition) -> Constituents:
-    split = split_queries_and_keys(seen, parts, torch.float64)
+def _of_pass(layer_pass: LayerPass, parts: Decomposition) -> Constituents:
+    split = split_queries_and_keys(layer_pass, parts, torch.float64)
     repeat = split.query.shape[2] // split.key.shape[2]
     key = split.key.repeat_interleave(repeat, dim=2)
     return Constituents(PARTS, split.query, key, split.inputs, split.rounding)
 
 
-def _parts(h: Tensor, given: tuple[Tensor, Tensor] | None, decomposition: object) -> Decomposition:
-    if given is None:
+def _parts(h: Tensor, mean_and_pos: tuple[Tensor, Tensor] | None, decomposition: object) -> Decomposition:
+    if mean_and_pos is None:
         return decompose_apart(h)
     if isinstance(decomposition, Decomposition) and decomposition.resid.shape == h.shape:
         whole = decomposition.mean + decomposition.pos + decomposition.cvec
         if torch.allclose(whole.to(h.device), h.double(), rtol=1e-6, atol=1e-6 * float(h.abs().max())):
-            left = h.double() - (whole - decomposition.resid).to(h.device)
+            resid = h.double() - (whole - decomposition.resid).to(h.device)
             mean, pos, ctx = (
                 t.to(h.device) for t in (decomposition.mean, decomposition.pos, decomposition.ctx)
             )
-            return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=left)
-    return decompose_around(h, *given)
+            return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=resid)
+    return decompose_around(h, *mean_and_pos)
 
 
 def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
@@ -118,8 +118,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
             f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
             "a layer's number"
         )
-    if not 0 <= layer < model.layers:
-        raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {model.layers - 1}")
+    model.check_place(layer)
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not token ids")
     if ids.ndim not in (1, 2) or 0 in ids.shape or ids.is_floating_point():
@@ -137,7 +136,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
     return contexts
 
 
-def _given(
+def _mean_and_pos(
     model: OpenModel, decomposition: Surveyed | Decomposition, contexts: Tensor, layer: int
 ) -> tuple[Tensor, Tensor]:
     """μ and pos of the stream that enters a block."""

@@ -85,22 +85,24 @@ class SharesPass:
             progress.checkpoint(number * layers)
             first = sum(len(batch) for batch in self.batches[:number])
 
-            def tell(seen: LayerPass, number: int = number, first: int = first) -> None:
-                self._take(seen, slice(first, first + len(seen.stream)))
-                progress.report(number * layers + seen.layer + 1)
+            def visit(layer_pass: LayerPass, number: int = number, first: int = first) -> None:
+                self._take(layer_pass, slice(first, first + len(layer_pass.stream)))
+                progress.report(number * layers + layer_pass.layer + 1)
 
-            visit_layers(self.model, self.batches[number], range(layers), tell)
+            visit_layers(self.model, self.batches[number], range(layers), visit)
         progress.checkpoint(self.total)
 
-    def _take(self, seen: LayerPass, rows: slice) -> None:
-        layer, state = seen.layer, self._state
-        query, key = (t[:, :, 1:] for t in (seen.inputs.query, seen.inputs.key))
+    def _take(self, layer_pass: LayerPass, rows: slice) -> None:
+        layer, state = layer_pass.layer, self._state
+        query, key = (t[:, :, 1:] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         state["low_frequency"][layer, rows] = qk_low_frequency(query, key).cpu()
         if rows.start == 0:
-            self._normed.append(_behind_norm(seen, self.mean[layer] + self.pos[layer]))
-        parts = decompose_around(seen.stream, self.mean[layer], self.pos[layer])
+            self._normed.append(_behind_norm(layer_pass, self.mean[layer] + self.pos[layer]))
+        parts = decompose_around(layer_pass.stream, self.mean[layer], self.pos[layer])
         try:
-            split = split_queries_and_keys(seen, parts, working_dtype(seen.stream), check_all=False)
+            split = split_queries_and_keys(
+                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
+            )
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
             return
@@ -133,9 +135,9 @@ def shares_tables(state: State, notes: dict[str, Any]) -> tuple[pd.DataFrame, di
     return pd.DataFrame(rows, columns=COLUMNS), columns
 
 
-def _behind_norm(seen: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
-    rows = rows.to(seen.stream)
-    return (rows if seen.norm is None else seen.norm(rows.unsqueeze(0))[0]).cpu()
+def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
+    rows = rows.to(layer_pass.stream)
+    return (rows if layer_pass.norm is None else layer_pass.norm(rows.unsqueeze(0))[0]).cpu()
 
 
 def _share_rows(layer: int, sums: ShareSums) -> list[dict[str, Any]]:

@@ -42,10 +42,8 @@ def clusters(
     Returns:
         The two numbers, NaN with fewer than two such labels; and each context's cluster, −1 for those left out.
     """
-    from sklearn.metrics import (  # a tenth of every start, if it were on top
-        adjusted_rand_score,
-        silhouette_score,
-    )
+    # A tenth of every start, if it were on top.
+    from sklearn.metrics import adjusted_rand_score, silhouette_score
 
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     taken = (labels >= 0) & (counts[inverse] >= 2)

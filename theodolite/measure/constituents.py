@@ -110,12 +110,12 @@ class Constituents:
     def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:
         """Which keys a query sees: ([contexts,] heads, positions, positions)."""
         _, contexts, heads, length, _ = self.query.shape
-        seen = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
+        visible = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
         if self.inputs.mask is not None:
-            seen = self.inputs.mask
+            visible = self.inputs.mask
         elif self.inputs.causal:
-            seen = seen.tril()
-        return self._squeezed(seen.expand(contexts, heads, length, length))
+            visible = visible.tril()
+        return self._squeezed(visible.expand(contexts, heads, length, length))
 
     @property
     def attention(self) -> Float64[Tensor, "*contexts heads queries keys"]:
@@ -172,12 +172,11 @@ class ShareSums:
         if count < 2:
             shares, additive = self.shares()
             return torch.full_like(shares, torch.nan), torch.full_like(additive, torch.nan)
-        keep = [[i for i in range(count) if i != left] for left in range(count)]
-        each = [ShareSums(self.products[k], self.additive[k], self.total[k]).shares() for k in keep]
+        others = [[i for i in range(count) if i != omitted] for omitted in range(count)]
+        each = [ShareSums(self.products[k], self.additive[k], self.total[k]).shares() for k in others]
         shares, additive = (torch.stack(values) for values in zip(*each, strict=True))
-        factor = (
-            count - 1
-        ) ** 2 / count  # var() divides by count − 1, the jackknife multiplies by it over count
+        # var() divides by count − 1, the jackknife multiplies by it over count.
+        factor = (count - 1) ** 2 / count
         return (shares.var(dim=0) * factor).sqrt(), (additive.var(dim=0) * factor).sqrt()
 
 

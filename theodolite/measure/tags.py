@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
 from theodolite.theory.outliers import MAD_TO_SD
 
@@ -46,7 +46,7 @@ class Written:
 
 def written(state: State, output_weights: OutputWeights) -> Written:
     """Through W_O, which is asked for once for each layer that has a sink, and of which one layer is kept at a time."""
-    sinks, heads = _part(state, "by_sink"), _part(state, "by_head")
+    sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
     means = torch.stack([sinks["difference"], sinks["value"]]) / torch.where(weights > 0, weights, torch.nan)
     through, principal, shares = [], [], []
@@ -55,10 +55,10 @@ def written(state: State, output_weights: OutputWeights) -> Written:
     for layer in layers.unique().tolist() or [0]:
         w_o = output_weights(layer).double().cpu()
         for head in range(len(w_o)):  # one at a time: a head may have many sinks
-            own = (sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1)
-            through.append(means[:, own] @ w_o[head])
-        own = layers == layer
-        direction, share = _principal(heads["moment"][own], w_o[heads["keys"][own, 1].long()])
+            of_head = (sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1)
+            through.append(means[:, of_head] @ w_o[head])
+        in_layer = layers == layer
+        direction, share = _principal(heads["moment"][in_layer], w_o[heads["keys"][in_layer, 1].long()])
         principal.append(direction)
         shares.append(share)
     direction, value = torch.cat(through, dim=1)
@@ -74,7 +74,7 @@ def traces(
     tokens that the sink caught and the others; release, release_se (rows, L + 1), η² by residual layer from the one
     that enters the block on, NaN before; release_chance, what a random grouping explains on average.
     """
-    sums = _part(state, "by_sink")
+    sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
     columns_of_tags, arrays = _tagged(sums)
@@ -116,7 +116,7 @@ def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.Data
     head_release_se and head_release_chance (rows, L + 1), the last what a random grouping explains on average;
     principal_direction (rows, d), of the head's output within contexts.
     """
-    sums = _part(state, "by_head")
+    sums = part_of(state, "by_head")
     keys = sums["keys"].long()
     columns_of_tags, arrays = _tagged(sums)
     columns = {
@@ -168,7 +168,7 @@ def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     before = pairs[torch.arange(len(layers)), 1 + layers].unsqueeze(1).expand_as(pairs)
     eta, error = ratio(pairs)
     chance = sums["chance"] / pairs[:, :, 1]
-    gain = [_from_entering(one, layers) for one in difference(pairs, before, sums["crossed"])]
+    gain = [_from_entering(values, layers) for values in difference(pairs, before, sums["crossed"])]
     release = {
         "release": _from_entering(eta, layers),
         "release_se": _from_entering(error, layers),
@@ -182,10 +182,6 @@ def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         **_release_columns(release["release"], release["release_se"], gain, layers),
     }
     return columns, release
-
-
-def _part(state: State, name: str) -> State:
-    return {k.removeprefix(name + "."): v for k, v in state.items() if k.startswith(name + ".")}
 
 
 def _from_entering(values: Tensor, layers: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ become adds up. Gain, centring and β are found by calling the norm, so that no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,23 +16,22 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.head_weights import Call, copy_in_dtype, norms_inside, run_until_tap
-from theodolite.models.structure import first_tensor
+from theodolite.models.structure import first_tensor, removed_on_leaving
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
 
 
 class FrozenNorm(nn.Module):
-    """A norm as it acted on `given` (…, width): x ↦ scale · gain ⊙ (x − centre(x)) + bias.
+    """A norm as it acted on `inputs` (…, width): x ↦ scale · gain ⊙ (x − centre(x)) + bias.
 
-    The scale of each vector is the one that fits the norm's output for it best; how well is for the caller to
-    compare. `norm` must act on the last dimension; gains may differ along the others but the first (Cohere's
-    differ from head to head).
+    The scale of each vector is the one that fits the norm's output for it best; `verified` checks how well. `norm`
+    must act on the last dimension; gains may differ along the others but the first (Cohere's differ from head to head).
     """
 
-    def __init__(self, norm: Callable[[Tensor], Tensor], given: Tensor) -> None:
+    def __init__(self, norm: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
         super().__init__()
-        first = given[:1]
+        first = inputs[:1]
         signs = 1.0 - 2.0 * (torch.arange(first.shape[-1], device=first.device, dtype=first.dtype) % 2)
         signs = signs.expand_as(first)
         self.bias = norm(torch.zeros_like(first))
@@ -42,8 +40,8 @@ class FrozenNorm(nn.Module):
         shifted = norm(signs + 3.0) - self.bias
         self.centred = bool((shifted - answer).abs().max() <= 1e-3 * answer.abs().max())
         self.gain = answer / self._centre(signs)
-        direction, moved = self.direction(given), norm(given) - self.bias
-        squared = torch.linalg.vecdot(direction, direction).clamp_min(torch.finfo(given.dtype).tiny)
+        direction, moved = self.direction(inputs), norm(inputs) - self.bias
+        squared = torch.linalg.vecdot(direction, direction).clamp_min(torch.finfo(inputs.dtype).tiny)
         self.scale = (torch.linalg.vecdot(direction, moved) / squared).unsqueeze(-1)
 
     def direction(self, x: Tensor) -> Tensor:
@@ -53,6 +51,21 @@ class FrozenNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The whole affine function."""
         return self.direction(x) * self.scale + self.bias
+
+    @classmethod
+    def verified(
+        cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
+    ) -> FrozenNorm:
+        """The norm frozen at `inputs`, once it was found to give the `output` that the model had.
+
+        Raises:
+            WorkError: it does not, to a relative error of `tolerance`; `name` is the norm's class.
+        """
+        frozen = cls(norm, inputs)
+        error = relative_error(frozen(inputs), output)
+        if not error <= tolerance:
+            raise WorkError(f"{name} is no norm with one scale a vector (relative error {error:.1e})")
+        return frozen
 
     def _centre(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=-1, keepdim=True) if self.centred else x
@@ -79,43 +92,31 @@ class FrozenAttention:
         self._call = call
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
         self._dtype = entered.dtype if self._module is not module else first_tensor(*call).dtype
-        norms = dict(norms_inside(self._module))
+        norms = {norm: name for name, norm in norms_inside(self._module)}
         self.per_context = bool(norms)
         if norms:
             if self._module is module:
                 raise WorkError("there are norms inside, and the weights are not here to be copied")
             self._freeze(norms, entered)
 
-    def _freeze(self, norms: dict[str, nn.Module], entered: Tensor) -> None:
-        calls: dict[str, tuple[Tensor, Tensor]] = {}
+    def _freeze(self, norms: dict[nn.Module, str], entered: Tensor) -> None:
+        calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-        def keep(name: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-                calls[name] = (args[0], output)
+        def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            calls[norm] = (args[0], output)
 
-            return hook
-
-        hooks = [norm.register_forward_hook(keep(name)) for name, norm in norms.items()]
-        try:
+        with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
             self(entered)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for name, (given, result) in calls.items():
-            frozen = FrozenNorm(norms[name], given)
-            error = relative_error(frozen(given), result)
-            if not error <= EXACT:
-                raise WorkError(
-                    f"{type(norms[name]).__name__} is no norm with one scale a vector (relative error {error:.1e})"
-                )
-            self._module.set_submodule(name, frozen)
+        for norm, (inputs, output) in calls.items():
+            frozen = FrozenNorm.verified(norm, inputs, output, type(norm).__name__, EXACT)
+            self._module.set_submodule(norms[norm], frozen)
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
         """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
         return run_until_tap(self._module, self._call, hidden.to(self._dtype))
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """‖got − expected‖_F / ‖expected‖_F."""
-    difference = torch.linalg.vector_norm(got.double() - expected.double())
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """‖value − expected‖_F / ‖expected‖_F."""
+    difference = torch.linalg.vector_norm(value.double() - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-300))

@@ -22,12 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
-from theodolite.models.structure import Structure, backbone, first_tensor
+from theodolite.models.structure import Structure, backbone, first_tensor, removed_on_leaving
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
+
+AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
+"""Relative error of an affine map in float64. Some families rotate in float32 whatever their dtype (Cohere, ModernBERT,
+DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not affine is off by a share of order one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class NotAffine(WorkError):
     """A layer's queries or keys are no affine function of its input."""
 
 
+def no_head_matrix(model_id: str) -> UsageError:
+    """What to raise where that is so in every layer, and heads' matrices are all that was asked for."""
+    return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
+
+
 def capture_calls(model: PreTrainedModel, structure: Structure, sample: dict[str, Any]) -> list[Call]:
     """How the model calls each layer's attention module on `sample` (one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
@@ -77,12 +86,8 @@ def capture_current_calls(model: PreTrainedModel, structure: Structure, sample: 
         )
         for module in structure.attention
     ]
-    try:
-        with without_interventions(), torch.inference_mode():
-            backbone(model)(**sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removed_on_leaving(hooks), without_interventions(), torch.inference_mode():
+        backbone(model)(**sample)
     return [calls[module] for module in structure.attention]
 
 
@@ -109,30 +114,34 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
 
 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
-    parameter = next(module.parameters())
-    device, dtype = parameter.device, parameter.dtype
+    dtype = next(module.parameters()).dtype
 
     def send(rows: Tensor) -> AttentionInputs:
-        return run_until_tap(module, call, rows.to(device, dtype).unsqueeze(1))
+        return run_until_tap(module, call, as_sequences(rows, module))
 
     at_zero = send(torch.zeros(1, width, dtype=torch.float64))
     bias = _rows(at_zero)
     weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
     for start in range(0, width, ROWS):
         rows = torch.eye(min(ROWS, width - start), width, dtype=torch.float64).roll(start, 1)
-        for w, got, b in zip(weights, _rows(send(rows)), bias, strict=True):
-            w[:, start : start + ROWS] = (got - b).transpose(0, 1)
+        for w, answer, b in zip(weights, _rows(send(rows)), bias, strict=True):
+            w[:, start : start + ROWS] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for got, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
+    tolerance = max(
+        AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps
+    )  # quantised weights stay in their own dtype
+    for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
-        # Some families rotate in float32 whatever their dtype (Cohere, ModernBERT, DeepSeek 2), so that even the
-        # float64 copy is exact to float32 only; what is not affine is off by a share of order one.
-        tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
-        if not torch.isfinite(got).all() or (got - expected).abs().max() > tolerance * scale:
+        if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
             return None
     (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
+
+
+def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[Tensor, "rows 1 width"]:
+    """Each row a sequence of one token, where the module's parameters are and in their dtype."""
+    return rows.to(next(module.parameters())).unsqueeze(1)
 
 
 def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
@@ -157,14 +166,10 @@ def norms_of_queries_and_keys(module: nn.Module, call: Call) -> list[str]:
         return hook
 
     hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
-    parameter = next(module.parameters())
     width = first_tensor(*call).shape[-1]
     row = torch.randn(1, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    try:
-        inputs = run_until_tap(module, call, row.to(parameter.device, parameter.dtype).unsqueeze(1))
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with removed_on_leaving(hooks):
+        inputs = run_until_tap(module, call, as_sequences(row, module))
     tapped_values = [_sorted_values(inputs.query), _sorted_values(inputs.key)]
     return [
         name
@@ -193,13 +198,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def run_until_tap(module: nn.Module, call: Call, hidden: Tensor) -> AttentionInputs:
-    """Call the attention module as in `call` but with `hidden` (batch, positions, d); what arrives at the tap.
-
-    It needs `tapped(…, stop_at_tap)` to be open. Floating-point arguments take the device and dtype of `hidden`.
-
-    Raises:
-        WorkError: as `call_until_tap` does.
-    """
+    """`call_until_tap` with `hidden` (batch, positions, d) in place of the hidden states of `call`."""
     return call_until_tap(module, call_with_hidden(call, hidden))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import first_tensor
+from theodolite.models.structure import first_output, first_tensor, removed_on_leaving
 
 
 @runtime_checkable
@@ -41,19 +41,13 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         return lambda _module, args, kwargs: call(layer, first_tensor(args, kwargs))
 
     def leaving(layer: int) -> Callable[..., None]:
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            hooks.stream(layer, output[0] if isinstance(output, tuple) else output)
-
-        return leave
+        return lambda _module, _args, output: hooks.stream(layer, first_output(output))
 
     handles = [structure.blocks[0].register_forward_pre_hook(entering(hooks.stream, 0), with_kwargs=True)]
     for layer, (block, attention) in enumerate(zip(structure.blocks, structure.attention, strict=True)):
         enter = entering(hooks.attention_input, layer)
         handles.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leaving(layer + 1)))
-    try:
-        with tapped(model.hf, lambda module, inputs: hooks.attention(layer_of[id(module)], inputs)):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    tap = tapped(model.hf, lambda module, inputs: hooks.attention(layer_of[id(module)], inputs))
+    with removed_on_leaving(handles), tap:
+        yield

@@ -46,14 +46,9 @@ from theodolite.models.loading import (
     refuse_more_layers,
     without_progress_bars,
 )
-from theodolite.models.open import (
-    OpenModel,
-    check_dtype,
-    open_model,
-    small_input,
-)
+from theodolite.models.open import OpenModel, check_dtype, open_model, small_input
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
-from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
+from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
 
@@ -320,5 +315,4 @@ class _Reader:
 
 def _output(module: nn.Module, call: Call) -> Tensor:
     args, kwargs = call
-    output = module(*args, **kwargs)
-    return output[0] if isinstance(output, tuple) else output
+    return first_output(module(*args, **kwargs))

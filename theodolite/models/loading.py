@@ -239,7 +239,7 @@ def load(
         scratch = None
         if (
             device_map is not None
-        ):  # for what is offloaded in another form than the checkpoint has it (most experts)
+        ):  # what is offloaded in another form than the checkpoint's (most experts) goes there
             scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
         model, info = (architecture or AutoModel).from_pretrained(
             source,
@@ -287,9 +287,8 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except BaseException as error:
-        if (
-            not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException"
-        ):  # of Rust, no Exception
+        # A panic of Rust is no `Exception`.
+        if not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException":
             raise
         return None  # random tokens and weights need none; a text without one is refused where it is read
     # Without any files, transformers makes up a tokenizer of special tokens only.

@@ -49,9 +49,6 @@ class OpenModel:
         hf: the model as `transformers` has it, in evaluation mode; its attention implementation is its own
             except while it is surveyed, its head weights are read or an intervention is under way.
         tokenizer: its tokenizer, or None where the checkpoint has none.
-        layers: number of blocks L.
-        heads: query heads a layer H.
-        head_width: width of a query d_h.
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
@@ -205,9 +202,9 @@ class OpenModel:
 
     def check_place(self, layer: int, head: int = 0) -> None:
         """Raise `UsageError` where there is no such layer, or no such head in it."""
-        for what, given, count in (("layer", layer, self.layers), ("head", head, self.heads)):
-            if not 0 <= given < count:
-                raise UsageError(f"{what} {given} does not exist: this model has {what}s 0 to {count - 1}")
+        for name, number, count in (("layer", layer, self.layers), ("head", head, self.heads)):
+            if not 0 <= number < count:
+                raise UsageError(f"{name} {number} does not exist: this model has {name}s 0 to {count - 1}")
 
 
 def open_model(
@@ -244,11 +241,8 @@ def open_model(
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
-        where = (
-            ""
-            if local
-            else " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
-        )
+        no_folder = " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
+        where = "" if local else no_folder
         raise UsageError(f"cannot open {source}: {first_line(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
@@ -277,9 +271,8 @@ def check_dtype(dtype: str | torch.dtype) -> None:
 def _device(device: str | torch.device | None) -> torch.device:
     try:
         usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(
-            0, device=usable, dtype=torch.float64
-        )  # statistics are summed in it; Apple's MPS lacks it
+        # Statistics are summed in float64, which Apple's MPS lacks.
+        torch.empty(0, device=usable, dtype=torch.float64)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(f"cannot use device {device}: {first_line(error)}") from error
     return usable
@@ -291,11 +284,8 @@ def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
     if model.main_input_name == "pixel_values":
         size, channels = model.config.image_size, model.config.num_channels
         height, width = (size, size) if isinstance(size, int) else size
-        return {
-            "pixel_values": torch.randn(1, channels, height, width, generator=generator).to(
-                device_of(model), model.dtype
-            )
-        }
+        noise = torch.randn(1, channels, height, width, generator=generator)
+        return {"pixel_values": noise.to(device_of(model), model.dtype)}
     if model.main_input_name != "input_ids":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"

@@ -20,8 +20,15 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.transformers import tapped, without_interventions
-from theodolite.models.head_weights import ROWS, Call, call_with_hidden, copy_in_dtype
-from theodolite.models.structure import Structure, backbone, first_tensor
+from theodolite.models.head_weights import (
+    AFFINE_TOLERANCE,
+    ROWS,
+    Call,
+    as_sequences,
+    call_with_hidden,
+    copy_in_dtype,
+)
+from theodolite.models.structure import Structure, backbone, first_output, first_tensor, removed_on_leaving
 
 Sender = Callable[[Tensor, Tensor], Tensor]
 """Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""
@@ -47,9 +54,8 @@ def read_output_weights(
     with without_interventions(), torch.inference_mode():
         with tapped(model, answers.give):
             attention = _ControlledAttention(structure.attention[layer], call, answers)
-            attention.send(
-                torch.zeros(1, 0), torch.zeros(1, width)
-            )  # to learn how many heads there are, how wide
+            # To learn how many heads there are, and how wide.
+            attention.send(torch.zeros(1, 0), torch.zeros(1, width))
             passes_on = attention.passes_on(width)
             weights = None if passes_on else _linear_part(attention.send, answers.features, width)
         if passes_on:
@@ -95,18 +101,16 @@ class _ControlledAttention:
 
     def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
         """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
-        parameter = next(self._module.parameters())
         self._answers.outputs = outputs
-        args, kwargs = call_with_hidden(self._call, hidden.to(parameter.device, parameter.dtype).unsqueeze(1))
-        output = self._module(*args, **kwargs)
-        return (output[0] if isinstance(output, tuple) else output)[:, 0].double().cpu()
+        args, kwargs = call_with_hidden(self._call, as_sequences(hidden, self._module))
+        return first_output(self._module(*args, **kwargs))[:, 0].double().cpu()
 
     def passes_on(self, width: int) -> bool:
         """Whether the module returns its heads' outputs as they are."""
         parameter = next(self._module.parameters())
         outputs = _random(2, self._answers.features).to(parameter.dtype).double()
-        got = self.send(outputs, torch.zeros(2, width))
-        return got.shape == outputs.shape and torch.equal(got, outputs)
+        result = self.send(outputs, torch.zeros(2, width))
+        return result.shape == outputs.shape and torch.equal(result, outputs)
 
 
 def _output_module(
@@ -117,24 +121,20 @@ def _output_module(
     heads_outputs: list[Tensor] = []
     output_modules: list[nn.Module] = []
 
-    def left(_module: nn.Module, _args: Any, output: Any) -> None:
-        heads_outputs.append(output[0] if isinstance(output, tuple) else output)
+    def leave_attention(_module: nn.Module, _args: Any, output: Any) -> None:
+        heads_outputs.append(first_output(output))
 
-    def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter_module(module: nn.Module, args: tuple[Any, ...]) -> None:
         if heads_outputs and args and args[0] is heads_outputs[0]:
             output_modules.append(module)
 
     inside = set(attention.modules())
-    hooks = [attention.register_forward_hook(left)]
+    hooks = [attention.register_forward_hook(leave_attention)]
     for module in block.modules():
         if module not in inside and any(p.ndim == 2 for p in module.parameters(recurse=False)):
-            hooks.append(module.register_forward_pre_hook(entered))
-    try:
-        with tapped(model, lambda _, inputs: attend(inputs)):
-            backbone(model)(**sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+            hooks.append(module.register_forward_pre_hook(enter_module))
+    with removed_on_leaving(hooks), tapped(model, lambda _, inputs: attend(inputs)):
+        backbone(model)(**sample)
     if len(output_modules) > 1:
         raise WorkError(
             f"layer {layer}: {len(output_modules)} modules read the heads' outputs of {structure.names[layer]}, so "
@@ -145,10 +145,7 @@ def _output_module(
 
 def _sender(module: nn.Module) -> Sender:
     module = copy_in_dtype(module, torch.float64)
-    parameter = next(module.parameters())
-    return lambda rows, _: (
-        module(rows.to(parameter.device, parameter.dtype).unsqueeze(1))[:, 0].double().cpu()
-    )
+    return lambda rows, _: module(as_sequences(rows, module))[:, 0].double().cpu()
 
 
 def _linear_part(send: Sender, features: int, width: int) -> Float64[Tensor, "features out"] | None:
@@ -161,12 +158,9 @@ def _linear_part(send: Sender, features: int, width: int) -> Float64[Tensor, "fe
     outputs, hidden = _random(2, features), _random(2, width)
     # The same outputs over other hidden states: a gate that reads them would show.
     base = send(torch.zeros(2, features), hidden)
-    got, expected = send(outputs, hidden) - base, outputs @ weights
-    # As in `head_weights.py`: some families compute in float32 whatever their dtype. What is not affine is off by a
-    # share of order one.
+    change, expected = send(outputs, hidden) - base, outputs @ weights
     scale = expected.abs().max() + base.abs().max() + weights.abs().max() * features**0.5
-    tolerance = 32 * float(torch.finfo(torch.float32).eps)
-    affine = torch.isfinite(got).all() and (got - expected).abs().max() <= tolerance * scale
+    affine = torch.isfinite(change).all() and (change - expected).abs().max() <= AFFINE_TOLERANCE * scale
     return weights if affine else None
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from theodolite.errors import UsageError
 from theodolite.models.doors.transformers import tapped
 from theodolite.models.head_weights import (
+    AFFINE_TOLERANCE,
     Call,
     copy_in_dtype,
     norms_inside,
@@ -170,16 +171,16 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
     holds; they may be left in any order.
     """
-    given = list(replacements)
-    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in given))
-    _open_replacements.append(given)
+    opened = list(replacements)
+    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
+    _open_replacements.append(opened)
     try:
         for parameter_name in names:
             _write_replacements(parameter_name)
         yield
     finally:
         # By identity: two equal ones may be open at once.
-        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is given)]
+        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is opened)]
         for parameter_name in names:
             _write_replacements(parameter_name)
 
@@ -189,8 +190,8 @@ def _write_replacements(parameter_name: ParameterName) -> None:
     module, name = parameter_name
     replacements = [
         (projection, heads, matrix)
-        for given in _open_replacements
-        for projection, heads, matrix in given
+        for opened in _open_replacements
+        for projection, heads, matrix in opened
         if (projection.module, projection.name) == parameter_name
     ]
     if not replacements:
@@ -339,10 +340,8 @@ def _verify(module: nn.Module, call: Call, projections: QueryKeyValue) -> list[b
             continue
         weights, answer = projection.split_heads(_entries(projection, projection.span)), arrived[:, :, 0]
         expected = torch.einsum("rd,hdw->rhw", rows[1:], weights)
-        # Some families rotate in float32 whatever their dtype, which is all the precision there is then.
-        tolerance = 32 * torch.finfo(torch.float32).eps * float(expected.abs().max())
         difference = answer[1:].double() - answer[0] - expected
-        agree.append(bool(difference.abs().max() <= tolerance))
+        agree.append(bool(difference.abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max())))
     return agree
 
 

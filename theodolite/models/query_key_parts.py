@@ -9,7 +9,7 @@ calls it. Nothing is known here of layouts, rotations or families, and no logit 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from theodolite.models.doors.transformers import tapped
 from theodolite.models.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
 from theodolite.models.head_weights import Call, call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.open import OpenModel
-from theodolite.models.structure import first_tensor
+from theodolite.models.structure import first_tensor, removed_on_leaving
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 
@@ -75,14 +75,8 @@ def visit_layers(
     layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
     visitor = _LayerVisitor(model, set(layers), visit)
-    hooks = visitor.hooks()
-    try:
+    with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()):
         model.forward(ids)
-    except _LastLayerDone:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -151,8 +145,9 @@ class _LayerVisitor:
         assert stream is not None
         norm = None
         if not _equal(entered, stream):
-            norm = next((m for m, output in self.candidates if output is entered), None)
-            norm = norm or next((m for m, output in self.candidates if _equal(output, entered)), None)
+            # The very tensor first: another norm of the block may give equal numbers.
+            candidates = sorted(self.candidates, key=lambda candidate: candidate[1] is not entered)
+            norm = next((module for module, output in candidates if _equal(output, entered)), None)
         name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
         return LayerPass(layer, name, stream, entered, norm, attention, call, inputs)
 
@@ -215,12 +210,12 @@ class _Splitter:
         rounding, both = 0.0, []
         for side in range(2):
             exact = [part[side].expand_as(totals[side]) for part in named.values()]
-            left = totals[side] - sum(exact)
-            off = resid[side][:checked] - left[:checked]
+            remainder = totals[side] - sum(exact)
+            off = resid[side][:checked] - remainder[:checked]
             rounding = max(rounding, relative_error(totals[side][:checked] + off, totals[side][:checked]))
-            named_side = dict(zip(named, exact, strict=True)) | {"resid": left}
+            named_side = dict(zip(named, exact, strict=True)) | {"resid": remainder}
             both.append(torch.stack([named_side[name] for name in PARTS]))
-        if not rounding <= max(EXACT, _tolerance(layer_pass.stream)):
+        if not rounding <= _tolerance(layer_pass.stream):
             raise WorkError(
                 "queries and keys of this family are no affine function of its residual stream "
                 f"(relative error {rounding:.1e})"
@@ -233,16 +228,16 @@ class _Splitter:
             if not _equal(layer_pass.entered, layer_pass.stream):
                 raise WorkError("no module of the block turns the residual stream into what enters attention")
             return None
-        copy, given = copy_in_dtype(layer_pass.norm, self.dtype), layer_pass.stream.to(self.dtype)
+        copy, stream = copy_in_dtype(layer_pass.norm, self.dtype), layer_pass.stream
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        norm_dtype = self.dtype if copy is not layer_pass.norm else layer_pass.stream.dtype
-        frozen = FrozenNorm(lambda x: copy(x.to(norm_dtype)).to(x.dtype), given)
-        error = relative_error(frozen(given), layer_pass.entered)
-        if not error <= max(EXACT, _tolerance(layer_pass.stream)):
-            raise WorkError(
-                f"{type(layer_pass.norm).__name__} is no norm with one scale a vector (relative error {error:.1e})"
-            )
-        return frozen
+        norm_dtype = self.dtype if copy is not layer_pass.norm else stream.dtype
+        return FrozenNorm.verified(
+            lambda x: copy(x.to(norm_dtype)).to(x.dtype),
+            stream.to(self.dtype),
+            layer_pass.entered,
+            type(layer_pass.norm).__name__,
+            _tolerance(stream),
+        )
 
     def _image(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """What a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
@@ -275,4 +270,4 @@ class _Splitter:
 
 def _tolerance(stream: Tensor) -> float:
     """Relative error allowed of what the model computed in its own dtype."""
-    return min(64 * torch.finfo(stream.dtype).eps, 0.1)
+    return max(EXACT, min(64 * torch.finfo(stream.dtype).eps, 0.1))

@@ -70,9 +70,8 @@ def restore_tensors(stored: list[StoredTensor]) -> None:
 
 
 def _repeated(tensor: Tensor, scale: float) -> Tensor:
-    row = (
-        scale * torch.arange(tensor.shape[-1] if tensor.ndim else 1).cos()
-    )  # norms would take a constant out
+    # Cosines: norms would take a constant out.
+    row = scale * torch.arange(tensor.shape[-1] if tensor.ndim else 1).cos()
     filled = row.to(tensor.dtype).expand(tensor.shape) if tensor.ndim else row[0].to(tensor.dtype)
     return nn.Parameter(filled, requires_grad=False) if isinstance(tensor, nn.Parameter) else filled
 

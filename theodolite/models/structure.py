@@ -6,11 +6,14 @@ a block is the member of a `ModuleList` that holds one. What does not fit this p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
@@ -39,22 +42,22 @@ def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
     family = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UsageError(f"{family} is an encoder-decoder; theodolite reads models with one stack of blocks")
-    called: list[nn.Module] = []
+    modules: list[nn.Module] = []
     shapes: list[tuple[int, int]] = []
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        called.append(module)
+        modules.append(module)
         shapes.append((inputs.query.shape[1], inputs.query.shape[-1]))
         return attend(inputs)
 
     with tapped(model, record), torch.inference_mode():
         backbone(model)(**sample)
-    if not called:
+    if not modules:
         raise UsageError(
             f"{family} has no attention that goes through the attention interface of transformers; "
             "theodolite does not support this family yet"
         )
-    if len(set(map(id, called))) < len(called):
+    if len(set(map(id, modules))) < len(modules):
         raise UsageError(
             f"{family} calls an attention module more than once a pass; theodolite needs one a layer"
         )
@@ -63,7 +66,7 @@ def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
             f"{family} has layers with different numbers or widths of heads: {sorted(set(shapes))}"
         )
     name_of = {id(module): name for name, module in model.named_modules()}
-    names = [name_of[id(module)] for module in called]
+    names = [name_of[id(module)] for module in modules]
     places = [_block_of(model, name) for name in names]
     blocks = [stack[number] for stack, number in places]
     if len(set(map(id, blocks))) < len(blocks):
@@ -72,7 +75,7 @@ def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:
         raise UsageError(
             f"{family} has blocks without attention; theodolite needs one attention module a block"
         )
-    return Structure(tuple(called), tuple(names), tuple(blocks), *shapes[0])
+    return Structure(tuple(modules), tuple(names), tuple(blocks), *shapes[0])
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -83,6 +86,21 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a block's or an attention module's arguments."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def first_output(output: Any) -> Tensor:
+    """The hidden states in what a block or an attention module returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def removed_on_leaving(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """While open, the registered hooks stay; on leaving they are removed, also by an exception."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _block_of(model: nn.Module, name: str) -> tuple[nn.ModuleList, int]:

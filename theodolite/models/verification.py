@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.transformers import tapped
-from theodolite.models.structure import Structure, backbone
+from theodolite.models.structure import Structure, backbone, first_output, removed_on_leaving
 
 VERIFIED_LENGTH = 16
 """Tokens of the sequence on which an opened model is verified."""
@@ -57,7 +57,7 @@ def verify_attention(
         recomputed = _attention_outputs(model, structure, sample)
     if skip_overflow and not all(torch.isfinite(output).all() for output in own):
         return inputs
-    largest = [largest_logit(one) for one in inputs]
+    largest = [largest_logit(of_layer) for of_layer in inputs]
     for layer, name in enumerate(structure.names):
         check_recomputed(f"layer {layer} ({name})", own[layer], recomputed[layer], largest[: layer + 1])
     return inputs
@@ -98,7 +98,10 @@ def largest_logit(inputs: AttentionInputs) -> float:
 
 def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
     """Whether a query is kept from later keys in every layer, and what is added to the logits."""
-    causal = all(one.causal if one.mask is None else not bool(one.mask.triu(1).any()) for one in inputs)
+    causal = all(
+        of_layer.causal if of_layer.mask is None else not bool(of_layer.mask.triu(1).any())
+        for of_layer in inputs
+    )
     # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
     bias = inputs[0].bias
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
@@ -108,13 +111,9 @@ def _attention_outputs(model: PreTrainedModel, structure: Structure, sample: dic
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+        outputs.append(first_output(output).detach().clone())
 
     hooks = [module.register_forward_hook(keep) for module in structure.attention]
-    try:
-        with torch.inference_mode():
-            backbone(model)(**sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removed_on_leaving(hooks), torch.inference_mode():
+        backbone(model)(**sample)
     return outputs

@@ -182,9 +182,8 @@ class Workspace:
             try:
                 lock.acquire()
             except Timeout:
-                if not Path(
-                    lock.lock_file
-                ).exists():  # what a place that takes no files looks like to the lock
+                # To the lock, a place that takes no files looks like this.
+                if not Path(lock.lock_file).exists():
                     raise WorkError(f"cannot write {self.out}: no file can be made there") from None
                 raise UsageError(
                     f"another process is writing to {self.out}: wait for it or choose another"

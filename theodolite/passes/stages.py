@@ -6,8 +6,10 @@ are done, a table maker turns the states into a run without a model.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -115,7 +117,8 @@ def _run(
     stages: Sequence[Stage], workspace: Workspace | None, checkpoint_seconds: float, show_progress: ShowStage
 ) -> States:
     """All stages, each from where it was left."""
-    states, unfinished = _resumed(workspace)
+    with _sums_of_this_version(workspace):
+        states, unfinished = _resumed(workspace)
     started = time.monotonic() - states.seconds
     saved = time.monotonic()
 
@@ -139,60 +142,50 @@ def _run(
     for stage in stages:
         if stage.name in states.notes:
             continue
-        running = stage.make(states)
-        done = 0
-        if unfinished is not None and unfinished.stage == stage.name:
-            done = unfinished.restore(running)
-        show = _titled(show_progress, stage.title)
+        running, done = stage.make(states), 0
+        if unfinished.stage == stage.name and unfinished.done:
+            with _sums_of_this_version(workspace):
+                running.restore(unfinished.state)
+            running.notes.update(unfinished.notes)
+            done = unfinished.done
+        show = functools.partial(show_progress, stage.title)
         running.run(Progress(running.total, done, show, save_while(stage.name, running)))
         states.add(stage.name, running)
     states.seconds = time.monotonic() - started
     return states
 
 
-def _titled(show_progress: ShowStage, title: str) -> Callable[[int, int], None]:
-    return lambda done, total: show_progress(title, done, total)
+@contextmanager
+def _sums_of_this_version(workspace: Workspace | None) -> Iterator[None]:
+    """Refuse progress that lacks a sum which is kept now, or has one of another shape."""
+    try:
+        yield
+    except (KeyError, RuntimeError) as error:
+        if workspace is None:
+            raise
+        raise UsageError(
+            f"{workspace.folder} holds what another version of theodolite left unfinished, with other sums: remove it "
+            "to start afresh"
+        ) from error
 
 
 @dataclass(frozen=True)
 class _Unfinished:
     """The stage that an interrupted call was at: how many steps are done, and what they have left."""
 
-    stage: str
-    done: int
-    notes: dict[str, Any]
-    state: State
-    workspace: Workspace
-
-    def restore(self, running: Pass) -> int:
-        if not self.done:
-            return 0
-        try:
-            running.restore(self.state)
-        except (KeyError, RuntimeError) as error:  # a sum that was not kept then, or of another shape
-            raise _another_version(self.workspace) from error
-        running.notes.update(self.notes)
-        return self.done
+    stage: str = ""
+    done: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
 
 
-def _resumed(workspace: Workspace | None) -> tuple[States, _Unfinished | None]:
+def _resumed(workspace: Workspace | None) -> tuple[States, _Unfinished]:
     """The finished stages, and the unfinished one."""
     progress = None if workspace is None else workspace.load_progress()
-    if workspace is None or progress is None:
-        return States(), None
+    if progress is None:
+        return States(), _Unfinished()
     notes, tensors = progress
-    try:
-        stage = notes["stage"]
-        finished = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{stage}.")}
-        states = States(finished, notes["finished"], notes["seconds"])
-        unfinished = _Unfinished(stage, notes["done"], notes["notes"], part_of(tensors, stage), workspace)
-    except KeyError as error:
-        raise _another_version(workspace) from error
-    return states, unfinished
-
-
-def _another_version(workspace: Workspace) -> UsageError:
-    return UsageError(
-        f"{workspace.folder} holds what another version of theodolite left unfinished, with other sums: remove it to "
-        "start afresh"
-    )
+    stage = notes["stage"]
+    finished = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{stage}.")}
+    unfinished = _Unfinished(stage, notes["done"], notes["notes"], part_of(tensors, stage))
+    return States(finished, notes["finished"], notes["seconds"]), unfinished

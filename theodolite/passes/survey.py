@@ -14,10 +14,10 @@ import torch
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
+from theodolite.models.head_weights import no_head_matrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass, token_text
 from theodolite.passes.run import Run
@@ -140,9 +140,7 @@ def spectra(
 
     def tables(states: States) -> Run:
         if set(states.notes["weights"]["spectrum_of"]) == {NO_MATRIX}:
-            raise UsageError(
-                f"{model.id}: queries and keys are no affine function of their input in any layer"
-            )
+            raise no_head_matrix(model.id)
         return tabulate(states)
 
     fingerprint = fingerprint_of(model)

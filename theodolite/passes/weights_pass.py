@@ -78,9 +78,8 @@ class WeightsPass:
         for name, values in columns.items():
             if name not in self._state:
                 self._state[name] = torch.full((self.total, *values.shape), math.nan, dtype=values.dtype)
-            self._state[name][layer] = (
-                values  # copied: a small tensor that is kept would pin the heap around it
-            )
+            # Copied: a small tensor that is kept would pin the heap around it.
+            self._state[name][layer] = values
         self.notes["spectrum_of"].append(head.projection if head else NO_MATRIX)
         self.notes["scaling"].append(head.scaling if head else 1.0)
 

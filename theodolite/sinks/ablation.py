@@ -53,14 +53,8 @@ class Ablation:
     control: Callable[[int, slice], AbstractContextManager[object]]
 
 
-@dataclass(frozen=True)
-class _Effects:
-    """Of every context: each measure by name; NaN where a context has none of it."""
-
-    values: dict[str, Float[Tensor, " contexts"]]
-
-    def less(self, other: _Effects) -> _Effects:
-        return _Effects({name: value - other.values[name] for name, value in self.values.items()})
+Effects = dict[str, Float[Tensor, " contexts"]]
+"""Each measure by name; NaN for a context that has none of it."""
 
 
 class _HeadTap(Hooks):
@@ -135,28 +129,28 @@ def ablation_test(
     rank = max(1, model.head_width // 8) if rank is None else rank
     batch = batch_of(corpus, None)
 
-    def effects(ablate: Callable[[slice], AbstractContextManager[object]]) -> _Effects:
+    def effects(ablate: Callable[[slice], AbstractContextManager[object]]) -> Effects:
         return _effects(model, ids, groups, layer, head, batch, ablate)
 
     untouched = effects(lambda part: nullcontext())
+
+    def change_under(ablate: Callable[[slice], AbstractContextManager[object]]) -> Effects:
+        return {name: value - untouched[name] for name, value in effects(ablate).items()}
+
     rows = []
     for ablation in _ablations(model, layer, head, direction, rank, groups, ids.shape[1]):
         say(ablation.name)
-        change = effects(ablation.ablate).less(untouched)
-        controls = [
-            effects(functools.partial(ablation.control, seed)).less(untouched) for seed in range(CONTROLS)
-        ]
-        for name, value in untouched.values.items():
-            by_seed = torch.stack([effect.values[name] for effect in controls])
+        change = change_under(ablation.ablate)
+        controls = [change_under(functools.partial(ablation.control, seed)) for seed in range(CONTROLS)]
+        for name, value in untouched.items():
+            by_seed = torch.stack([effect[name] for effect in controls])
             control = by_seed.mean(dim=0)
-            beyond, error = _mean(change.values[name] - control)
-            of_seeds = (
-                torch.stack([torch.tensor(_mean(values)[0]) for values in by_seed]).std() / CONTROLS**0.5
-            )
+            beyond, error = _mean(change[name] - control)
+            of_seeds = torch.tensor([_mean(values)[0] for values in by_seed]).std() / CONTROLS**0.5
             rows.append(
                 {"ablation": ablation.name, "measure": name}
                 | {"untouched": _mean(value)[0]}
-                | dict(zip(("change", "change_se"), _mean(change.values[name]), strict=True))
+                | dict(zip(("change", "change_se"), _mean(change[name]), strict=True))
                 | dict(zip(("control", "control_se"), _mean(control), strict=True))
                 | {"beyond": beyond, "beyond_se": math.hypot(error, float(of_seeds))}
                 | {"contexts": int(value.isfinite().sum())}
@@ -228,7 +222,7 @@ def _effects(
     head: int,
     batch: int,
     ablate: Callable[[slice], AbstractContextManager[object]],
-) -> _Effects:
+) -> Effects:
     batches: list[dict[str, Tensor]] = []
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
@@ -250,7 +244,7 @@ def _effects(
         for later, eta in enumerate(tap.eta, start=layer + 1):
             values[f"η² in layer {later}"] = eta
         batches.append(values)
-    return _Effects({name: torch.cat([values[name] for values in batches]) for name in batches[0]})
+    return {name: torch.cat([values[name] for values in batches]) for name in batches[0]}
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:

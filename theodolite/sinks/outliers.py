@@ -104,14 +104,12 @@ def find_outliers(
     contexts, length = corpus.contexts.shape
     batch = batch_of(corpus, None)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    baselines = _BaselinePass(model, _subset(corpus, order[:batch].sort().values), seed)
-    _run(baselines, batch)
     tokens = contexts * length
     stream, heads = (
         Activations(torch.stack([layer.bounds(tokens, thresholds.level) for layer in of]), length, thresholds)
-        for of in (baselines.of_stream, baselines.of_heads)
+        for of in _baselines(model, _subset(corpus, order[:batch].sort().values))
     )
-    _run(_CountingPass(model, corpus, seed, stream, heads), batch, show_progress)
+    _OutlierPass(model, corpus, stream.update, heads.update).run(Progress(contexts, show=show_progress))
     text = token_text(model)
     state, head_state = stream.state(), heads.state()
     later = contexts * (length - 1)
@@ -144,18 +142,22 @@ def _subset(corpus: Corpus, chosen: Tensor) -> Corpus:
     return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
 
 
-def _run(
-    outlier_pass: _OutlierPass, batch: int, show_progress: ShowProgress = lambda done, total: None
-) -> None:
-    outlier_pass.batch = batch
-    outlier_pass.run(Progress(outlier_pass.total, show=show_progress))
+TakeIn = Callable[[int, Tensor, Tensor, int], None]
+"""Takes in (layer, values, ids, first context); values are (batch, positions, parts, width)."""
 
 
 class _OutlierPass(CorpusPass):
-    """What all three passes share: the stream is one part per token, the heads' outputs are H."""
+    """Hands on the stream, which is one part per token, and the heads' outputs, which are H."""
 
-    ids: Tensor
-    first: int
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        take_stream: TakeIn,
+        take_heads: TakeIn = lambda layer, output, ids, first: None,
+    ) -> None:
+        super().__init__(model, corpus, 0, batch_of(corpus, None))
+        self.take_stream, self.take_heads = take_stream, take_heads
 
     @property
     def accumulators(self) -> Mapping[str, Activations]:
@@ -169,64 +171,37 @@ class _OutlierPass(CorpusPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
         refuse_bad_numbers(layer, hidden)
-        self.add_stream(layer, hidden[:, :, None])
+        self.take_stream(layer, hidden[:, :, None], self.ids, self.first)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """The model's own output."""
         output = attend(inputs)
-        self.add_heads(layer, output)
+        self.take_heads(layer, output, self.ids, self.first)
         return output
 
-    def add_stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the stream, (batch, positions, 1, width)."""
-        raise NotImplementedError
 
-    def add_heads(self, layer: int, output: Tensor) -> None:
-        """Take in the heads' outputs, (batch, positions, heads, value_width)."""
+def _baselines(model: OpenModel, corpus: Corpus) -> tuple[list[LayerBaseline], list[LayerBaseline]]:
+    """The baselines of the stream and of the heads' outputs in each layer, from one batch, position 0 left out."""
+    of_stream: list[LayerBaseline] = []
+    of_heads: list[LayerBaseline] = []
 
+    def into(baselines: list[LayerBaseline]) -> TakeIn:
+        def take(layer: int, hidden: Tensor, ids: Tensor, first: int) -> None:
+            tokens = hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
+            baseline = LayerBaseline.of(tokens)
+            baselines.append(LayerBaseline(*(value.cpu() for value in vars(baseline).values())))
 
-class _BaselinePass(_OutlierPass):
-    """Each layer's baseline, from one batch, position 0 left out."""
+        return take
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int) -> None:
-        super().__init__(model, corpus, seed, batch_of(corpus, None))
-        self.of_stream: list[LayerBaseline] = []
-        self.of_heads: list[LayerBaseline] = []
-
-    def add_stream(self, layer: int, hidden: Tensor) -> None:
-        self.of_stream.append(self._of(hidden))
-
-    def add_heads(self, layer: int, output: Tensor) -> None:
-        self.of_heads.append(self._of(output))
-
-    def _of(self, hidden: Tensor) -> LayerBaseline:
-        baseline = LayerBaseline.of(
-            hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
-        )
-        return LayerBaseline(*(value.cpu() for value in vars(baseline).values()))
-
-
-class _CountingPass(_OutlierPass):
-    """Feeds both accumulators."""
-
-    def __init__(
-        self, model: OpenModel, corpus: Corpus, seed: int, of_stream: Activations, of_heads: Activations
-    ) -> None:
-        super().__init__(model, corpus, seed, batch_of(corpus, None))
-        self.of_stream, self.of_heads = of_stream, of_heads
-
-    def add_stream(self, layer: int, hidden: Tensor) -> None:
-        self.of_stream.update(layer, hidden, self.ids, self.first)
-
-    def add_heads(self, layer: int, output: Tensor) -> None:
-        self.of_heads.update(layer, output, self.ids, self.first)
+    _OutlierPass(model, corpus, into(of_stream), into(of_heads)).run(Progress(len(corpus.contexts)))
+    return of_stream, of_heads
 
 
 class _FollowingPass(_OutlierPass):
     """Follows every (dimension, token) that is massive in some layer through all of them, batch by batch."""
 
     def __init__(self, model: OpenModel, corpus: Corpus, rules: Activations, dimensions: list[int]) -> None:
-        super().__init__(model, corpus, 0, batch_of(corpus, None))
+        super().__init__(model, corpus, self._follow)
         self.rules, self.dimensions = rules, dimensions
         self.values: list[Tensor] = []
         self.massive: list[Tensor] = []
@@ -236,7 +211,7 @@ class _FollowingPass(_OutlierPass):
         super().begin(first, ids)
         self.values, self.massive = [], []
 
-    def add_stream(self, layer: int, hidden: Tensor) -> None:
+    def _follow(self, layer: int, hidden: Tensor, ids: Tensor, first: int) -> None:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         published, adaptive = self.rules.massive(layer, hidden.abs())
         self.values.append(hidden[:, :, 0, self.dimensions].double().cpu())
@@ -354,7 +329,7 @@ def _growth(
         return pd.DataFrame(columns=GROWTH)
     chosen = torch.tensor(_followed(carriers, *corpus.contexts.shape))
     following = _FollowingPass(model, _subset(corpus, chosen), rules, sorted(set(carriers["dimension"])))
-    _run(following, batch_of(corpus, None))
+    following.run(Progress(len(chosen)))
     tables = []
     for (dimension, token, first), places in sorted(following.followed.items()):
         value, share = torch.stack(places).mean(0).numpy()

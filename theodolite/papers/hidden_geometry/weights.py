@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import WorkError
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
+from theodolite.models.head_weights import no_head_matrix
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
 from theodolite.report.data import Floats, evenly, need
@@ -197,7 +198,7 @@ def _figure_4(study: Study) -> Outcome:
     model = study.require_model()
     layers, without = _split(model, _basis(study))
     if not layers:
-        raise UsageError(f"{model.id}: queries and keys are no affine function of their input in any layer")
+        raise no_head_matrix(model.id)
     corner = corner_of(model.width)
     table = _table(layers, corner)
     shape = (model.layers, model.heads)
