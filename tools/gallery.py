@@ -182,9 +182,9 @@ def _folder_of(trained: tuple[str, str] | None) -> str:
 
 
 def _alone() -> set[str]:
-    from theodolite.papers.catalogue import stand_alone
+    from theodolite.papers.catalogue import need_no_model
 
-    return {name for name, experiment in EXPERIMENTS.items() if stand_alone([experiment])}
+    return {name for name, experiment in EXPERIMENTS.items() if need_no_model([experiment])}
 
 
 def _missing(name: str) -> list[str]:

@@ -204,7 +204,7 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
     assert "paper" in stdout
     assert "here" in stdout
     assert "criterion: at most" in " ".join(stdout.split())
-    left_out = "geometry/figure2 is left out: geometry/figure2 needs contexts with at least two labels"
+    left_out = "geometry/figure2 is skipped: geometry/figure2 needs contexts with at least two labels"
     assert left_out in " ".join(stdout.split())
     assert stdout.rstrip().endswith(f"Page: {out}/reproduce/index.html")
     assert (out / "report" / "index.html").is_file()
@@ -259,7 +259,7 @@ def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
     assert status == 0, stderr
     said = " ".join(stdout.split())
     assert "With stronger κ₂ the attention entropy increases" in said
-    assert "localization/figure9 is left out: the grid has no training of 3 layers" in said
+    assert "localization/figure9 is skipped: the grid has no training run of 3 layers" in said
     assert said.endswith(f"Page: {grid}/reproduce/index.html")
     assert (grid / "reproduce" / "localization-figure1" / "index.html").is_file()
     status, stdout, _ = call("reproduce", "localization/fig7", grid, "--json")
@@ -317,7 +317,7 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         ),
         "a grid's figure without a grid": (
             ["reproduce", "localization/figure8", model],
-            "give the folder that `theodolite train locater` wrote",
+            "pass the folder that `theodolite train locater` wrote",
         ),
         "theory with a model": (["reproduce", "localization/figure1", model], "leave out MODEL"),
         "a grid of nothing": (

@@ -169,10 +169,7 @@ def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
     draw_the_first(tab)
     controls = "a[href], button, select, summary, [tabindex='0']"
-    expected = tab.evaluate(
-        f'[...document.querySelectorAll("{controls}")].filter(one => one.checkVisibility()).length'
-    )
-    for _ in range(expected + 40):
+    for _ in range(2000):  # figures that are drawn as they come into view add buttons
         tab.keyboard.press("Tab")
         ended = tab.evaluate(
             """() => {

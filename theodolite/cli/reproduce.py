@@ -135,7 +135,7 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
         folder = Path(request.model)
         return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
-        raise UsageError(f"{name} is read from training runs: give the folder that `{command}` wrote")
+        raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
     if need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]

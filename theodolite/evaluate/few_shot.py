@@ -138,7 +138,7 @@ def right_answers(
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
     batch = batch_of_prompts(ids.shape[1], batch)
-    device = next(model.parameters()).device
+    device = next((weight.device for weight in model.parameters()), ids.device)
     right = []
     for first in range(0, len(ids), batch):
         show_progress(first, len(ids))

@@ -111,7 +111,7 @@ def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path)
     assert (tmp_path / "pages" / "sinks-escape" / "index.html").is_file()
     refused = runner.invoke(app, ["reproduce", "sinks/escape"])
     assert refused.exit_code == 2
-    assert "give the folder that `theodolite train escape` wrote" in refused.output
+    assert "pass the folder that `theodolite train escape` wrote" in refused.output
     (folder.parent / "begun").mkdir()
     (folder.parent / "begun" / "escape.json").write_text("{}")
     with pytest.raises(UsageError, match="no seed whose models are all trained"):

@@ -27,7 +27,7 @@ from theodolite.papers.experiment import Study
 from theodolite.passes.prompts import Focus
 from theodolite.passes.survey import spectra
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.drawing.traces import kept, release_map
+from theodolite.report.drawing.traces import release_map, release_scatter
 from theodolite.report.outcome_page import render
 from theodolite.sinks.trace import trace_sinks
 
@@ -140,7 +140,7 @@ def test_layers_have_whole_ticks(layers, step):
     table = pd.DataFrame({"layer": list(layers)}).assign(
         head=0, before=0.1, released=0.2, gain_se=0.01, released_layer=3
     )
-    bar = kept(table).data[1].marker.colorbar
+    bar = release_scatter(table).data[1].marker.colorbar
     assert (bar.dtick, bar.tickformat) == (step, "d")
 
 

@@ -31,7 +31,7 @@ from theodolite.papers.hidden_geometry.positions_while_learned import (
 from theodolite.papers.training.task_models import TaskModelConfig, train_task_model
 from theodolite.papers.training.tasks import Additions
 from theodolite.passes.survey import survey
-from theodolite.report.drawing.training import step_places
+from theodolite.report.drawing.training import log_step_axis
 
 SERIES, ADDITION = TRAINING
 SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm": 0.5}
@@ -189,7 +189,7 @@ def test_the_error_of_a_share_is_binomial(share):
 
 def test_step_zero_has_a_place_on_the_logarithmic_axis():
     """Oracle: decades, with step 0 half a decade before the first."""
-    np.testing.assert_allclose(step_places([0, 10, 100]), [0.5, 1, 2])
+    np.testing.assert_allclose(log_step_axis([0, 10, 100]), [0.5, 1, 2])
 
 
 @pytest.mark.parametrize(("share", "known"), [(0.89, False), (0.91, False), (0.96, True), (1.0, True)])
