@@ -8,7 +8,8 @@ RUN := runs/demo
 export PYTHONDONTWRITEBYTECODE :=
 
 # Shapes and types of every call are checked where the formulas are tested; elsewhere that would double the time.
-TYPED := theodolite.attention,theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
+# Not in attention.kernels: Triton reads the source of its functions.
+TYPED := theodolite.attention.inputs,theodolite.attention.key_masking,theodolite.attention.piecewise,theodolite.attention.summary,theodolite.attention.triton,theodolite.theory,theodolite.accumulate,theodolite.measure,theodolite.models
 CHECKED := tests/attention tests/theory tests/accumulate tests/measure tests/models
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

@@ -33,8 +33,8 @@ class AttentionInputs:
     The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
     see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
     `g·G … (g+1)·G − 1`, `G = heads / key_heads`. A mask or
-    bias with one batch entry is that of all contexts, a mask with one head that of all heads, a bias with one query
-    that of all queries.
+    bias with one batch entry is that of all contexts, with one head that of all heads, a bias with one query that of
+    all queries.
 
     A bias of −∞ or near its dtype's lowest value (`hidden_below`) is how others write a mask: it is taken out of
     `bias`, and `mask` hides the key, in place of `causal`.
@@ -47,7 +47,7 @@ class AttentionInputs:
     causal: bool
     mask: Bool[Tensor, "mask_batch mask_heads queries keys"] | None = None
     softcap: float | None = None
-    bias: Float[Tensor, "bias_batch heads bias_queries keys"] | None = None
+    bias: Float[Tensor, "bias_batch bias_heads bias_queries keys"] | None = None
     sink: Float[Tensor, " heads"] | None = None
 
     def __post_init__(self) -> None:
