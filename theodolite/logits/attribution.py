@@ -28,13 +28,12 @@ from theodolite.theory.decomposition import Decomposition, decompose_around
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
 SCORED_CONTEXTS = 8
-SCORED_TOKENS = 1024
-"""Repeated random sequences on which every head is scored: 8, or fewer of more tokens than that, but 2."""
+SCORED_TOKENS = 2048
+"""Repeated random sequences on which every head is scored: 8, or at least 2 where these are more tokens than that."""
 
 CONTEXTS = 16
-ATTRIBUTED_TOKENS = 2048
 LONGEST = 256
-"""Repeated random sequences for the attribution, their tokens at most, and those of one of them."""
+"""Repeated random sequences for the attribution, and their tokens at most: a fixed cost, one pass of 4096 tokens."""
 
 BEST = 3
 """So many heads of each pattern are attributed whatever their score."""
@@ -118,9 +117,7 @@ class AttributionPass:
         self.model = model
         self.mean = mean
         self.pos = pos
-        length = min(pos.shape[1], LONGEST)
-        contexts = contexts_within(ATTRIBUTED_TOKENS, length, 1, CONTEXTS)
-        self.ids, self.patterns = repeated_patterns(model, length, contexts, seed)
+        self.ids, self.patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
         self.chosen = _choose(scores) if self.patterns and not scores.isnan().any() else {}
         self.total = 1 + max(self.chosen, default=0)
         self.notes: dict[str, Any] = {"refused": {}}
