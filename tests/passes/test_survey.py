@@ -318,6 +318,13 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
             with pytest.raises(KeyboardInterrupt):
                 survey(model, corpus, tmp_path / "parts", show_progress=stop)
             assert set(begun) <= set(names[max(0, number - (step == 0)) :])
+        begun.clear()
+        with pytest.raises(KeyboardInterrupt):  # between checkpoints, with nothing saved before
+            survey(model, corpus, tmp_path / f"fresh {name}", show_progress=stop)
+        begun.clear()
+        with pytest.raises(KeyboardInterrupt):
+            survey(model, corpus, tmp_path / f"fresh {name}", show_progress=stop)
+        assert set(begun) <= {name}
     survey(model, corpus, tmp_path / "parts")
     for name in (
         "layers.parquet",
@@ -467,6 +474,8 @@ def test_an_accumulator_of_ones_own_adds_columns(tmp_path, checkpoint, opened, c
     """Oracle: dense hidden states, and queries from weights by parameter name. Stopped in between, twice used."""
     model = opened("gpt2")
     extra = [FourthMoment(model)]
+    with pytest.raises(UsageError, match="two accumulators are called 'moments'"):
+        survey(model, corpus, batch=2, extra=[*extra, FourthMoment(model)])
 
     def stop(what, done, total):
         if done >= 4:

@@ -120,22 +120,21 @@ def _run(
     with _sums_of_this_version(workspace):
         states, unfinished = _resumed(workspace)
     started = time.monotonic() - states.seconds
-    saved = time.monotonic()
+    saved, finished_on_disk = time.monotonic(), len(states.notes)
+
+    def write(name: str, done: int, notes: dict[str, Any], state: State) -> None:
+        nonlocal saved, finished_on_disk
+        if workspace is None:
+            return
+        seconds = time.monotonic() - started
+        progress = {"seconds": seconds, "finished": states.notes, "stage": name, "done": done, "notes": notes}
+        workspace.save_progress(progress, states.tensors | joined({name: state}))
+        saved, finished_on_disk = time.monotonic(), len(states.notes)
 
     def save_while(name: str, running: Pass) -> Callable[[int, bool], None]:
         def save(done: int, must: bool) -> None:
-            nonlocal saved
-            if workspace is None or not (must or time.monotonic() - saved >= checkpoint_seconds):
-                return
-            notes = {
-                "seconds": time.monotonic() - started,
-                "finished": states.notes,
-                "stage": name,
-                "done": done,
-                "notes": running.notes,
-            }
-            workspace.save_progress(notes, states.tensors | joined({name: running.state()}))
-            saved = time.monotonic()
+            if must or time.monotonic() - saved >= checkpoint_seconds:
+                write(name, done, running.notes, running.state())
 
         return save
 
@@ -149,7 +148,14 @@ def _run(
             running.notes.update(unfinished.notes)
             done = unfinished.done
         show = functools.partial(show_progress, stage.title)
-        running.run(Progress(running.total, done, show, save_while(stage.name, running)))
+        try:
+            running.run(Progress(running.total, done, show, save_while(stage.name, running)))
+        except BaseException:
+            if finished_on_disk < len(
+                states.notes
+            ):  # stopped between its checkpoints: what came before is whole
+                write(stage.name, 0, {}, {})
+            raise
         states.add(stage.name, running)
     states.seconds = time.monotonic() - started
     return states

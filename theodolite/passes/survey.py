@@ -14,6 +14,7 @@ import torch
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
@@ -83,6 +84,16 @@ def survey(
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
+
+
+def _check_names(extra: Sequence[Extra]) -> None:
+    """Their sums are kept, and told apart, by name."""
+    for number, accumulator in enumerate(extra):
+        name = getattr(accumulator, "name", "")
+        if not name:
+            raise UsageError(f"extra: {type(accumulator).__name__} has no name: give its class one")
+        if name in [other.name for other in extra[:number]]:
+            raise UsageError(f"extra: two accumulators are called {name!r}: give each a name of its own")
 
 
 def survey_heads(
@@ -160,7 +171,12 @@ def spectra(
 def survey_fingerprint(
     model: OpenModel, corpus: Corpus, batch: int, seed: int, extra: Sequence[Extra] = ()
 ) -> dict[str, Any]:
-    """What decides every byte of a survey."""
+    """What decides every byte of a survey.
+
+    Raises:
+        UsageError: an added accumulator has no name, or that of another.
+    """
+    _check_names(extra)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
 

@@ -106,7 +106,7 @@ def from_survey(run: Run, source: str) -> Prediction:
 
 
 def regime_of_curve(curve: Floats) -> np.ndarray:
-    """The name of the regime that a curve has, by the rules of `theory.regime`, off its means in `BINS` bins.
+    """The name of the regime that a curve has, by the rules of `theory.regimes.regime`, off its means in `BINS` bins.
 
     Args:
         curve: (heads, T); positions that are NaN (beyond a window) are left out. A head without any is undefined.

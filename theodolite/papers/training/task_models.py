@@ -71,7 +71,7 @@ PUBLISHED = {
     "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
     "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
 }
-"""Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `loop.py`."""
+"""Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `training_loop.py`."""
 
 ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a step at these lengths, this one little."""
