@@ -7,10 +7,11 @@ too, on the same kind of device. What a worker does is in `ray_workers.py`.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter, deque
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from theodolite.passes.ray_workers import (
     Job,
     WorkerLost,
     Workers,
+    answered,
     connected,
     fetched,
     given_up,
@@ -123,12 +125,13 @@ def survey_on_ray(
 
 @dataclass(frozen=True)
 class _Shard:
-    """Contexts that a worker reads, and the reference to its answer."""
+    """Contexts that a worker reads, and the references to its answer: that they were read, and the sums."""
 
     first: int
     last: int
     worker: int
-    answer: Any
+    read: Any
+    sums: Any
 
     @property
     def doing(self) -> str:
@@ -143,69 +146,65 @@ class _ShardedPass(SurveyPass):
         super().__init__(model, job.corpus, job.seed, job.batch, job.extra)
         self._workers, self._say = workers, say
         self._directions: Any = None
-        self._places: dict[int, str] = {}
         self._lost: Counter[int] = Counter()  # by the first context of a shard
-        self._gone: set[int] = set()  # workers that went with their node
+        self._todo: list[tuple[int, int]] = []  # a heap: whichever shard is waited for is given first
+        self._under_way: dict[int, _Shard] = {}  # by the first context
 
     def run(self, progress: Progress) -> None:
         """As `CorpusPass.run`: the sums are whole between shards."""
         done = progress.done
-        todo = deque(shards(self.total, self.batch, done))
-        under_way: list[_Shard] = []
+        self._todo = list(shards(self.total, self.batch, done))
         progress.checkpoint(done)
         while done < self.total:
-            under_way += self._given(todo, under_way, done)
-            head = next(shard for shard in under_way if shard.first == done)
-            if not imported_ray().wait([head.answer], timeout=SECONDS)[0]:
-                progress.report(done)
+            self._give_shards(done)
+            head = self._under_way.get(done)
+            if head is None:  # no worker is alive
+                time.sleep(SECONDS)
+            elif imported_ray().wait([head.read], timeout=SECONDS)[0] and self._merge(head):
+                done = head.last
+                progress.checkpoint(done)
                 continue
-            under_way.remove(head)
-            try:
-                self._merge(head)
-            except WorkerLost as error:
-                self._lose(head, error)
-                todo.appendleft((head.first, head.last))
-                continue
-            done = head.last
-            progress.checkpoint(done)
+            progress.report(done)
 
-    def _given(self, todo: deque[tuple[int, int]], under_way: list[_Shard], done: int) -> list[_Shard]:
-        """Shards for the workers that have answered; those that are gone get none while there are others."""
+    def _give_shards(self, done: int) -> None:
+        """Give shards to the workers that are alive and idle, first those that were lost."""
+        ended = {first: shard for first, shard in self._under_way.items() if answered(shard.read)}
+        for shard in ended.values():
+            self._taken(shard, shard.read)
         if done and self._directions is None:
             self._directions = imported_ray().put(self.sketches.state()["directions"])
+        busy = {shard.worker for first, shard in self._under_way.items() if first not in ended}
         # The directions that all sketches see are those of the first shard, which is one batch.
-        room = (AHEAD * self._workers.count if done else 1) - len(under_way)
-        busy = {shard.worker for shard in under_way if not _answered(shard)}
-        everybody = set(range(self._workers.count))
-        free = sorted((everybody - self._gone or everybody) - busy)
-        if not under_way and not free:
-            free = sorted(everybody)
-        return [self._assigned(worker, *todo.popleft()) for worker in free[: min(room, len(todo))]]
+        room = (AHEAD * self._workers.count if done else 1) - len(self._under_way)
+        idle = [worker for worker in self._workers.alive() if worker not in busy]
+        for worker in idle[: min(room, len(self._todo))]:
+            first, last = heapq.heappop(self._todo)
+            call = self._workers[worker].read.options(num_returns=2)
+            self._under_way[first] = _Shard(first, last, worker, *call.remote(first, last, self._directions))
 
-    def _assigned(self, worker: int, first: int, last: int) -> _Shard:
-        answer = self._workers[worker].read.remote(first, last, self._directions)
-        return _Shard(first, last, worker, answer)
+    def _merge(self, shard: _Shard) -> bool:
+        """Whether the sums of a shard that was read are still there, and now in this pass's."""
+        sums = self._taken(shard, shard.sums)
+        if sums is None:
+            return False
+        self.merge(unpacked(sums))
+        del self._under_way[shard.first]
+        return True
 
-    def _merge(self, shard: _Shard) -> None:
-        place, state = fetched(shard.answer, shard.doing)
-        self.merge(unpacked(state))
-        self._gone.discard(shard.worker)
-        before = self._places.setdefault(shard.worker, place)
-        if before != place:
-            self._places[shard.worker] = place
-            self._say(f"the worker on {before} died; one on {place} {shard.doing}")
-
-    def _lose(self, shard: _Shard, error: WorkerLost) -> None:
-        self._lost[shard.first] += 1
-        if self._lost[shard.first] >= DEATHS:
-            raise given_up(shard.doing) from error
-        self._gone.add(shard.worker)
-        place = self._places.get(shard.worker, "a node")
-        self._say(f"the worker on {place} was lost when it {shard.doing}; another takes over")
-
-
-def _answered(shard: _Shard) -> bool:
-    return bool(imported_ray().wait([shard.answer], timeout=0, fetch_local=False)[0])
+    def _taken(self, shard: _Shard, reference: Any) -> Any:
+        """A part of the answer; None if it is lost: then the shard is to be read again."""
+        try:
+            return fetched(reference, shard.doing)
+        except WorkerLost as error:
+            self._lost[shard.first] += 1
+            if self._lost[shard.first] >= DEATHS:
+                raise given_up(shard.doing) from error
+            del self._under_way[shard.first]
+            heapq.heappush(self._todo, (shard.first, shard.last))
+            self._workers.lose(shard.worker)
+            place = self._workers.places[shard.worker]
+            self._say(f"the worker on {place} was lost when it {shard.doing}; another takes over")
+            return None
 
 
 class _RemotePass:
@@ -221,17 +220,27 @@ class _RemotePass:
     def run(self, progress: Progress) -> None:
         """Wait for the worker, and hear of Ctrl-C."""
         progress.checkpoint(0)
-        ray, tensors = imported_ray(), imported_ray().put(packed(self._tensors))
+        tensors = imported_ray().put(packed(self._tensors))
         doing = f"was {TITLES[self._name]}"
-        for number in range(DEATHS):
-            answer = self._workers[number % self._workers.count].later.remote(self._name, tensors)
-            while not ray.wait([answer], timeout=SECONDS)[0]:
+        for _ in range(DEATHS):
+            worker = self._first_alive(progress)
+            answer = self._workers[worker].later.remote(self._name, tensors)
+            while not imported_ray().wait([answer], timeout=SECONDS)[0]:
                 progress.report(0)
-            with suppress(WorkerLost):
+            try:
                 self._state, self.notes = fetched(answer, doing)
+            except WorkerLost:
+                self._workers.lose(worker)
+            else:
                 progress.checkpoint(1)
                 return
         raise given_up(doing)
+
+    def _first_alive(self, progress: Progress) -> int:
+        while not (alive := self._workers.alive()):
+            time.sleep(SECONDS)
+            progress.report(0)
+        return alive[0]
 
     def state(self) -> State:
         """What the worker found."""

@@ -1,7 +1,7 @@
 """Workers on a Ray cluster: what each opens and does, how they are reached, and what travels.
 
-Ray restarts a worker that dies, on whatever node has room, and makes its call again; so nothing is ever counted twice.
-What the answers mean, and in which order they are taken in, is not known here. Ray is imported when it is used.
+Ray restarts a worker that dies, on whatever node has room; until there is room, the others do its work. What the
+answers mean, and in which order they are taken in, is not known here. Ray is imported when it is used.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ class Worker:
         self.job = job
         self._model: OpenModel | None = None
 
-    def read(self, first: int, last: int, directions: Tensor | None) -> tuple[str, Packed]:
-        """Where this runs, and what a pass over these contexts only sums.
+    def place(self) -> str:
+        """The node and the process: whoever answers is alive."""
+        return f"node {_node()}, process {os.getpid()}"
+
+    def read(self, first: int, last: int, directions: Tensor | None) -> tuple[bool, Packed]:
+        """That it was read, and what a pass over these contexts only sums: two objects, the first of which is small.
 
         `directions` are those of the sketches of a pass that began elsewhere.
         """
@@ -85,7 +89,7 @@ class Worker:
         if directions is not None:
             corpus_pass.sketches.look_along(directions)
         corpus_pass.read(first, last)
-        return _place(), packed(corpus_pass.state())
+        return True, packed(corpus_pass.state())
 
     def later(self, name: str, given: Packed) -> tuple[State, dict[str, Any]]:
         """The state and the notes of one of the passes that follow the text."""
@@ -122,28 +126,62 @@ class Worker:
 
 
 class Workers:
-    """Handles of workers that Ray starts, with the first call, and starts again; they end with the handles."""
+    """Handles of workers that Ray starts, with the first call, and starts again; they end with the handles.
+
+    A call to a worker that died fails at once, and is nobody's until the driver gives it to another: where a node is
+    lost, Ray itself would wait for room that may never come.
+    """
 
     def __init__(self, job: Job, count: int) -> None:
         self.job = job
         self.count = count
+        self.places: dict[int, str] = {}
+        """Where each worker was when it last answered."""
         self._reference: Any = None  # for as long as a worker may be started again with it
         self._handles: list[Any] = []
+        self._asked: dict[int, Any] = {}  # by worker that has not answered yet, or was lost: where it is
 
     def __getitem__(self, number: int) -> Any:
-        if not self._handles:
-            ray, job = imported_ray(), self.job
-            resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
-            actor = ray.remote(Worker).options(
-                scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=DEATHS - 1, **resources
-            )
-            self._reference = ray.put(job)
-            self._handles = [actor.remote(self._reference) for _ in range(self.count)]
         return self._handles[number]
+
+    def alive(self) -> list[int]:
+        """Workers that have answered since they were last lost; those that have not are asked (again)."""
+        if not self._handles:
+            self._start()
+        ray = imported_ray()
+        for number, place in list(self._asked.items()):
+            if not answered(place):
+                continue
+            try:
+                self.places[number] = ray.get(place)
+                del self._asked[number]
+            except ray.exceptions.RayError:
+                self.lose(number)
+        return [number for number in range(self.count) if number not in self._asked]
+
+    def lose(self, number: int) -> None:
+        """A call to this worker was lost: it gets none until it answers."""
+        self._asked[number] = self[number].place.remote()
+
+    def _start(self) -> None:
+        ray, job = imported_ray(), self.job
+        resources = {"num_cpus": 1, "num_gpus": 1} if job.device == "cuda" else {"num_cpus": job.threads}
+        actor = ray.remote(Worker).options(
+            scheduling_strategy="SPREAD", max_restarts=-1, max_task_retries=0, **resources
+        )
+        self._reference = ray.put(job)
+        self._handles = [actor.remote(self._reference) for _ in range(self.count)]
+        for number in range(self.count):
+            self.lose(number)
+
+
+def answered(reference: Any) -> bool:
+    """Whether a call has ended, well or not; nothing is fetched."""
+    return bool(imported_ray().wait([reference], timeout=0, fetch_local=False)[0])
 
 
 class WorkerLost(Exception):
-    """Ray gave a call up: its worker died too often, or with its node."""
+    """The worker died, or its node was lost: there is no answer."""
 
 
 def fetched(answer: Any, doing: str) -> Any:
@@ -156,7 +194,7 @@ def fetched(answer: Any, doing: str) -> Any:
     Raises:
         TheodoliteError, MemoryError, OutOfMemoryError: what the worker raised.
         WorkError: it failed in another way.
-        WorkerLost: there is no answer any more.
+        WorkerLost: there is no answer, or it went with its node.
     """
     ray = imported_ray()
     try:
@@ -180,10 +218,6 @@ def given_up(doing: str) -> WorkError:
 
 def _node() -> str:
     return str(imported_ray().util.get_node_ip_address())
-
-
-def _place() -> str:
-    return f"node {_node()}, process {os.getpid()}"
 
 
 def packed(state: dict[str, Tensor]) -> Packed:
