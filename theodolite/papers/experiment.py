@@ -103,6 +103,17 @@ class Study:
             raise UsageError("this experiment needs the model as well as the run: pass it too")
         return self.model
 
+    def require_training(self, key: str, purpose: str, command: str) -> dict[str, Any]:
+        """What the run's provenance says under `key` of a folder of training runs.
+
+        Raises:
+            UsageError: it says nothing; the message begins with `purpose` and names the `command` that writes one.
+        """
+        training: dict[str, Any] | None = self.run.provenance.get(key)
+        if training is None:
+            raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
+        return training
+
     def other_run(self) -> Run:
         """The survey of the second text."""
         return self.random_run() if self.other is None else self._survey_of(self.other)

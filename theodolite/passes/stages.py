@@ -151,9 +151,8 @@ def _run(
         try:
             running.run(Progress(running.total, done, show, save_while(stage.name, running)))
         except BaseException:
-            if finished_on_disk < len(
-                states.notes
-            ):  # stopped between its checkpoints: what came before is whole
+            # Stopped before its first save: the stages before it are whole.
+            if finished_on_disk < len(states.notes):
                 write(stage.name, 0, {}, {})
             raise
         states.add(stage.name, running)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import GROUPS, State
+from theodolite.accumulate.sums import GROUPS, State, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError, WorkError
@@ -145,8 +145,8 @@ class GeometryReader:
 
     def _geometry(self, step: int, sums: State, spectra: bool, started: float) -> Geometry:
         """The tables from the sums of all processes."""
-        attention = _part(sums, "attention.")
-        columns = _head_columns(attention, _part(sums, "queries."))
+        attention = part_of(sums, "attention")
+        columns = _head_columns(attention, part_of(sums, "queries"))
         if spectra:
             columns |= _spectra(self.model, attention)
         layers, heads = self.model.layers, self.model.heads
@@ -154,7 +154,7 @@ class GeometryReader:
             "layer": [layer for layer in range(layers) for _ in range(heads)],
             "head": list(range(heads)) * layers,
         }
-        table = pd.DataFrame(_residual_rows(_part(sums, "residual."), self.ids.shape[1]))
+        table = pd.DataFrame(_residual_rows(part_of(sums, "residual"), self.ids.shape[1]))
         return Geometry(step, pd.DataFrame(places | columns), table, time.perf_counter() - started)
 
 
@@ -304,10 +304,6 @@ def _by_distance(
     counts = torch.bincount(index)
     sums = weights.new_zeros(weights.shape[0], len(counts)).index_add_(1, index, weights.flatten(1))
     return (sums / counts)[:, counts >= QUERIES // 2]
-
-
-def _part(sums: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): tensor for name, tensor in sums.items() if name.startswith(prefix)}
 
 
 def _residual_rows(residual: State, length: int) -> list[dict[str, float]]:

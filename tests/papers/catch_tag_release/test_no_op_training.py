@@ -9,22 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GptOssForCausalLM
 
+from tests.papers.training.test_embedded_training import SMALL as ONE_LAYER
 from tests.papers.training.test_embedded_training import quiet, sources
 from theodolite.errors import UsageError
 from theodolite.papers.catch_tag_release.no_op_training import held_out_of, place_of, train_no_op_models
-from theodolite.papers.training.embedded_model import NO_OPS, EmbeddedConfig, build
+from theodolite.papers.training.embedded_model import NO_OPS, build
 
-SMALL = EmbeddedConfig(
-    layers=2,
-    heads=2,
-    width=16,
-    length=16,
-    vocabulary=270,
-    batch=4,
-    steps=8,
-    checkpoint_every=4,
-    bfloat16=False,
-)
+SMALL = replace(ONE_LAYER, layers=2, steps=8, checkpoint_every=4)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES
-from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import Criterion, Verdict
@@ -170,11 +169,8 @@ def _order(names: pd.Series) -> pd.Series:
 
 
 def _make(study: Study) -> Outcome:
-    training = study.run.provenance.get("few_shot")
-    if training is None:
-        raise UsageError(
-            f"sinks/figure3 is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
-        )
+    purpose = "sinks/figure3 is read from a folder of training runs"
+    training = study.require_training("few_shot", purpose, COMMAND)
     return shots_outcome(shots_table(Path(training["folder"]), study.say), training)
 
 

@@ -214,11 +214,8 @@ def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
 
 
 def _make(study: Study) -> Outcome:
-    training = study.run.provenance.get("escapes")
-    if training is None:
-        raise UsageError(
-            f"sinks/escape is read from a folder of training runs: pass the folder that `{COMMAND}` wrote"
-        )
+    purpose = "sinks/escape is read from a folder of training runs"
+    training = study.require_training("escapes", purpose, COMMAND)
     return no_op_outcome(no_op_table(Path(training["folder"]), study.say), training)
 
 

@@ -317,13 +317,8 @@ def _figure_7(study: Study) -> Outcome:
 
 
 def _grid_of(study: Study) -> Path:
-    grid = study.run.provenance.get("grid")
-    if grid is None:
-        raise UsageError(
-            "figures 6 to 12 of localization are read from a grid of training runs: pass the folder "
-            "that `theodolite train locater` wrote"
-        )
-    return Path(grid["folder"])
+    purpose = "figures 6 to 12 of localization are read from a grid of training runs"
+    return Path(study.require_training("grid", purpose, "theodolite train locater")["folder"])
 
 
 def grid_run(folder: str | Path) -> Run:
