@@ -12,13 +12,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import each_part
-from theodolite.attention.inputs import AttentionInputs, softmax
+from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
 from theodolite.measure.constituents import COARSE, GROUPS, paired_groups, share_sums
+from theodolite.system.threads import parallel_map
 from theodolite.theory.decomposition import PARTS
 
 ATTRIBUTED = (*GROUPS, "additive")
 """The groups of constituents, and the bias that a family may add to logits."""
+
+CACHED = 1 << 17
+"""Logits of a block that a core works on at once: of few heads those of several contexts, which its cache holds."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,11 @@ class Attribution:
 
 def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
     """Mean attention along each pattern, over contexts and the pattern's queries."""
-    batch, device = inputs.query.shape[0], inputs.query.device
-    sums = each_part(lambda part: _paid(inputs.of_contexts(part), patterns), batch, device)
+    batch, heads, queries, _ = inputs.query.shape
+    entries = heads * min(BLOCK, queries) * inputs.key.shape[2]
+    step = max(1, CACHED // entries) if inputs.query.device.type == "cpu" else batch
+    parts = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
+    sums = parallel_map(lambda part: _paid(inputs.of_contexts(part), patterns), parts)
     counts = torch.tensor([batch * len(p.queries) for p in patterns])
     return torch.stack(sums).sum(dim=0).cpu() / counts[:, None]
 
