@@ -13,16 +13,16 @@ from theodolite.judging import (
     UNDECIDED,
     UNTESTABLE,
     Criterion,
+    Estimate,
     harmless,
     judge,
-    judge_layers,
     reading_order,
 )
 from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
 from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.papers.paired_effects import Effect
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
 
@@ -67,11 +67,11 @@ def test_the_error_of_a_mean_over_layers_is_the_most_it_can_be():
     ],
 )
 def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, expected):
-    verdict = judge("a claim", "a number", value, LOW, error)
+    verdict = judge("a claim", "a number", Estimate(value, error), LOW)
     assert verdict.answer == expected
     assert "criterion: at most 10, a test" in verdict.evidence
     assert ("±" in verdict.evidence) == math.isfinite(error)
-    high = judge("a claim", "a number", -value, Criterion("at least", -10.0, "a test"), error)
+    high = judge("a claim", "a number", Estimate(-value, error), Criterion("at least", -10.0, "a test"))
     assert high.answer == expected
 
 
@@ -88,13 +88,13 @@ def test_a_number_is_judged_by_its_side_and_its_standard_error(value, error, exp
 )
 def test_a_tie_is_no_more_and_no_less(value, error, expected):
     more, less = (Criterion(side, 0.0, "a test") for side in ("more than", "less than"))
-    verdict = judge("a claim", "a number", value, more, error)
+    verdict = judge("a claim", "a number", Estimate(value, error), more)
     assert verdict.answer == expected
-    assert judge("a claim", "a number", -value, less, error).answer == expected
+    assert judge("a claim", "a number", Estimate(-value, error), less).answer == expected
     assert ("equal to it" in verdict.evidence) == (value == 0)
     layers = np.array([value] * 3), np.array([error] * 3)
-    assert judge_layers("a claim", "a number", layers[0], more, layers[1]).answer == expected
-    interval = judge_interval("a claim", "a number", Effect(np.full(3, value)), more)
+    assert judge("a claim", "a number", Estimate(layers[0], layers[1]), more).answer == expected
+    interval = judge("a claim", "a number", Effect(np.full(3, value)), more)
     assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
 
 
@@ -112,7 +112,7 @@ def test_a_tie_is_no_more_and_no_less(value, error, expected):
 )
 def test_nothing_is_larger_than_itself(criterion):
     assert not criterion.met(0.0)
-    assert judge("a claim", "a number", 0.0, criterion, 0.0).answer == UNDECIDED
+    assert judge("a claim", "a number", Estimate(0.0, 0.0), criterion).answer == UNDECIDED
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_nothing_is_larger_than_itself(criterion):
 )
 def test_more_than_half_of_the_layers_decide(values, errors, expected):
     errors = None if errors is None else np.array(errors)
-    verdict = judge_layers("a claim", "a number", np.array(values, dtype=float), LOW, errors)
+    verdict = judge("a claim", "a number", Estimate(np.array(values, dtype=float), errors), LOW)
     assert verdict.answer == expected
 
 

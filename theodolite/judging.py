@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
-from theodolite.system.wording import number, visible, with_error
+from theodolite.system.wording import counted, number, visible, with_error
 
 Floats = npt.NDArray[np.float64]
 
@@ -28,7 +29,62 @@ UNTESTABLE: Answer = "not testable here"
 OPEN = (UNDECIDED, UNTESTABLE)
 
 SIGMAS = 2.0
-"""A number within so many standard errors of its criterion decides nothing."""
+"""Standard errors of a criterion within which a number decides nothing, where it is not known what the error rests on;
+else Student's t at `CONFIDENCE`."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error (NaN: none known) and what the error rests on.
+
+    Attributes:
+        n: how many independent things the error rests on; 0: not known.
+        of: what they are ("seeds").
+    """
+
+    value: float
+    error: float = math.nan
+    n: int = 0
+    of: str = ""
+
+    @classmethod
+    def mean(cls, values: npt.ArrayLike, of: str) -> Estimate:
+        """The mean of independent values, its error s/√n with s² the unbiased variance; one value has none."""
+        values = np.asarray(values, dtype=np.float64)
+        error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(float(values.mean()), error, len(values), of)
+
+    @property
+    def margin(self) -> float:
+        """Half the width of the 95 % interval; NaN where no error is known."""
+        return _sigmas(self.n) * self.error
+
+    def __str__(self) -> str:
+        shown = with_error(self.value, self.error)
+        if self.n:
+            return f"{shown} ({counted(self.n, self.of.removesuffix('s'))})"
+        return shown if math.isfinite(self.error) else f"{shown} (no standard error)"
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """One number a layer, (N,), with their standard errors (N,) and what these rest on, as of an `Estimate`."""
+
+    values: Floats
+    errors: Floats | None = None
+    n: int = 0
+    of: str = ""
+
+    @property
+    def margins(self) -> Floats:
+        """Half the widths of the 95 % intervals; NaN where no error is known."""
+        errors = np.full(np.shape(self.values), np.nan) if self.errors is None else self.errors
+        return _sigmas(self.n) * errors
+
+
+def _sigmas(n: int) -> float:
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else SIGMAS
 
 
 @dataclass(frozen=True)
@@ -44,31 +100,45 @@ class Verdict:
 class Criterion:
     """A limit, the side of it on which the claim holds, and where the limit comes from.
 
-    "More than" and "less than" are for claims that one thing is larger than another: a tie decides neither.
+    "More than" and "less than" are for claims that one thing is larger than another: a tie decides neither. "within" is
+    for claims that two things are similar: their difference is at most the limit in size, its whole interval included.
+    Beyond the limit by less than `negligible` is no difference: a claim of one fails where the interval is so close.
     """
 
-    side: Literal["at most", "at least", "more than", "less than"]
+    side: Literal["at most", "at least", "more than", "less than", "within"]
     limit: float
     source: str
+    negligible: float = 0.0
 
     def met(self, values: Floats | float) -> Floats:
         """Whether each value is on the right side."""
-        signed = np.asarray(values, dtype=np.float64) - self.limit
-        signed = -signed if self.side in ("at most", "less than") else signed
-        return np.asarray(signed > 0 if self._strict else signed >= 0)
+        beyond = self._beyond(values)
+        return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
-    def near(self, values: Floats | float, errors: Floats | float) -> Floats:
-        """Whether each value decides nothing: within `SIGMAS` standard errors (NaN: none known), or a tie."""
-        distance = np.abs(np.asarray(values, dtype=np.float64) - self.limit)
-        tied = distance == 0 if self._strict else np.zeros(distance.shape, dtype=bool)
-        return np.asarray((distance < SIGMAS * np.nan_to_num(errors)) | tied)
+    def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
+        """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie."""
+        beyond, margin = self._beyond(values), np.nan_to_num(margins)
+        low, high = beyond - margin, beyond + margin
+        holds = (low >= 0) & (beyond >= self.negligible) & ((beyond != 0) | (not self._strict))
+        is_negligible = np.maximum(np.abs(low), np.abs(high)) < self.negligible
+        return holds, ((high <= 0) & (beyond < 0)) | is_negligible
+
+    def _beyond(self, values: Floats | float) -> Floats:
+        """How far each value is on the right side of the limit."""
+        values = np.asarray(values, dtype=np.float64)
+        if self.side == "within":
+            return np.asarray(self.limit - np.abs(values))
+        return np.asarray(
+            self.limit - values if self.side in ("at most", "less than") else values - self.limit
+        )
 
     @property
     def _strict(self) -> bool:
         return self.side in ("more than", "less than")
 
     def __str__(self) -> str:
-        return f"criterion: {self.side} {number(self.limit)}, {self.source}"
+        beyond = f" by {number(self.negligible)} at least" if self.negligible else ""
+        return f"criterion: {self.side} {number(self.limit)}{beyond}, {self.source}"
 
 
 def harmless(text: str, limit: int | None = None) -> str:
@@ -91,23 +161,53 @@ def reading_order(name: str) -> tuple[str, bool, str, int]:
     )
 
 
-def judge(claim: str, what: str, value: float, criterion: Criterion, error: float = math.nan) -> Verdict:
-    """Compare one number with its criterion; within `SIGMAS` standard errors of it, or at a tie, nothing is decided.
+def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion) -> Verdict:
+    """Compare a number with its criterion, or one a layer, more than half of which must then meet it.
+
+    Within the margin of the criterion, or at a tie, nothing is decided; such a layer counts for neither side. A mean
+    that rests on one thing alone (one seed) has no margin, and says nothing.
 
     Args:
         claim: the paper's.
         what: name of the number, with what it is taken over ("mean rank of 13 layers").
-        value, error: the number and its standard error (NaN: the run has none).
-        criterion: the limit.
+        estimate: the number; a float has no error.
     """
-    if not math.isfinite(value):
+    if isinstance(estimate, Estimates):
+        return _judge_layers(claim, what, estimate, criterion)
+    if not isinstance(estimate, Estimate):
+        estimate = Estimate(estimate)
+    if not math.isfinite(estimate.value):
         return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
-    has_error = math.isfinite(error)
-    evidence = f"{what}: {with_error(value, error)}{'' if has_error else ' (no standard error)'}; {criterion}"
-    if criterion.near(value, error):
-        near = f"within {SIGMAS:g} standard errors of it" if value != criterion.limit else "equal to it"
+    evidence = f"{what}: {estimate}; {criterion}"
+    if estimate.n == 1:
+        return Verdict(claim, UNTESTABLE, f"{evidence}; an interval needs two {estimate.of} or more")
+    holds, fails = criterion.decided(estimate.value, estimate.margin)
+    if not (holds or fails):
+        near = f"within {_margin(estimate.n)} of it" if estimate.value != criterion.limit else "equal to it"
         return Verdict(claim, UNDECIDED, f"{evidence}; {near}")
-    return Verdict(claim, HOLDS if criterion.met(value) else FAILS, evidence)
+    return Verdict(claim, HOLDS if holds else FAILS, evidence)
+
+
+def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion) -> Verdict:
+    values, errors = layers.values, layers.errors
+    if not np.isfinite(values).any():
+        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
+    holds, fails = criterion.decided(values, layers.margins)
+    meeting, failing, total = int(holds.sum()), int(fails.sum()), int(np.isfinite(values).sum())
+    spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
+    error = ", no standard errors"
+    if errors is not None and np.isfinite(errors).any():
+        error = f", standard errors up to {number(np.nanmax(errors), 2)}"
+    evidence = f"{what}: in {meeting} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
+    if undecided := total - meeting - failing:
+        evidence += f"; {undecided} within {_margin(layers.n)} of it"
+    if 2 * meeting > total:
+        return Verdict(claim, HOLDS, evidence)
+    return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
+
+
+def _margin(n: int) -> str:
+    return "the 95 % interval" if n > 1 else f"{SIGMAS:g} standard errors"
 
 
 def error_of_share(count: float) -> float:
@@ -116,33 +216,6 @@ def error_of_share(count: float) -> float:
     Against a criterion of one half this is the score test; and 0 or n of few trials do not look certain.
     """
     return 0.5 / math.sqrt(count) if count > 0 else math.nan
-
-
-def judge_layers(
-    claim: str, what: str, values: Floats, criterion: Criterion, errors: Floats | None = None
-) -> Verdict:
-    """Compare one number per layer with a criterion that more than half of the layers must meet.
-
-    A layer within `SIGMAS` standard errors of the limit counts for neither side.
-    """
-    errors = np.full(len(values), np.nan) if errors is None else errors
-    finite = np.isfinite(values)
-    if not finite.any():
-        return Verdict(claim, UNTESTABLE, f"{what}: no number in this run; {criterion}")
-    near = finite & criterion.near(values, errors)
-    met, total = finite & criterion.met(values) & ~near, int(finite.sum())
-    meeting, failing = int(met.sum()), int((finite & ~near & ~met).sum())
-    spread = f"from {number(np.nanmin(values))} to {number(np.nanmax(values))}"
-    has_errors = np.isfinite(errors).any()
-    error = (
-        f", standard errors up to {number(np.nanmax(errors), 2)}" if has_errors else ", no standard errors"
-    )
-    evidence = f"{what}: in {meeting} of {total} layers ({spread}{error}); {criterion}, in more than half of the layers"
-    if near.any():
-        evidence += f"; {int(near.sum())} within {SIGMAS:g} standard errors of it"
-    if 2 * meeting > total:
-        return Verdict(claim, HOLDS, evidence)
-    return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
 
 
 def bracketed(mean: float, deviation: float, digits: int = 3) -> str:

@@ -208,16 +208,16 @@ def finish(run: Run, page: Path | None, as_json: bool) -> None:
 
 def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
-    from theodolite.papers.catch_tag_release.traced_sinks import TRACE, traced_outcome
+    from theodolite.papers.catch_tag_release.traced_sinks import traced, traced_outcome
     from theodolite.papers.command import show_outcome
     from theodolite.report.outcome_page import write_outcome
 
     outcome = traced_outcome(run)
-    page = write_outcome(TRACE, outcome, run, folder / "report")
+    page = write_outcome(traced, outcome, run.provenance, folder / "report")
     if as_json:
         _print_tables(run)
     else:
-        show_outcome(TRACE, outcome, Console(soft_wrap=True))
+        show_outcome(traced, outcome, Console(soft_wrap=True))
     say_where(page, as_json)
 
 

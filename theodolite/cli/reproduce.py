@@ -124,27 +124,27 @@ class _Request:
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """What the experiments read, and the folder for their pages."""
     from theodolite.papers import Study
-    from theodolite.papers.catalogue import need_no_model, on_prompts
-    from theodolite.papers.experiment import model_run, theory_run
-    from theodolite.papers.training_folders import made_by, training_folder_at
+    from theodolite.papers.catalogue import made_by, need_no_model, on_prompts
+    from theodolite.papers.experiment import of_model, of_nothing
+    from theodolite.papers.training_folders import training_folder_at
 
     name, seed = request.name, request.text.seed
     trainings, command = request.model and training_folder_at(request.model), made_by(experiments)
     if request.model is not None and trainings:
         refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
-        return Study(trainings.run(folder), say=request.say), request.out or folder / "reproduce"
+        return Study(trainings.provenance(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
     if need_no_model(experiments):
         refuse_unread(f"{name} reads no model and no text", {"MODEL": request.model} | request.unread())
         pages = request.out or Path("runs") / experiments[0].name.partition("/")[0]
-        return Study(theory_run(seed), say=request.say), pages
+        return Study(of_nothing(seed), say=request.say), pages
     if on_prompts(experiments):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opened()
         pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
-        return Study(model_run(model, seed), model, focus=focus, say=request.say), pages
+        return Study(of_model(model, seed), model, focus=focus, say=request.say), pages
     return _surveyed(request, focus)
 
 

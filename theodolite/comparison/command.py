@@ -139,7 +139,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
         }
         for audit in compared.audits
     ]
-    page = result(compared.experiment, compared.outcome, compared.run)
+    page = result(compared.experiment, compared.outcome, compared.run.provenance)
     return {"schema_version": SCHEMA_VERSION, "comparisons": comparisons} | {
         name: page[name] for name in ("verdicts", "tables", "provenance", "other_runs")
     }
@@ -151,7 +151,7 @@ def write(compared: Compared, out: Path) -> Path:
     Raises:
         WorkError: the folder cannot be written.
     """
-    page = write_outcome(compared.experiment, compared.outcome, compared.run, out)
+    page = write_outcome(compared.experiment, compared.outcome, compared.run.provenance, out)
     text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
     with disk_errors(out):
         write_text(out / FILE, text + "\n")

@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import reading_order
 from theodolite.models import OpenModel
-from theodolite.papers.catch_tag_release.averaging_models import AVERAGING
-from theodolite.papers.catch_tag_release.few_shot import FIGURE_3
-from theodolite.papers.catch_tag_release.no_op_option import NO_OP
-from theodolite.papers.catch_tag_release.outliers import OUTLIERS
-from theodolite.papers.catch_tag_release.prompt_sinks import PROMPT_SINKS
-from theodolite.papers.catch_tag_release.pruned_sinks import COMPRESSION
-from theodolite.papers.catch_tag_release.pruning_sweep import SWEEPS
-from theodolite.papers.catch_tag_release.tag_ablation import ABLATION
-from theodolite.papers.catch_tag_release.traced_sinks import TRACING
+from theodolite.papers import catch_tag_release as sinks
+from theodolite.papers import hidden_geometry as geometry
+from theodolite.papers import localization
 from theodolite.papers.claims import claims
-from theodolite.papers.experiment import Experiment, Study, model_run, theory_run
-from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION
-from theodolite.papers.hidden_geometry.context_basis import CONTEXTS
-from theodolite.papers.hidden_geometry.depth import DEPTH
-from theodolite.papers.hidden_geometry.heads import HEADS
-from theodolite.papers.hidden_geometry.positional_basis import POSITIONAL
-from theodolite.papers.hidden_geometry.positional_logits import POSITIONAL_LOGITS
-from theodolite.papers.hidden_geometry.positions_while_learned import TRAINING
-from theodolite.papers.hidden_geometry.prompt_logits import QK
-from theodolite.papers.hidden_geometry.separation import SEPARATION
-from theodolite.papers.hidden_geometry.smoothness import SMOOTHNESS
-from theodolite.papers.hidden_geometry.tables import TABLES
-from theodolite.papers.hidden_geometry.theorems import THEOREMS
-from theodolite.papers.hidden_geometry.weights import WEIGHTS
-from theodolite.papers.localization.head_behaviour import BEHAVIOUR
-from theodolite.papers.localization.limits import LOCALIZATION_LIMITS
-from theodolite.papers.localization.locater_figures import REGULARISED
-from theodolite.papers.localization.monitor_warnings import MONITORED
-from theodolite.papers.localization.propagation_theory import LOCALIZATION_THEORY
-from theodolite.papers.localization.simulated_walks import LOCALIZATION_WALKS
-from theodolite.papers.localization.text_as_walk import TEXT_WALK
+from theodolite.papers.experiment import Experiment, Study, of_model, of_nothing
 from theodolite.passes.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
@@ -55,114 +32,82 @@ class Alias:
     published_on: str
 
 
-_MEASURED = sorted(
-    [
-        *TABLES,
-        *POSITIONAL,
-        *CONTEXTS,
-        *SMOOTHNESS,
-        *DEPTH,
-        *WEIGHTS,
-        *HEADS,
-        *THEOREMS,
-        *TRAINING,
-        *SEPARATION,
-        *QK,
-        *POSITIONAL_LOGITS,
-        *ATTRIBUTION,
-    ],
-    key=lambda experiment: reading_order(experiment.name),
-)
+def _declared(modules: Iterable[ModuleType]) -> list[Experiment]:
+    """The experiments of some modules, tables and figures in the order of their numbers."""
+    found: list[Experiment] = []
+    for module in modules:
+        for value in vars(module).values():
+            found += [
+                each
+                for each in (value if isinstance(value, list) else [value])
+                if isinstance(each, Experiment)
+            ]
+    return sorted(set(found), key=lambda each: reading_order(each.name))
 
-_LOCALIZATION_ALONE = [*LOCALIZATION_THEORY, *LOCALIZATION_LIMITS, *LOCALIZATION_WALKS, *MONITORED]
 
-_ALONE = [*_LOCALIZATION_ALONE, *AVERAGING]
-"""These need no model and no text: theory, and training runs of their own."""
-
-_SINKS = [
-    *AVERAGING,
-    *PROMPT_SINKS,
-    *TRACING,
-    *ABLATION,
-    *OUTLIERS,
-    *NO_OP,
-    *FIGURE_3,
-    *COMPRESSION,
-    *SWEEPS,
-]
-
-_LOCALIZATION = [*_LOCALIZATION_ALONE, *REGULARISED, *BEHAVIOUR, *TEXT_WALK]
-
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in [
-        *_MEASURED,
-        claims(
+def _experiments() -> Iterator[Experiment]:
+    for name, paper, modules in (
+        (
             "geometry",
             "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent "
             "(section 2)",
-            _MEASURED,
+            geometry.MODULES,
         ),
-        *sorted(_LOCALIZATION, key=lambda experiment: reading_order(experiment.name)),
-        claims(
+        (
             "localization",
             "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and entropy "
             "collapses (abstract)",
-            _LOCALIZATION,
+            localization.MODULES,
         ),
-        *sorted(_SINKS, key=lambda experiment: reading_order(experiment.name)),
-        claims(
+        (
             "sinks",
             "Attention sinks catch tokens, tag them by outlier features, and release them; low-rank weights make "
             "this possible, and simple tasks need it (abstract)",
-            _SINKS,
+            sinks.MODULES,
         ),
-    ]
-}
+    ):
+        declared = _declared(modules)
+        yield from declared
+        yield claims(name, paper, declared)
+
+
+EXPERIMENTS = {experiment.name: experiment for experiment in _experiments()}
 """All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 
-_OF_FIGURE_1 = {
-    9: "GPT-2 on GitHub",
-    10: "GPT-2 on WikiText",
-    11: "BLOOM on OpenWebText",
-    12: "BERT on OpenWebText",
-    13: "Llama 2 on OpenWebText",
-    14: "Llama 2 on GitHub",
-}
-_OF_FIGURE_2 = {15: "BLOOM on OpenWebText", 16: "Llama 2 on OpenWebText", 17: "Llama 2 on GitHub"}
-_OF_FIGURE_4 = {
-    26: "GPT-2, layer 6",
-    27: "GPT-2, layer 10",
-    28: "BERT, layer 6",
-    29: "BERT, layer 10",
-}
-_OF_FIGURE_5 = {
-    18: "addition with absolute positions, Gram matrices",
-    20: "addition with absolute positions, frequencies",
-    21: "addition with rotary positions, Gram matrices",
-    23: "addition with rotary positions, frequencies",
-}
-_OF_FIGURE_6 = {32: "BLOOM, layer 10, head 1", 33: "BLOOM, layer 7, head 6", 34: "GPT-2, layer 4, head 11"}
-_OF_FIGURE_19 = {22: "addition with rotary positions"}
-_OF_FIGURE_30 = {31: "the half without the global mean"}
-_OF_SINKS_8 = {10: "another problem, L5H14 and L39H24"}
-_OF_SINKS_9 = {11: "another problem, L3H30"}
+_PUBLISHED_ELSEWHERE = """
+geometry/figure1  9   GPT-2 on GitHub
+geometry/figure1  10  GPT-2 on WikiText
+geometry/figure1  11  BLOOM on OpenWebText
+geometry/figure1  12  BERT on OpenWebText
+geometry/figure1  13  Llama 2 on OpenWebText
+geometry/figure1  14  Llama 2 on GitHub
+geometry/figure2  15  BLOOM on OpenWebText
+geometry/figure2  16  Llama 2 on OpenWebText
+geometry/figure2  17  Llama 2 on GitHub
+geometry/figure4  26  GPT-2, layer 6
+geometry/figure4  27  GPT-2, layer 10
+geometry/figure4  28  BERT, layer 6
+geometry/figure4  29  BERT, layer 10
+geometry/figure5  18  addition with absolute positions, Gram matrices
+geometry/figure5  20  addition with absolute positions, frequencies
+geometry/figure5  21  addition with rotary positions, Gram matrices
+geometry/figure5  23  addition with rotary positions, frequencies
+geometry/figure6  32  BLOOM, layer 10, head 1
+geometry/figure6  33  BLOOM, layer 7, head 6
+geometry/figure6  34  GPT-2, layer 4, head 11
+geometry/figure19 22  addition with rotary positions
+geometry/figure30 31  the half without the global mean
+sinks/figure8     10  another problem, L5H14 and L39H24
+sinks/figure9     11  another problem, L3H30
+"""
 
-ALIASES: dict[str, Alias] = {
-    f"{group}/figure{number}": Alias(f"{group}/figure{number}", f"{group}/figure{of}", shown)
-    for group, of, figures in (
-        ("geometry", 1, _OF_FIGURE_1),
-        ("geometry", 2, _OF_FIGURE_2),
-        ("geometry", 4, _OF_FIGURE_4),
-        ("geometry", 5, _OF_FIGURE_5),
-        ("geometry", 6, _OF_FIGURE_6),
-        ("geometry", 19, _OF_FIGURE_19),
-        ("geometry", 30, _OF_FIGURE_30),
-        ("sinks", 8, _OF_SINKS_8),
-        ("sinks", 9, _OF_SINKS_9),
-    )
-    for number, shown in figures.items()
-}
+
+def _alias(row: str) -> Alias:
+    of, number, published_on = row.split(maxsplit=2)
+    return Alias(f"{of.partition('/')[0]}/figure{number}", of, published_on)
+
+
+ALIASES = {alias.name: alias for alias in map(_alias, _PUBLISHED_ELSEWHERE.strip().splitlines())}
 
 
 def find(name: str) -> list[Experiment]:
@@ -199,12 +144,24 @@ def find(name: str) -> list[Experiment]:
 
 def need_no_model(experiments: list[Experiment]) -> bool:
     """Whether no model need be opened and no text read for any of them."""
-    return all(experiment in _ALONE for experiment in experiments)
+    return all("nothing" in experiment.needs for experiment in experiments)
 
 
 def on_prompts(experiments: list[Experiment]) -> bool:
     """Whether a model and a prompt are all that each of them reads: no text, and no survey of one."""
     return all("prompt" in experiment.needs for experiment in experiments)
+
+
+def made_by(experiments: list[Experiment]) -> str | None:
+    """The command whose folder all of these are read from; None where they need a model or nothing."""
+    commands = {
+        need for experiment in experiments for need in experiment.needs if need.startswith("theodolite ")
+    }
+    return commands.pop() if len(commands) == 1 and all(map(_from_folder, experiments)) else None
+
+
+def _from_folder(experiment: Experiment) -> bool:
+    return any(need.startswith("theodolite ") for need in experiment.needs)
 
 
 def check_options(experiments: list[Experiment], given: list[str]) -> None:
@@ -259,10 +216,11 @@ def reproduce(
     chosen = find(name)
     if len(chosen) != 1:
         raise UsageError(f"{name} is a group of {len(chosen)} experiments: name one")
-    if run is None and model is not None and on_prompts(chosen):
-        run = model_run(model)
-    elif run is None:
+    read: Run | dict[str, Any] | None = run
+    if read is None and model is not None and on_prompts(chosen):
+        read = of_model(model)
+    elif read is None:
         if not need_no_model(chosen):
             raise UsageError(f"{name} needs a run: survey a model, or load a run folder")
-        run = theory_run()
-    return Study(run, model, corpus, other, focus=focus or Focus()).outcome(chosen[0])
+        read = of_nothing()
+    return Study(read, model, corpus, other, focus=focus).outcome(chosen[0])

@@ -89,8 +89,8 @@ def run_experiments(
                 f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
             )
             continue
-        page = write_outcome(experiment, outcome, study.run, place)
-        results.append(result(experiment, outcome, study.run))
+        page = write_outcome(experiment, outcome, study.provenance, place)
+        results.append(result(experiment, outcome, study.provenance))
         if not as_json:
             show_outcome(experiment, outcome, console, shown_verdicts)
             shown_verdicts |= set(outcome.verdicts)

@@ -5,12 +5,10 @@ An experiment that needs only the run leaves the model alone. Every outcome and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-
-import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -31,48 +29,75 @@ class Experiment(Heading):
     """A published table or figure.
 
     Attributes:
-        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text.
-        make: the work.
+        needs: what must be there: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text;
+            `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote.
+        fill: the work: it fills an outcome.
         options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
     """
 
     needs: tuple[str, ...]
-    make: Callable[[Study], Outcome]
+    fill: Callable[[Study, Outcome], None]
     options: tuple[str, ...] = ()
 
 
-@dataclass
+def experiment(
+    name: str, title: str, paper: str, needs: Sequence[str] = (), options: Sequence[str] = ()
+) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+    """Declare the function below it an `Experiment`."""
+    return lambda fill: Experiment(name, title, paper, tuple(needs), fill, tuple(options))
+
+
 class Study:
-    """A run with what it came from.
+    """A run with what it came from."""
 
-    Attributes:
-        run: the survey that the experiments are about.
-        model: the model of the run, where it is at hand.
-        corpus: the text of the run, where it is at hand.
-        other: a second text, for robustness; None: random tokens.
-        folder: where surveys of other texts are kept and looked for; None: in memory.
-        survey: how a further text is surveyed.
-        focus: the prompt and the head of the experiments that have one.
-        say: what an experiment that works for minutes tells of its progress.
-    """
+    def __init__(
+        self,
+        run: Run | dict[str, Any],
+        model: OpenModel | None = None,
+        corpus: Corpus | None = None,
+        other: Corpus | None = None,
+        *,
+        folder: Path | None = None,
+        survey: Survey = survey,
+        focus: Focus | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Hold a run against a paper.
 
-    run: Run
-    model: OpenModel | None = None
-    corpus: Corpus | None = None
-    other: Corpus | None = None
-    folder: Path | None = None
-    survey: Survey = survey
-    focus: Focus = field(default_factory=Focus)
-    say: Callable[[str], None] = lambda line: None
-    _outcomes: dict[str, Outcome] = field(default_factory=dict, repr=False)
-    _runs: dict[str, Run] = field(default_factory=dict, repr=False)
-    _shared: dict[str, Any] = field(default_factory=dict, repr=False)
+        Args:
+            run: the survey that the experiments are about; of those that read none, the provenance of what they read.
+            model: the model of the run, where it is at hand.
+            corpus: the text of the run, where it is at hand.
+            other: a second text, for robustness; None: random tokens.
+            folder: where surveys of other texts are kept and looked for; None: in memory.
+            survey: how a further text is surveyed.
+            focus: the prompt and the head of the experiments that have one.
+            say: what an experiment that works for minutes tells of its progress.
 
-    def __post_init__(self) -> None:
-        if self.model is not None and self.model.sha256 != self.run.provenance["model"]["sha256"]:
-            raise UsageError(
-                f"{self.model.id} is not the model of this run: pass the model that was surveyed"
-            )
+        Raises:
+            UsageError: the model is not that of the run.
+        """
+        self._run = run if isinstance(run, Run) else None
+        self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
+        self.model, self.corpus, self.other = model, corpus, other
+        self.folder, self.survey, self.say = folder, survey, say
+        self.focus = focus or Focus()
+        self._outcomes: dict[str, Outcome] = {}
+        self._runs: dict[str, Run] = {}
+        self._shared: dict[str, Any] = {}
+        if model is not None and model.sha256 != self.provenance["model"]["sha256"]:
+            raise UsageError(f"{model.id} is not the model of this run: pass the model that was surveyed")
+
+    @property
+    def run(self) -> Run:
+        """The survey.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self._run is None:
+            raise UsageError("this experiment needs a run: survey a model, or load a run folder")
+        return self._run
 
     def outcome(self, experiment: Experiment) -> Outcome:
         """The experiment's outcome; made once.
@@ -83,7 +108,9 @@ class Study:
         if experiment.name not in self._outcomes:
             for need in experiment.needs:
                 self._require(need, experiment.name)
-            self._outcomes[experiment.name] = experiment.make(self)
+            outcome = Outcome()
+            experiment.fill(self, outcome)
+            self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]
 
     def cached(self, name: str, make: Callable[[], Result]) -> Result:
@@ -109,7 +136,7 @@ class Study:
         Raises:
             UsageError: it says nothing; the message begins with `purpose` and names the `command` that writes one.
         """
-        training: dict[str, Any] | None = self.run.provenance.get(key)
+        training: dict[str, Any] | None = self.provenance.get(key)
         if training is None:
             raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
         return training
@@ -138,8 +165,8 @@ class Study:
 
     def _require(self, need: str, name: str) -> None:
         kind, _, what = need.partition(".")
-        if kind == "prompt":
-            return  # it has one of its own
+        if kind in ("prompt", "nothing") or kind.startswith("theodolite "):
+            return
         if kind == "model":
             if self.model is None:
                 raise UsageError(f"{name} needs the model as well as the run: pass it too")
@@ -163,27 +190,24 @@ def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
     )
 
 
-def model_run(model: OpenModel, seed: int = 0) -> Run:
-    """What stands for the run of experiments that read a prompt alone: no tables, and the provenance of the model."""
-    empty = pd.DataFrame()
-    described = describe_model(model) | {"seed": seed, "reads": "a prompt"}
-    return Run(empty, empty, empty, empty, empty, {}, described)
+def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:
+    """The provenance of experiments that read a prompt alone."""
+    return describe_model(model) | {"seed": seed, "reads": "a prompt"}
 
 
-def theory_run(seed: int = 0) -> Run:
-    """What stands for the run of experiments that need none: no tables, and the provenance of nothing read."""
-    return run_without_tables("no model", "no model", seed=seed)
+def of_nothing(seed: int = 0) -> dict[str, Any]:
+    """The provenance of experiments that read no model and no text."""
+    return of_trainings("no model", "no model", seed=seed)
 
 
-def run_without_tables(
+def of_trainings(
     model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
-) -> Run:
-    """What stands for the run of experiments that survey no model: no tables, and this provenance.
+) -> dict[str, Any]:
+    """The provenance of experiments that survey no model.
 
     Args:
         model, architecture, layers, heads: as pages name the model. provenance: further entries.
     """
-    empty = pd.DataFrame()
     described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
     entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
-    return Run(empty, empty, empty, empty, empty, {}, entries | provenance)
+    return entries | provenance

@@ -11,16 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import Estimate
 from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
-from theodolite.system.wording import number
-
-CONFIDENCE = 0.95
 
 MEASURES = {
     "final_loss": "held-out loss, nats per token",
@@ -32,48 +28,6 @@ MEASURES = {
     "stripes": "standard deviation of ρ over positions",
 }
 """Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
-
-
-@dataclass(frozen=True)
-class Effect:
-    """One number per seed, with the confidence interval of their mean (Student's t); infinite for a single seed."""
-
-    values: Floats
-
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return float(self.values.mean())
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval of `CONFIDENCE`."""
-        count = len(self.values)
-        if count < 2:
-            return math.inf
-        return float(
-            stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * self.values.std(ddof=1) / math.sqrt(count)
-        )
-
-    def __str__(self) -> str:
-        seeds = f"{len(self.values)} seeds" if len(self.values) > 1 else "one seed"
-        interval = f" ± {number(self.half_width, 2)}" if math.isfinite(self.half_width) else ""
-        return f"{number(self.mean)}{interval} ({seeds})"
-
-
-def judge_interval(claim: str, what: str, effect: Effect, criterion: Criterion, of: str = "seeds") -> Verdict:
-    """Compare the mean of an effect with a criterion; within its confidence interval, nothing is decided.
-
-    Args:
-        of: what the effect has one number of.
-    """
-    if not math.isfinite(effect.half_width):
-        return Verdict(
-            claim, UNTESTABLE, f"{what}: {effect}; {criterion}; an interval needs two {of} or more"
-        )
-    # `judge` decides beyond two errors of the limit: half of the interval is what stands for two of them.
-    verdict = judge(claim, what, effect.mean, criterion, effect.half_width / 2)
-    return Verdict(claim, verdict.answer, f"{what}: {effect}; {criterion}")
 
 
 def label_of(setting: Setting) -> str:
@@ -141,8 +95,8 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
     for setting, group in rows.groupby("setting", sort=False):
         row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
         for name in MEASURES:
-            effect = Effect(group[name].to_numpy(dtype=np.float64))
-            row |= {name: effect.mean, f"{name}_half": effect.half_width}
+            effect = Estimate.mean(group[name].to_numpy(dtype=np.float64), "seeds")
+            row |= {name: effect.value, f"{name}_half": effect.margin}
         row["final_perplexity"] = math.exp(group["final_loss"].mean())
         row["lowest_perplexity"] = math.exp(group["lowest_loss"].mean())
         row["lowest_step"] = int(group["lowest_step"].median())
@@ -150,7 +104,7 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(settings)
 
 
-def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Effect:
+def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Estimate:
     """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms.
 
     Losses are logarithms of perplexities already.
@@ -160,12 +114,12 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, 
         by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
         values.append(by_seed.map(math.log) if relative else by_seed)
     paired = (values[0] - values[1]).dropna()
-    return Effect(paired.sort_index().to_numpy(dtype=np.float64))
+    return Estimate.mean(paired.sort_index().to_numpy(dtype=np.float64), "seeds")
 
 
 def rank_correlation_by_seed(
     rows: pd.DataFrame, settings: Sequence[Setting], name: str, against: str = ""
-) -> Effect:
+) -> Estimate:
     """Rank correlation of a measure with κ₂, or with another measure, over settings: one value per seed.
 
     Seeds that lack a setting are left out; a measure that does not vary has correlation 0.
@@ -178,7 +132,7 @@ def rank_correlation_by_seed(
         values = np.array([float(by_setting.at[setting, name]) for setting in settings])
         others = [float(by_setting.at[setting, against]) if against else setting.mean for setting in settings]
         by_seed.append(float(np.nan_to_num(rank_correlation(np.array(others), values))))
-    return Effect(np.array(by_seed, dtype=np.float64))
+    return Estimate.mean(np.array(by_seed, dtype=np.float64), "seeds")
 
 
 @dataclass(frozen=True)

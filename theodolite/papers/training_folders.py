@@ -1,43 +1,34 @@
-"""Experiments that are read from a folder of training runs instead of a model: which folder belongs to which."""
+"""Folders of training runs, from which some experiments are read instead of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from theodolite.papers.catch_tag_release.few_shot import FIGURE_3, few_shot_run, is_few_shot
-from theodolite.papers.catch_tag_release.no_op_option import NO_OP, is_no_op_folder, no_op_run
-from theodolite.papers.experiment import Experiment
-from theodolite.papers.localization.locater_figures import REGULARISED, grid_run
+from theodolite.papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
+from theodolite.papers.catch_tag_release.no_op_option import is_no_op_folder, no_op_provenance
+from theodolite.papers.localization.locater_figures import grid_provenance
 from theodolite.papers.localization.locater_grid import is_grid
-from theodolite.passes.run import Run
 
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """A kind of folder: the command that writes it, how it is recognised, the stand-in for its run, what is read "
-    "from it."""
+    """A kind of folder: the command that writes it, how it is recognised, and its provenance."""
 
     command: str
     is_there: Callable[[Path], bool]
-    run: Callable[[Path], Run]
-    experiments: Sequence[Experiment]
+    provenance: Callable[[Path], dict[str, Any]]
 
 
 KINDS = (
-    TrainingFolder("theodolite train locater", is_grid, grid_run, REGULARISED),
-    TrainingFolder("theodolite train escape", is_no_op_folder, no_op_run, NO_OP),
-    TrainingFolder("theodolite train few-shot", is_few_shot, few_shot_run, FIGURE_3),
+    TrainingFolder("theodolite train locater", is_grid, grid_provenance),
+    TrainingFolder("theodolite train escape", is_no_op_folder, no_op_provenance),
+    TrainingFolder("theodolite train few-shot", is_few_shot, few_shot_provenance),
 )
 
 
 def training_folder_at(place: str | Path) -> TrainingFolder | None:
     """What kind of training runs a folder holds, if any."""
     return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
-
-
-def made_by(experiments: Sequence[Experiment]) -> str | None:
-    """The command whose folder all of these are read from; None where they need a model or nothing."""
-    names = {experiment.name for experiment in experiments}
-    return next((k.command for k in KINDS if names <= {e.name for e in k.experiments}), None)

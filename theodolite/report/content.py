@@ -321,9 +321,9 @@ def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def subtitle(run: Run) -> str:
+def subtitle(provenance: dict[str, Any]) -> str:
     """One line: what was surveyed on what."""
-    model = provenance(run, "model") or {}
+    model = provenance.get("model") or {}
     if model.get("layers") == 0:
         trained = model.get("architecture") not in (None, "no model")
         return visible(model["architecture"], 60) if trained else "theory or its own training runs"
@@ -338,18 +338,18 @@ def subtitle(run: Run) -> str:
     return " · ".join(parts)
 
 
-def text_line(run: Run) -> str:
+def text_line(provenance: dict[str, Any]) -> str:
     """One line on the text that was read, or that none was."""
-    corpus = provenance(run, "corpus")
-    if provenance(run, "grid"):
+    corpus = provenance.get("corpus")
+    if provenance.get("grid"):
         return "measured by the training runs on their own held-out text"
     for source, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
-        if provenance(run, source):
+        if provenance.get(source):
             return f"models from a folder of training runs, measured on {text}"
-    if provenance(run, "model", "layers") == 0:
+    if (provenance.get("model") or {}).get("layers") == 0:
         return "no model or text was read"
-    if provenance(run, "reads"):
-        return f"on {provenance(run, 'reads')}"
+    if provenance.get("reads"):
+        return f"on {provenance['reads']}"
     if not corpus:
         return "weights only, no text was read"
     size = f"{number(corpus['contexts'])} contexts of {number(corpus['length'])} tokens"

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from theodolite.accumulate.sums import GROUPS
 from theodolite.errors import UsageError
+from theodolite.judging import Estimates
 from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ def error_of(run: Run, name: str) -> Floats:
     """The standard errors of a column of the layers table, NaN where the run has none."""
     errors = column(run.layers, f"{name}_se")
     return np.full(len(run.layers), np.nan) if errors is None else errors
+
+
+def layer_estimates(run: Run, name: str) -> Estimates:
+    """A layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
+    return Estimates(value_of(run, name), error_of(run, name), GROUPS, "groups of contexts")
 
 
 def mean_over_layers(

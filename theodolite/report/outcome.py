@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pandas as pd
+import plotly.graph_objects as go
 
-from theodolite.judging import Verdict
-from theodolite.report.exhibit import Exhibit
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Estimates, Verdict, judge
+from theodolite.report.exhibit import Choice, Exhibit, exhibit
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Reading:
     paper: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What an experiment gives.
+    """What an experiment gives; it is filled in the order in which the page shows it.
 
     Attributes:
         readings: the headline numbers, next to the paper's where it prints them.
@@ -46,8 +47,50 @@ class Outcome:
         runs: further runs that were surveyed: name → provenance.
     """
 
-    readings: list[Reading]
-    verdicts: list[Verdict]
-    tables: dict[str, pd.DataFrame]
+    readings: list[Reading] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
     exhibits: list[Exhibit] = field(default_factory=list)
     runs: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    def take(self, other: Outcome) -> None:
+        """Add all of another outcome."""
+        self.readings += other.readings
+        self.verdicts += other.verdicts
+        self.tables |= other.tables
+        self.exhibits += other.exhibits
+        self.runs |= other.runs
+
+    def read(self, quantity: str, here: str, paper: str = "") -> None:
+        """Show a quantity as measured here and as the paper prints it."""
+        self.readings.append(Reading(quantity, here, paper))
+
+    def claim(
+        self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
+    ) -> None:
+        """Judge a claim, as `judge` does."""
+        self.verdicts.append(judge(claim, what, estimate, criterion))
+
+    def cannot_test(self, claim: str, why: str) -> None:
+        """Say why a claim is not testable here."""
+        self.verdicts.append(Verdict(claim, UNTESTABLE, why))
+
+    def figure(
+        self,
+        key: str,
+        title: str,
+        figure: go.Figure,
+        shows: str,
+        look_for: str,
+        source: str,
+        *,
+        choice: Choice | None = None,
+        wide: bool = False,
+    ) -> None:
+        """Show a figure.
+
+        Args:
+            key: its name on the page. shows, look_for, source: the caption: what is drawn, what to see, whose it is.
+            choice: what its picker offers. wide: as wide as the page.
+        """
+        self.exhibits.append(exhibit(key, title, figure, shows, look_for, source, choice=choice, wide=wide))

@@ -13,7 +13,6 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
-from theodolite.passes.run import Run
 from theodolite.report import content
 from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
@@ -39,7 +38,7 @@ def folder_of(name: str, root: Path) -> Path:
     return root / name.replace("/", "-")
 
 
-def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
+def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
     """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -49,12 +48,14 @@ def result(experiment: Heading, outcome: Outcome, run: Run) -> dict[str, Any]:
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(table) for name, table in outcome.tables.items()},
-        "provenance": run.provenance,
+        "provenance": provenance,
         "other_runs": outcome.runs,
     }
 
 
-def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | Path) -> Path:
+def write_outcome(
+    experiment: Heading, outcome: Outcome, provenance: dict[str, Any], root: str | Path
+) -> Path:
     """Write `root`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
 
     An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
@@ -64,8 +65,8 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | P
     """
     root = Path(root)
     folder = folder_of(experiment.name, root)
-    page = render(experiment, outcome, run)
-    text = json.dumps(result(experiment, outcome, run), indent=2, ensure_ascii=False, allow_nan=False)
+    page = render(experiment, outcome, provenance)
+    text = json.dumps(result(experiment, outcome, provenance), indent=2, ensure_ascii=False, allow_nan=False)
     with folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
             write_text(root / PLOTLY, get_plotlyjs())
@@ -76,7 +77,7 @@ def write_outcome(experiment: Heading, outcome: Outcome, run: Run, root: str | P
     return folder / "index.html"
 
 
-def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
+def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> str:
     """The page of one outcome as one string of HTML."""
     tables = {name: content.frame_table(table) for name, table in outcome.tables.items()}
     return rendered(
@@ -85,21 +86,20 @@ def render(experiment: Heading, outcome: Outcome, run: Run) -> str:
             "name": experiment.name,
             "title": experiment.title,
             "paper": experiment.paper,
-            "model": visible(run.provenance["model"]["id"], 80),
+            "model": visible(provenance["model"]["id"], 80),
             "source": SOURCES[experiment.name.partition("/")[0]],
-            "subtitle": content.subtitle(run),
-            "text_line": content.text_line(run),
+            "subtitle": content.subtitle(provenance),
+            "text_line": content.text_line(provenance),
             "tally": _tally(outcome.verdicts),
             "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
             "readings": [
                 {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
             ],
-            "blocks": [block_of(run, exhibit) for exhibit in outcome.exhibits],
+            "blocks": [block_of(exhibit) for exhibit in outcome.exhibits],
             "tables": {name: table for name, table in tables.items() if table is not None},
-            "provenance": content.provenance_rows(run.provenance),
+            "provenance": content.provenance_rows(provenance),
             "others": [
-                (visible(name, 80), content.provenance_rows(provenance))
-                for name, provenance in outcome.runs.items()
+                (visible(name, 80), content.provenance_rows(other)) for name, other in outcome.runs.items()
             ],
             "cards": "{}",
             "plotly": f"../{PLOTLY}",

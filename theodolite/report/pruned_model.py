@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from theodolite.passes.run import Run
 from theodolite.prune import Pruned
 from theodolite.report.drawing import pruning as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
@@ -58,9 +57,7 @@ def write_page(pruned: Pruned, folder: Path) -> Path:
     Raises:
         WorkError: the folder cannot be written.
     """
-    empty = pd.DataFrame()
-    run = Run(empty, empty, empty, empty, empty, {}, pruned.provenance)
-    page = write_outcome(PRUNING, pruned_outcome(pruned), run, folder)
+    page = write_outcome(PRUNING, pruned_outcome(pruned), pruned.provenance, folder)
     write_index(folder)
     return page
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.papers.catch_tag_release.averaging_training import LENGTH, draw
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import experiment
 from theodolite.report.drawing import averaging as drawing
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
@@ -47,7 +47,14 @@ RANK_ONE = Criterion(
 )
 
 
-def _figure_6(study: Study) -> Outcome:
+@experiment(
+    "sinks/figure6",
+    "The averaging construction: first-layer attention, and how fast it converges",
+    "[SEP] is a sink for the tokens after it, the rest of their attention falls as e^{−s_tag}, and the output "
+    "tends to their mean (Theorem 4.1, Fig. 6)",
+    needs=("nothing",),
+)
+def construction(study: Study, outcome: Outcome) -> None:
     numbers, places = draw([torch.Generator().manual_seed(study.run.provenance["seed"])], SEQUENCES)
     numbers, places = numbers[0].double(), places[0]
     errors = _errors(numbers, places)
@@ -73,7 +80,10 @@ def _figure_6(study: Study) -> Outcome:
     verdicts = _verdicts_6(numbers, places, plain, slope)
     exhibits = [_maps_6(numbers), _curve_6(errors), _rest_6(attention)]
     tables = {"errors": errors, "attention": attention}
-    return Outcome(readings, verdicts, tables, exhibits)
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= tables
+    outcome.exhibits += exhibits
 
 
 def _outside(numbers: Tensor) -> list[Reading]:
@@ -245,13 +255,3 @@ def _rest_6(attention: pd.DataFrame) -> Exhibit:
         "a straight line for the tokens after [SEP]; [SEP] itself stops attending to the others much faster.",
         f"{ZHANG}, eq. 4 and appendix A",
     )
-
-
-CONSTRUCTION = Experiment(
-    "sinks/figure6",
-    "The averaging construction: first-layer attention, and how fast it converges",
-    "[SEP] is a sink for the tokens after it, the rest of their attention falls as e^{−s_tag}, and the output "
-    "tends to their mean (Theorem 4.1, Fig. 6)",
-    (),
-    _figure_6,
-)

@@ -8,14 +8,13 @@ They need no model and no text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, error_of_share, judge
-from theodolite.papers.catch_tag_release.averaging_construction import CONSTRUCTION, OUTLIER, RANK_ONE, SINK
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Estimate, Verdict, error_of_share, judge
+from theodolite.papers.catch_tag_release.averaging_construction import OUTLIER, RANK_ONE, SINK
 from theodolite.papers.catch_tag_release.averaging_measures import DIRECTIONS, HELD_OUT_SEED, SOLVED, measured
 from theodolite.papers.catch_tag_release.averaging_training import (
     FREE_ATTENTION,
@@ -26,7 +25,7 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     draw,
     train_averaging,
 )
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.training.training_loop import threads
 from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
@@ -34,9 +33,6 @@ from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, percent, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 PUBLISHED, PUBLISHED_LARGE_TAG = "paper's, s_tag from N(0, 1)", "paper's, s_tag from N(5, 1)"
 STANDARD, QK_NORM = f"standard, d = {WIDTH}", f"standard with QK-norm, d = {WIDTH}"
@@ -58,7 +54,13 @@ SPECIFIC_SHARE = 0.05
 MOST = Criterion("at least", 0.5, "most of the models (ours)")
 
 
-def _averaging(study: Study) -> Outcome:
+@experiment(
+    "sinks/averaging",
+    "Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights?",
+    "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
+    needs=("nothing",),
+)
+def averaging(study: Study, outcome: Outcome) -> None:
     first = study.run.provenance["seed"]
     trained = []
     for index, (recipe, count) in enumerate(RECIPES.items(), 1):
@@ -71,7 +73,10 @@ def _averaging(study: Study) -> Outcome:
         _scatter(models, "sink"),
         _scatter(models, "outlier"),
     ]
-    return Outcome(_compared(models), judged(models), {"models": models}, exhibits)
+    outcome.readings += _compared(models)
+    outcome.verdicts += judged(models)
+    outcome.tables |= {"models": models}
+    outcome.exhibits += exhibits
 
 
 def _compared(models: pd.DataFrame) -> list[Reading]:
@@ -141,7 +146,10 @@ def _mean(claim: str, what: str, values: pd.Series, criterion: Criterion) -> Ver
     """Judge a mean over seeds; the evidence gives its range."""
     spread = f" (from {_range(values)})" if len(values) else ""
     return judge(
-        claim, f"{what}, mean over seeds{spread}", float(values.mean()), criterion, float(values.sem())
+        claim,
+        f"{what}, mean over seeds{spread}",
+        Estimate(float(values.mean()), float(values.sem())),
+        criterion,
     )
 
 
@@ -164,7 +172,7 @@ def _tag_is_read(claim: str, rows: pd.DataFrame) -> Verdict:
         f"costly or more: {_shares(rows['as_costly'])} of them)"
     )
     share = float(tag_specific.mean())
-    return judge(claim, what, share, MOST, error_of_share(len(rows)))
+    return judge(claim, what, Estimate(share, error_of_share(len(rows))), MOST)
 
 
 def _shares(values: pd.Series) -> str:
@@ -289,15 +297,3 @@ def _scatter(models: pd.DataFrame, column: str) -> Exhibit:
         f"{ZHANG}, section 4; the training runs are ours",
         wide=True,
     )
-
-
-AVERAGING = [
-    CONSTRUCTION,
-    Experiment(
-        "sinks/averaging",
-        "Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights?",
-        "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
-        (),
-        _averaging,
-    ),
-]

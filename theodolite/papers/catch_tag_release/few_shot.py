@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,12 +20,10 @@ import torch
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.judging import Criterion, Verdict
+from theodolite.judging import Criterion, Estimate, Verdict, judge
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
-from theodolite.papers.experiment import Experiment, run_without_tables
-from theodolite.papers.paired_effects import Effect, judge_interval
-from theodolite.passes.run import Run
+from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
@@ -34,9 +32,6 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.wording import counted, number, percent
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 COMMAND = "theodolite train few-shot"
 
@@ -98,7 +93,7 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
 
 
 def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
-    return judge_interval(claim, what, Effect(values), criterion, "models")
+    return judge(claim, what, Estimate.mean(values, "models"), criterion)
 
 
 def shots_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
@@ -168,10 +163,16 @@ def _order(names: pd.Series) -> pd.Series:
     return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
 
 
-def _make(study: Study) -> Outcome:
+@experiment(
+    "sinks/figure3",
+    "Accuracy against the number of examples: dense, and pruned by four methods",
+    "Methods are similar at 0 shots; with more the gap between OATS and Wanda or SparseGPT widens (Fig. 3)",
+    needs=(COMMAND,),
+)
+def figure_3(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/figure3 is read from a folder of training runs"
     training = study.require_training("few_shot", purpose, COMMAND)
-    return shots_outcome(shots_table(Path(training["folder"]), study.say), training)
+    outcome.take(shots_outcome(shots_table(Path(training["folder"]), study.say), training))
 
 
 def models_in(folder: str | Path) -> Sequence[Path]:
@@ -191,10 +192,10 @@ def is_few_shot(folder: str | Path) -> bool:
     return Path(folder).is_dir() and bool(models_in(folder))
 
 
-def few_shot_run(folder: str | Path) -> Run:
-    """What stands for the run of `sinks/figure3`: no tables, and the provenance of a folder."""
+def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
+    """The provenance of `sinks/figure3`."""
     folders = models_in(folder)
-    return run_without_tables(
+    return of_trainings(
         f"{counted(len(folders), 'model')} in {Path(folder).name}",
         "GPT-NeoX",
         few_shot={
@@ -203,14 +204,3 @@ def few_shot_run(folder: str | Path) -> Run:
             "prompts": PROMPTS,
         },
     )
-
-
-FIGURE_3 = [
-    Experiment(
-        "sinks/figure3",
-        "Accuracy against the number of examples: dense, and pruned by four methods",
-        "Methods are similar at 0 shots; with more the gap between OATS and Wanda or SparseGPT widens (Fig. 3)",
-        (),
-        _make,
-    )
-]

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,23 +24,18 @@ from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Criterion, Verdict
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
-from theodolite.papers.experiment import Experiment, run_without_tables
-from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.papers.training.embedded_model import NO_OPS
-from theodolite.passes.run import Run
 from theodolite.report.drawing import no_op as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 COMMAND = "theodolite train escape"
 
@@ -182,13 +177,13 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
                 verdicts.append(Verdict(claim, UNTESTABLE, why))
                 continue
             over = f"{scope} over those with a plain softmax, paired by seed"
-            verdicts.append(judge_interval(claim, over, Effect(with_no_op / without), HALF_OF_SINKS))
+            verdicts.append(judge(claim, over, Estimate.mean(with_no_op / without, "seeds"), HALF_OF_SINKS))
         with_no_op, without = _paired(table, no_op, "loss")
         verdicts.append(
-            judge_interval(
+            judge(
                 f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
                 "loss with the no-op option less that with a plain softmax, paired by seed",
-                Effect(with_no_op - without),
+                Estimate.mean(with_no_op - without, "seeds"),
                 NO_WORSE,
             )
         )
@@ -210,13 +205,20 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
 
 def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
     values = table[table["escape"] == no_op][name].dropna().to_numpy(np.float64)
-    return str(Effect(values)) if len(values) else "none"
+    return str(Estimate.mean(values, "seeds")) if len(values) else "none"
 
 
-def _make(study: Study) -> Outcome:
+@experiment(
+    "sinks/escape",
+    "Do sinks need the tag? Models with a no-op option, and without",
+    "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
+    "needed for that",
+    needs=(COMMAND,),
+)
+def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"
     training = study.require_training("escapes", purpose, COMMAND)
-    return no_op_outcome(no_op_table(Path(training["folder"]), study.say), training)
+    outcome.take(no_op_outcome(no_op_table(Path(training["folder"]), study.say), training))
 
 
 def is_no_op_folder(folder: str | Path) -> bool:
@@ -224,8 +226,8 @@ def is_no_op_folder(folder: str | Path) -> bool:
     return (Path(folder) / CLAIM).is_file()
 
 
-def no_op_run(folder: str | Path) -> Run:
-    """What stands for the run of `sinks/escape`: no tables, and the provenance of a folder.
+def no_op_provenance(folder: str | Path) -> dict[str, Any]:
+    """The provenance of `sinks/escape`.
 
     Raises:
         UsageError: not all models of a seed are trained yet.
@@ -235,7 +237,7 @@ def no_op_run(folder: str | Path) -> Run:
         raise UsageError(
             f"{folder} has no seed whose models are all trained: resume with `{COMMAND} --out {folder}`"
         )
-    return run_without_tables(
+    return of_trainings(
         f"{counted(len(NO_OPS) * len(seeds), 'model')} in {Path(folder).name}",
         "gpt-oss, one expert",
         escapes={
@@ -246,15 +248,3 @@ def no_op_run(folder: str | Path) -> Run:
             "training": json.loads((Path(folder) / CLAIM).read_text(encoding="utf-8")),
         },
     )
-
-
-NO_OP = [
-    Experiment(
-        "sinks/escape",
-        "Do sinks need the tag? Models with a no-op option, and without",
-        "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
-        "needed for that",
-        (),
-        _make,
-    )
-]

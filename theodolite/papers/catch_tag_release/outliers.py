@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import outliers as drawing
@@ -20,9 +18,6 @@ from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
 from theodolite.system.wording import counted, head_name, listed, number, percent, token_text
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SUN = "Sun et al. 2024"
 DETTMERS = "Dettmers et al. 2022"
@@ -47,7 +42,14 @@ CLAIMS = {
 }
 
 
-def _outliers(study: Study) -> Outcome:
+@experiment(
+    "sinks/outliers",
+    "Outlier dimensions and massive activations: where, which tokens carry them, how they grow",
+    "“Unlike attention sinks, outlier feature dimensions are consistent across tokens” (section 1.2); massive "
+    "activations are few, at the first token and delimiters, appear in one layer and stay (Sun et al. 2024)",
+    needs=("model",),
+)
+def outliers(study: Study, outcome: Outcome) -> None:
     corpus, run = study.corpus, study.run
     if corpus is None:
         raise UsageError("this experiment reads the text of the run again: pass it as well")
@@ -76,7 +78,11 @@ def _outliers(study: Study) -> Outcome:
         *massive_verdicts(outliers),
         *sink_verdicts(outliers, run.sinks, corpus),
     ]
-    return Outcome(_readings(outliers), verdicts, tables, figures, {"outliers": outliers.numbers})
+    outcome.readings += _readings(outliers)
+    outcome.verdicts += verdicts
+    outcome.tables |= tables
+    outcome.exhibits += figures
+    outcome.runs |= {"outliers": outliers.numbers}
 
 
 def consistency_verdict(outliers: Outliers) -> Verdict:
@@ -386,15 +392,3 @@ def _heads(outliers: Outliers) -> Exhibit:
         "strong heads: those that may tag the tokens that a sink caught with an outlier dimension.",
         f"{ZHANG}, Fig. 1(b)",
     )
-
-
-OUTLIERS = [
-    Experiment(
-        "sinks/outliers",
-        "Outlier dimensions and massive activations: where, which tokens carry them, how they grow",
-        "“Unlike attention sinks, outlier feature dimensions are consistent across tokens” (section 1.2); massive "
-        "activations are few, at the first token and delimiters, appear in one layer and stay (Sun et al. 2024)",
-        ("model",),
-        _outliers,
-    )
-]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Experiment, experiment
 from theodolite.passes.prompts import prompt_ids, shipped_prompt
 from theodolite.passes.provenance import token_texts
 from theodolite.report.data import evenly
@@ -264,46 +263,45 @@ def _exhibits(
     return figures
 
 
-def _make(default: str, study: Study) -> Outcome:
-    model = study.require_model()
-    ids = _ids(study, default)
-    study.say("tracing the prompt")
-    trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
-    return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
-
-
-def _experiment(figure: str, prompt: str, what: str, paper: str) -> Experiment:
-    return Experiment(
+def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
+    @experiment(
         f"sinks/{figure}",
         f"Catch, tag and release of one head on {what}",
         paper,
-        ("model", "prompt"),
-        functools.partial(_make, prompt),
+        needs=("model", "prompt"),
         options=("prompt", "layer", "head"),
     )
+    def on_prompt(study: Study, outcome: Outcome) -> None:
+        model, focus = study.require_model(), study.focus
+        ids = _ids(study, prompt)
+        study.say("tracing the prompt")
+        trace = trace_prompt(model, ids, focus.layer, focus.head)
+        outcome.take(prompt_outcome(trace, token_texts(model, ids), chosen=focus.layer is None))
+
+    return on_prompt
 
 
 PROMPT_SINKS = [
-    _experiment(
+    _on_prompt(
         "figure2",
         "few-shot",
         "a few-shot prompt",
         "Two distinct sinks catch the tokens that follow them; tokens cluster by the sink that they attended to, in "
         "the head's output and in a deep layer (Fig. 2, Phi-3 Medium, L3H6 and layer 17)",
     ),
-    _experiment(
+    _on_prompt(
         "figure7",
         "passage",
         "a passage of text",
         "No clusters before the head, clusters in its output and at layer 18 (Fig. 7, L3H30)",
     ),
-    _experiment(
+    _on_prompt(
         "figure8",
         "step-by-step",
         "a zero-shot chain of thought",
         "A sink on “Let's think step by step” in a deep layer (Fig. 8, L3H6 and L38H33)",
     ),
-    _experiment(
+    _on_prompt(
         "figure9",
         "chain-of-thought",
         "a chain of thought",

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.papers.catch_tag_release.pruned_models import (
     METHODS,
@@ -27,7 +26,7 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     new_sinks,
     pruned_measures,
 )
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.prompts import prompt_ids, shipped_prompt
 from theodolite.passes.provenance import token_texts
 from theodolite.prune import Pruned
@@ -40,9 +39,6 @@ from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.system.wording import head_name, with_error
 from theodolite.system.wording import token_text as shown_token
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 DENSE = "dense"
 CONTROL_SEED = 0
@@ -122,7 +118,14 @@ def _maps(study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, sour
     )
 
 
-def _figure_5(study: Study) -> Outcome:
+@experiment(
+    "sinks/figure5",
+    "One head of the dense model and pruned by four methods",
+    "Wanda and SparseGPT at 50 % lose sinks that the dense model and OATS have (Fig. 5)",
+    needs=("model",),
+    options=("prompt", "layer", "head"),
+)
+def figure_5(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     dense = dense_measures(study, prompt)
     measured = {name: pruned_measures(study, method, prompt) for method, name in METHODS.items()}
@@ -136,19 +139,20 @@ def _figure_5(study: Study) -> Outcome:
             _method_verdict(dense, measured["OATS"], measured[name], name)
             for name in ("Wanda", "SparseGPT", "magnitude")
         ]
-    return Outcome(
-        _readings(table),
-        verdicts,
-        {"methods": table},
-        [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")],
-    )
+    outcome.readings += _readings(table)
+    outcome.verdicts += verdicts
+    outcome.tables |= {"methods": table}
+    outcome.exhibits += [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")]
 
 
 def _oats_verdict(dense: ModelSinks, oats: ModelSinks) -> Verdict:
     value, error = kept_sinks(dense, oats)
     what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
     return judge(
-        "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)", what, value, KEEPS, error
+        "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)",
+        what,
+        Estimate(value, error),
+        KEEPS,
     )
 
 
@@ -161,7 +165,9 @@ def _method_verdict(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name
     residual = gain - mean * count.numpy()
     error = float(np.sqrt((residual**2).sum() * len(gain) / (len(gain) - 1)) / float(count.sum()))
     what = f"share kept by OATS less that kept by {name} (paired by context)"
-    return judge(f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)", what, mean, MORE, error)
+    return judge(
+        f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)", what, Estimate(mean, error), MORE
+    )
 
 
 def _ablations(layer: int) -> dict[str, int | None]:
@@ -171,7 +177,14 @@ def _ablations(layer: int) -> dict[str, int | None]:
     }
 
 
-def _figure_4(study: Study) -> Outcome:
+@experiment(
+    "sinks/figure4",
+    "One layer's sinks: dense, pruned by OATS, and without OATS's low-rank term",
+    "Sinks are clear in both, and gone without the low-rank term of W_Q, W_K, W_V (Fig. 4)",
+    needs=("model",),
+    options=("prompt", "layer", "head"),
+)
+def figure_4(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     layer, dense = prompt.layer, dense_measures(study, prompt)
 
@@ -190,39 +203,19 @@ def _figure_4(study: Study) -> Outcome:
         )
         verdicts = [
             judge(
-                claim, f"share of the layer's sinks that is left: {gone[0]}", gone[1][0], REMOVED, gone[1][1]
+                claim,
+                f"share of the layer's sinks that is left: {gone[0]}",
+                Estimate(gone[1][0], gone[1][1]),
+                REMOVED,
             ),
             judge(
                 "The effect is specific to this term: a norm-matched random change does not have it (control, ours)",
                 f"share of the layer's sinks that is left: {spared[0]}",
-                spared[1][0],
+                Estimate(spared[1][0], spared[1][1]),
                 SPARED,
-                spared[1][1],
             ),
         ]
-    return Outcome(
-        _readings(table),
-        verdicts,
-        {"models": table},
-        [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")],
-    )
-
-
-COMPRESSION = [
-    Experiment(
-        "sinks/figure4",
-        "One layer's sinks: dense, pruned by OATS, and without OATS's low-rank term",
-        "Sinks are clear in both, and gone without the low-rank term of W_Q, W_K, W_V (Fig. 4)",
-        ("model",),
-        _figure_4,
-        ("prompt", "layer", "head"),
-    ),
-    Experiment(
-        "sinks/figure5",
-        "One head of the dense model and pruned by four methods",
-        "Wanda and SparseGPT at 50 % lose sinks that the dense model and OATS have (Fig. 5)",
-        ("model",),
-        _figure_5,
-        ("prompt", "layer", "head"),
-    ),
-]
+    outcome.readings += _readings(table)
+    outcome.verdicts += verdicts
+    outcome.tables |= {"models": table}
+    outcome.exhibits += [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")]

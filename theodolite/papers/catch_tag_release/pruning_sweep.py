@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Verdict
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.papers.catch_tag_release.pruned_models import (
     SPARSITY,
     dense_measures,
@@ -21,8 +21,7 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     part_of,
     pruned,
 )
-from theodolite.papers.experiment import Experiment
-from theodolite.papers.paired_effects import Effect, judge_interval
+from theodolite.papers.experiment import Study, experiment
 from theodolite.prune.settings import RankRatio
 from theodolite.report.data import Floats
 from theodolite.report.drawing import sweep as drawing
@@ -75,7 +74,13 @@ def front(cost: Floats, worth: Floats) -> Floats:
     return flags
 
 
-def _sweep(study: Study) -> Outcome:
+@experiment(
+    "sinks/sweep",
+    "OATS at several sparsities and rank ratios: loss, sinks kept and bytes, with the Pareto front",
+    "Rank ratio 0.25 throughout (appendix C.1); the sweep is ours",
+    needs=("model",),
+)
+def sweep(study: Study, outcome: Outcome) -> None:
     calibration, _ = halves(study)
     prunings = [
         {"sparsity": sparsity, "rank_ratio": ratio} | _measured_pruning(study, calibration, sparsity, ratio)
@@ -109,7 +114,9 @@ def _sweep(study: Study) -> Outcome:
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
     )
-    return Outcome(readings, [], {"prunings": table}, [figure])
+    outcome.readings += readings
+    outcome.tables |= {"prunings": table}
+    outcome.exhibits += [figure]
 
 
 def tagging_layers(study: Study) -> list[int]:
@@ -126,13 +133,20 @@ def _raised(layers: list[int]) -> RankRatio:
     return lambda layer, name: RAISED_RATIO if layer in layers and name in PROJECTIONS else PUBLISHED_RATIO
 
 
-def _allocation(study: Study) -> Outcome:
+@experiment(
+    "sinks/allocation",
+    "More rank for Q, K and V of the layers that tag, against uniform ranks and against other layers",
+    "Low-rank terms preserve the mechanism (section 3); to put them where it is needed is ours",
+    needs=("model",),
+)
+def allocation(study: Study, outcome: Outcome) -> None:
     tagging = tagging_layers(study)
     claim = "Rank goes furthest where heads tag (ours)"
     if not tagging or len(tagging) == study.require_model().layers:
-        return Outcome(
-            [], [Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")], {}
-        )
+        outcome.verdicts += [
+            Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")
+        ]
+        return
     others = [layer for layer in range(study.require_model().layers) if layer not in tagging]
     random = np.random.default_rng(study.run.provenance["seed"])
     control = sorted(random.permutation(others)[: len(tagging)].tolist())
@@ -188,36 +202,17 @@ def _allocation(study: Study) -> Outcome:
         "ours",
         wide=True,
     )
-    return Outcome(readings, verdicts, {"prunings": table}, [figure])
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"prunings": table}
+    outcome.exhibits += [figure]
 
 
 def _better(claim: str, gains: Floats) -> Verdict:
     """Whether the mean of gains, one per calibration, is above 0."""
     what = f"gain, paired, over {counted(CALIBRATIONS, 'calibration')}"
-    return judge_interval(claim, what, Effect(gains.astype(np.float64)), GAIN, "calibrations")
+    return judge(claim, what, Estimate.mean(gains, "calibrations"), GAIN)
 
 
 def _level(rows: pd.DataFrame, name: str) -> str:
-    return _interval(Effect(rows[name].to_numpy(np.float64)))
-
-
-def _interval(effect: Effect) -> str:
-    return f"{number(effect.mean)} ± {number(effect.half_width, 2)}"
-
-
-SWEEPS = [
-    Experiment(
-        "sinks/sweep",
-        "OATS at several sparsities and rank ratios: loss, sinks kept and bytes, with the Pareto front",
-        "Rank ratio 0.25 throughout (appendix C.1); the sweep is ours",
-        ("model",),
-        _sweep,
-    ),
-    Experiment(
-        "sinks/allocation",
-        "More rank for Q, K and V of the layers that tag, against uniform ranks and against other layers",
-        "Low-rank terms preserve the mechanism (section 3); to put them where it is needed is ours",
-        ("model",),
-        _allocation,
-    ),
-]
+    return str(Estimate.mean(rows[name].to_numpy(np.float64), "calibrations"))

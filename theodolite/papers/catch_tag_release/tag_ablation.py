@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -11,7 +10,7 @@ import torch
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import ablation as drawing
 from theodolite.report.drawing.traces import sink_name
 from theodolite.report.exhibit import exhibit
@@ -26,9 +25,6 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, head_name, number, percent, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SIGMAS = 2.0
 
@@ -67,7 +63,15 @@ def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
     return int(traces.loc[row, "layer"]), int(traces.loc[row, "head"]), direction
 
 
-def _make(study: Study) -> Outcome:
+@experiment(
+    "sinks/ablation",
+    "One sink's head ablated (tag, attention to its sinks, low-rank weights), against norm-matched controls",
+    "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
+    "deeper layers (abstract)",
+    needs=("model",),
+    options=("layer", "head"),
+)
+def make(study: Study, outcome: Outcome) -> None:
     layer, head, direction = _chosen_tag(study)
     corpus = study.corpus
     assert corpus is not None  # or there would be no trace
@@ -75,58 +79,56 @@ def _make(study: Study) -> Outcome:
     last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)
-    return Outcome(
-        [
-            Reading("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
-            *(
-                Reading(
-                    f"{row.ablation}: {row.measure}",
-                    f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
-                    f"{with_error(row.control, row.control_se)}",
-                )
-                for row in table[table["measure"].isin(measures)].itertuples()
-            ),
-        ],
-        [
-            _against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
-            _against_others(table),
-            _against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
-            _against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
-            _against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
-        ],
-        {"changes": table},
-        [
-            exhibit(
-                "losses",
-                f"{name} ablated: loss of the next token",
-                drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
-                "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-                "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
-                "red bars longer than the grey ones, on caught tokens more than on others.",
-                f"{ZHANG}, sections 2 and 3",
-                wide=True,
-            ),
-            exhibit(
-                "sinks",
-                f"{name} ablated: sinks",
-                drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
-                "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
-                "red bars longer than the grey ones.",
-                f"{ZHANG}, section 3.2",
-                wide=True,
-            ),
-            exhibit(
-                "clusters",
-                f"{name} ablated: clusters downstream",
-                drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-                "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
-                "untouched model.",
-                "η² that falls by nearly its whole value: then the clusters came from this tag.",
-                f"{ZHANG}, section 2, Fig. 2d",
-                wide=True,
-            ),
-        ],
-    )
+    outcome.readings += [
+        Reading("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
+        *(
+            Reading(
+                f"{row.ablation}: {row.measure}",
+                f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
+                f"{with_error(row.control, row.control_se)}",
+            )
+            for row in table[table["measure"].isin(measures)].itertuples()
+        ),
+    ]
+    outcome.verdicts += [
+        _against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
+        _against_others(table),
+        _against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
+        _against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
+        _against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
+    ]
+    outcome.tables |= {"changes": table}
+    outcome.exhibits += [
+        exhibit(
+            "losses",
+            f"{name} ablated: loss of the next token",
+            drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
+            "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
+            "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+            "red bars longer than the grey ones, on caught tokens more than on others.",
+            f"{ZHANG}, sections 2 and 3",
+            wide=True,
+        ),
+        exhibit(
+            "sinks",
+            f"{name} ablated: sinks",
+            drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
+            "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
+            "red bars longer than the grey ones.",
+            f"{ZHANG}, section 3.2",
+            wide=True,
+        ),
+        exhibit(
+            "clusters",
+            f"{name} ablated: clusters downstream",
+            drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
+            "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
+            "untouched model.",
+            "η² that falls by nearly its whole value: then the clusters came from this tag.",
+            f"{ZHANG}, section 2, Fig. 2d",
+            wide=True,
+        ),
+    ]
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
@@ -169,16 +171,3 @@ def _decided(claim: str, measured: str, gain: float, error: float, criterion: st
     if not math.isfinite(gain) or not math.isfinite(error):
         return Verdict(claim, UNTESTABLE, f"{measured}: too few contexts; {criterion}")
     return Verdict(claim, HOLDS if gain > SIGMAS * error else FAILS, f"{measured}; {criterion}")
-
-
-ABLATION = [
-    Experiment(
-        "sinks/ablation",
-        "One sink's head ablated (tag, attention to its sinks, low-rank weights), against norm-matched controls",
-        "Removing the low-rank terms of W_Q, W_K, W_V removes the sinks (section 3.2, Fig. 4); tags are retrieved by "
-        "deeper layers (abstract)",
-        ("model",),
-        _make,
-        options=("layer", "head"),
-    )
-]

@@ -16,11 +16,12 @@ from theodolite.judging import (
     UNDECIDED,
     UNTESTABLE,
     Criterion,
+    Estimate,
     Verdict,
     error_of_share,
     judge,
 )
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import traces as drawing
@@ -145,7 +146,7 @@ def _clustered(heads: pd.DataFrame) -> Verdict:
         f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
         f"{number(shifted)}{left_out})"
     )
-    return judge(TAGGED, evidence, mean, CLUSTERED, error)
+    return judge(TAGGED, evidence, Estimate(mean, error), CLUSTERED)
 
 
 def _released(heads: pd.DataFrame, layers: int) -> Verdict:
@@ -186,7 +187,7 @@ def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
     mean = float(np.average(values, weights=weights_of_known))
     scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
     error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
-    return judge(COPIED, what, mean, SAME, error)
+    return judge(COPIED, what, Estimate(mean, error), SAME)
 
 
 def _outlying(outlying: pd.Series, weights: np.ndarray) -> Verdict:
@@ -196,7 +197,7 @@ def _outlying(outlying: pd.Series, weights: np.ndarray) -> Verdict:
     if not known.any():
         return judge(OUTLIER, what, float("nan"), MOSTLY)
     share = float(np.average(outlying[known], weights=weights[known]))
-    return judge(OUTLIER, what, share, MOSTLY, error_of_share(count))
+    return judge(OUTLIER, what, Estimate(share, error_of_share(count)), MOSTLY)
 
 
 def _effective(weights: np.ndarray) -> float:
@@ -246,17 +247,12 @@ def trace_of(study: Study) -> Run:
     return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
 
 
-def _make(study: Study) -> Outcome:
-    return traced_outcome(trace_of(study))
-
-
-TRACE = Experiment(
+@experiment(
     "sinks/trace",
     "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
     "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
     "tag is still to be seen in deep layers (section 2)",
-    ("model",),
-    _make,
+    needs=("model",),
 )
-
-TRACING = [TRACE]
+def traced(study: Study, outcome: Outcome) -> None:
+    outcome.take(traced_outcome(trace_of(study)))

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
-from theodolite.judging import HOLDS, judge
+from theodolite.judging import HOLDS, Estimate, judge
 from theodolite.models import OpenModel
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.training.tasks import QUICK_TEST, Additions
@@ -66,5 +66,5 @@ def why_not_an_adder(study: Study) -> str | None:
     task = task_of(study.run)
     share = task.accuracy(on_cpu(study.model))
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
-    verdict = judge("", what, share, criteria.ADDS, binomial_error(share, QUICK_TEST))
+    verdict = judge("", what, Estimate(share, binomial_error(share, QUICK_TEST)), criteria.ADDS)
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"

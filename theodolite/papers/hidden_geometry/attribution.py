@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, jud
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
@@ -27,9 +26,6 @@ from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
@@ -210,7 +206,13 @@ def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
     )
 
 
-def _attribution(study: Study) -> Outcome:
+@experiment(
+    "geometry/attribution",
+    "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
+    "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
+    needs=("attribution.score",),
+)
+def attribution(study: Study, outcome: Outcome) -> None:
     heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in CLAIMS}
     verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
     readings = []
@@ -225,7 +227,10 @@ def _attribution(study: Study) -> Outcome:
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
     exhibits = [_attribution_exhibit(study.run, pattern) for pattern in CLAIMS if heads[pattern.name]]
-    return Outcome(readings, verdicts, {"attribution": table}, exhibits)
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"attribution": table}
+    outcome.exhibits += exhibits
 
 
 def refusals(run: Run) -> list[Reading]:
@@ -294,7 +299,13 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
     ]
 
 
-def _constituents(study: Study) -> Outcome:
+@experiment(
+    "geometry/constituents",
+    "How much of each head's logit variance each constituent carries",
+    "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+    needs=("constituents.share",),
+)
+def constituents(study: Study, outcome: Outcome) -> None:
     run = study.run
     grids = share_grids(run)
     if not np.nan_to_num(grids["additive"]).any():
@@ -336,29 +347,12 @@ def _constituents(study: Study) -> Outcome:
         for layer in range(blocks(run))
         for head in range(heads_per_block(run))
     ]
-    return Outcome(
-        [*readings, *refusals(run)], verdicts, {"shares": pd.DataFrame(rows)}, _share_exhibits(grids)
-    )
+    outcome.readings += [*readings, *refusals(run)]
+    outcome.verdicts += verdicts
+    outcome.tables |= {"shares": pd.DataFrame(rows)}
+    outcome.exhibits += _share_exhibits(grids)
 
 
 def _layer_means(grid: Floats) -> Floats:
     """Mean over each layer's heads; NaN where a layer could not be split."""
     return np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in grid])
-
-
-ATTRIBUTION = [
-    Experiment(
-        "geometry/attribution",
-        "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
-        "pos-pos determines attention to neighbouring tokens, cvec-cvec to identical and shifted ones (section 5.2)",
-        ("attribution.score",),
-        _attribution,
-    ),
-    Experiment(
-        "geometry/constituents",
-        "How much of each head's logit variance each constituent carries",
-        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-        ("constituents.share",),
-        _constituents,
-    ),
-]

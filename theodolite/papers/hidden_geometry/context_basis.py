@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import UNTESTABLE, Estimate, Estimates, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, error_of, evenly, need, provenance, value_of
+from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
 from theodolite.report.drawing import contexts as drawing
 from theodolite.report.exhibit import by_layer, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32
 """As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
@@ -91,7 +87,13 @@ def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
     return errors
 
 
-def _figure_2(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure2",
+    "Gram matrix of positions and of contexts ordered by label",
+    "Positions are smooth, positions and contexts near orthogonal, contexts of one document cluster (Fig. 2)",
+    needs=("labels", "arrays.context_basis", "arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_2(study: Study, outcome: Outcome) -> None:
     run = study.run
     names = provenance(run, "corpus", "labels") or []
     places, of = chosen_contexts(need(run, "context_label"))
@@ -123,12 +125,10 @@ def _figure_2(study: Study) -> Outcome:
             "“values close to 0”",
         ),
     ]
-    return Outcome(
-        readings,
-        _verdicts(run, blocks, gap_errors(grams, len(positions), of)),
-        {"blocks": blocks},
-        [figure],
-    )
+    outcome.readings += readings
+    outcome.verdicts += _verdicts(run, blocks, gap_errors(grams, len(positions), of))
+    outcome.tables |= {"blocks": blocks}
+    outcome.exhibits += [figure]
 
 
 def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
@@ -136,19 +136,17 @@ def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
     width = run.provenance["model"]["width"]
     verdicts = [
         smooth_verdict(run, "The position–position part is smooth (Fig. 2, i)"),
-        judge_layers(
+        judge(
             "The position–context part has values close to 0 (Fig. 2, ii)",
             "mean |cosine|",
-            value_of(run, "incoherence_mean"),
+            layer_estimates(run, "incoherence_mean"),
             criteria.incoherent(width),
-            error_of(run, "incoherence_mean"),
         ),
-        judge_layers(
+        judge(
             "The context–context part shows strong cluster patterns (Fig. 2, iii)",
             "mean cosine within labels less that between",
-            gap,
+            Estimates(gap, errors),
             criteria.CLUSTERS,
-            errors,
         ),
     ]
     claim = "The blocks become progressively clear with depth (appendix C.3)"
@@ -162,15 +160,4 @@ def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
         ]
     what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
     error = error_under_independence(len(gap))
-    return [*verdicts, judge(claim, what, correlation, criteria.DEEPENS, error)]
-
-
-CONTEXTS = [
-    Experiment(
-        "geometry/figure2",
-        "Gram matrix of positions and of contexts ordered by label",
-        "Positions are smooth, positions and contexts near orthogonal, contexts of one document cluster (Fig. 2)",
-        ("labels", "arrays.context_basis", "arrays.positional_basis", "layers.low_frequency_10"),
-        _figure_2,
-    )
-]
+    return [*verdicts, judge(claim, what, Estimate(correlation, error), criteria.DEEPENS)]

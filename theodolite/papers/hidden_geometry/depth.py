@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import judge
+from theodolite.judging import Estimate, judge
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import published
@@ -24,9 +23,6 @@ from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 
 class _Streams(Hooks):
@@ -64,7 +60,13 @@ def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
     return mean, error, cosine, cosine_error
 
 
-def _figure_8(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure8",
+    "Norms and cosines between layers on random tokens",
+    "Norms grow more than 100-fold and layer 0 is nearly orthogonal to the others (appendix B.2, Fig. 8)",
+    needs=("model", "layers.norm"),
+)
+def figure_8(study: Study, outcome: Outcome) -> None:
     run = study.run
     length = run.provenance["corpus"]["length"]
     hidden = random_stream(study.require_model(), length, run.provenance["seed"])
@@ -78,16 +80,14 @@ def _figure_8(study: Study) -> Outcome:
         judge(
             "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
             f"norm at layer {last} over layer 0, {length - 1} random tokens",
-            float(ratios[last]),
+            Estimate(float(ratios[last]), float(ratio_errors[last])),
             criteria.TENFOLD,
-            float(ratio_errors[last]),
         ),
         judge(
             "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
             f"largest mean |cosine| with layer 0, at layer {far}",
-            float(abs(cosines[0, far])),
+            Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far])),
             criteria.UNRELATED,
-            float(cosine_errors[0, far]),
         ),
     ]
     readings = [
@@ -123,15 +123,7 @@ def _figure_8(study: Study) -> Outcome:
             f"{SONG}, Fig. 8, right",
         ),
     ]
-    return Outcome(readings, verdicts, {"norms": table, "cosines": matrix}, figures)
-
-
-DEPTH = [
-    Experiment(
-        "geometry/figure8",
-        "Norms and cosines between layers on random tokens",
-        "Norms grow more than 100-fold and layer 0 is nearly orthogonal to the others (appendix B.2, Fig. 8)",
-        ("model", "layers.norm"),
-        _figure_8,
-    )
-]
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"norms": table, "cosines": matrix}
+    outcome.exhibits += figures

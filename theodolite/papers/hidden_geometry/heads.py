@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
@@ -18,9 +17,6 @@ from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""
@@ -57,7 +53,9 @@ def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion)
     correlation, count = _over_heads(x, y)
     if math.isnan(correlation):
         return Verdict(claim, UNTESTABLE, f"{what}: {count} heads with both, or no difference between them")
-    return judge(claim, f"{what}, {count} heads", correlation, criterion, error_under_independence(count))
+    return judge(
+        claim, f"{what}, {count} heads", Estimate(correlation, error_under_independence(count)), criterion
+    )
 
 
 def _map(run: Run, name: str) -> Exhibit:
@@ -111,7 +109,13 @@ def _verdicts(run: Run, shares: Floats) -> list[Verdict]:
     ]
 
 
-def _figure_25(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure25",
+    "The argmax property of every head, and local attention",
+    "More than 43 % of the heads of GPT-2 satisfy it at more than 80 % of the positions (section 4.2, Fig. 25)",
+    needs=("heads.argmax_property", "heads.previous_token"),
+)
+def figure_25(study: Study, outcome: Outcome) -> None:
     run = study.run
     shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
     published = shares["argmax_property"]
@@ -146,17 +150,7 @@ def _figure_25(study: Study) -> Outcome:
     )
     names = ["layer", "head", *shares, *(name for name in LOCALITY if name in run.heads)]
     tables = {"heads": run.heads[names].copy(), "correlations": correlations}
-    return Outcome(
-        readings, _verdicts(run, published), tables, [*(_map(run, name) for name in shares), scatter]
-    )
-
-
-HEADS = [
-    Experiment(
-        "geometry/figure25",
-        "The argmax property of every head, and local attention",
-        "More than 43 % of the heads of GPT-2 satisfy it at more than 80 % of the positions (section 4.2, Fig. 25)",
-        ("heads.argmax_property", "heads.previous_token"),
-        _figure_25,
-    )
-]
+    outcome.readings += readings
+    outcome.verdicts += _verdicts(run, published)
+    outcome.tables |= tables
+    outcome.exhibits += [*(_map(run, name) for name in shares), scatter]

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from theodolite.judging import (
-    UNTESTABLE,
-    Criterion,
-    Verdict,
-    judge,
-)
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -42,4 +37,4 @@ def smooth_verdict(
         why = f"share of energy at K = 10: {mean:.3f}, but {positions} positions have only {positions} frequencies"
         return Verdict(claim, UNTESTABLE, f"{why}: use contexts of {least + 1} tokens or more")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
-    return judge(claim, what, mean, criterion, error)
+    return judge(claim, what, Estimate(mean, error), criterion)

@@ -5,20 +5,10 @@ ScreeNOT looks for at most 20 directions, so a low number alone cannot tell a lo
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    UNTESTABLE,
-    Answer,
-    Verdict,
-    judge,
-)
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Answer, Estimate, Verdict, judge
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
@@ -100,9 +90,11 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
     if every:
         worst = int(np.nanargmax(ranks))
         what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
-        return judge(claim, what, float(ranks[worst]), criteria.RANK, float(errors[worst]))
+        return judge(claim, what, Estimate(float(ranks[worst]), float(errors[worst])), criteria.RANK)
     mean, _, error = mean_over_layers(ranks, errors)
-    return judge(claim, f"mean rank over {count} layers, of {possible} possible", mean, criteria.RANK, error)
+    return judge(
+        claim, f"mean rank over {count} layers, of {possible} possible", Estimate(mean, error), criteria.RANK
+    )
 
 
 def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
@@ -112,7 +104,7 @@ def _of_energy(run: Run, claim: str, every: bool) -> Verdict:
     value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
     count = int(np.isfinite(shares).sum())
     what = f"share of the energy of P within its rank, {summary_name} {count} layers"
-    verdict = judge(claim, what, value, criteria.WITHIN_RANK, math.nan)
+    verdict = judge(claim, what, value, criteria.WITHIN_RANK)
     if verdict.answer == FAILS and criteria.WITHIN_RANK.met(without_noise):
         contexts = run.provenance["corpus"]["contexts"]
         near = f"{verdict.evidence}; up to {number(without_noise)} without the sampling noise of {contexts} contexts"

@@ -11,14 +11,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, bracketed, judge, judge_layers
+from theodolite.judging import UNTESTABLE, Criterion, Estimate, Estimates, Verdict, bracketed, judge
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, smooth_verdict
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import Floats, error_of, mean_over_layers, need, value_of
+from theodolite.report.data import Floats, error_of, layer_estimates, mean_over_layers, need, value_of
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import by_layer, exhibit
@@ -80,7 +80,9 @@ def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int) 
         return Verdict(claim, UNTESTABLE, f"this run has no {name}")
     worst = int(np.nanargmax(values))
     what = f"highest {name.replace('_', ' ')} of {len(values)} layers, at layer {worst + first}"
-    return judge(claim, what, float(values[worst]), criterion, float(error_of(run, name)[first + worst]))
+    return judge(
+        claim, what, Estimate(float(values[worst]), float(error_of(run, name)[first + worst])), criterion
+    )
 
 
 def _table_5(study: Study) -> Outcome:
@@ -96,12 +98,11 @@ def _table_6(study: Study) -> Outcome:
     parts = _against_published(
         study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    verdict = judge_layers(
+    verdict = judge(
         "The positional basis is a significant part of the hidden states (Table 6, section 3.1)",
         "relative norm",
-        value_of(study.run, "relative_norm"),
+        layer_estimates(study.run, "relative_norm"),
         criteria.SIGNIFICANT,
-        error_of(study.run, "relative_norm"),
     )
     return Outcome(parts[0], [verdict], parts[1], parts[2])
 
@@ -156,23 +157,25 @@ def _principal_components(run: Run, place: str) -> Outcome:
     shape = shape_of(run)
     layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
     verdicts = [
-        judge_layers(
+        judge(
             f"Positions form a continuous curve ({place})",
             "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
-            smooth,
+            Estimate(smooth),
             criteria.CONTINUOUS,
         ),
-        judge_layers(
+        judge(
             f"The curve is low-dimensional ({place})",
             "share of its energy in two directions",
-            shape["share_of_two_directions"].to_numpy(),
+            Estimate(shape["share_of_two_directions"].to_numpy()),
             criteria.DOMINANT,
         ),
-        judge_layers(
+        judge(
             f"The curve is often a spiral ({place})",
             "turns about its centre, of curves that are continuous",
-            np.where(
-                np.isnan(smooth), np.nan, np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
+            Estimates(
+                np.where(
+                    np.isnan(smooth), np.nan, np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
+                )
             ),
             criteria.SPIRAL_TURNS,
         ),
@@ -247,10 +250,10 @@ def _figure_3(study: Study) -> Outcome:
         Reading("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %"),
     ]
     verdicts = [
-        judge_layers(
+        judge(
             "A few singular values dominate (Fig. 3, left)",
             f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-            energy,
+            Estimates(energy),
             criteria.DOMINANT,
         ),
         smooth_verdict(run, "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"),

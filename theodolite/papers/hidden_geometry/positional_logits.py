@@ -5,7 +5,7 @@ Splits the model's logits with the run's mean and positional basis.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,7 +18,7 @@ from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, w
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
 from theodolite.passes.prompts import vocabulary_of
@@ -31,9 +31,6 @@ from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 from theodolite.theory.decomposition import PARTS, decompose_around
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 """Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
@@ -95,7 +92,13 @@ def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdi
     return judge(claim, what, share, criteria.UNLIKE_LANGUAGE)
 
 
-def _figure_19(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure19",
+    "QK matrix of the positional basis of every head, as for models trained on addition",
+    "Models trained on addition have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
+    needs=("model", "arrays.positional_basis", "arrays.mean"),
+)
+def figure_19(study: Study, outcome: Outcome) -> None:
     run, model = study.run, study.require_model()
     positions = run.arrays["positional_basis"].shape[1] - 1
     heads = evenly(model.heads, SHOWN_HEADS)
@@ -147,15 +150,7 @@ def _figure_19(study: Study) -> Outcome:
     verdict = _smooth_verdict(run, median, len(table), positions)
     if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
         verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
-    return Outcome(readings, [verdict], {"smoothness": table}, [figure])
-
-
-POSITIONAL_LOGITS = [
-    Experiment(
-        "geometry/figure19",
-        "QK matrix of the positional basis of every head, as for models trained on addition",
-        "Models trained on addition have discontinuous QK matrices (section 4.3, Figs. 5, 19 and 22)",
-        ("model", "arrays.positional_basis", "arrays.mean"),
-        _figure_19,
-    ),
-]
+    outcome.readings += readings
+    outcome.verdicts += [verdict]
+    outcome.tables |= {"smoothness": table}
+    outcome.exhibits += [figure]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,9 @@ import pandas as pd
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel, open_model
-from theodolite.papers.experiment import Experiment, corpus_subset
+from theodolite.papers.experiment import Study, corpus_subset, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import (
     binomial_error,
@@ -34,9 +34,6 @@ from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64
@@ -220,7 +217,14 @@ def _curves(series: list[_Checkpoint]) -> Any:
     )
 
 
-def _training(study: Study) -> Outcome:
+@experiment(
+    "geometry/training",
+    "The positional basis at every checkpoint of a training run",
+    "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
+    "(section 7)",
+    needs=("model", "arrays.positional_basis", "layers.low_frequency_10"),
+)
+def training(study: Study, outcome: Outcome) -> None:
     series = _surveyed(study)
     steps = [entry.step for entry in series]
     table = _table(series)
@@ -248,7 +252,11 @@ def _training(study: Study) -> Outcome:
         readings.append(Reading(f"{title}, mean over layers, by step", ", ".join(values)))
     verdicts = [verdict for layer in chosen for verdict in _verdicts(table, layer, run)]
     runs = {f"step {entry.step}": entry.run.provenance for entry in series}
-    return Outcome(readings, verdicts, {"steps": table}, [_curves(series), measures], runs)
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"steps": table}
+    outcome.exhibits += [_curves(series), measures]
+    outcome.runs |= runs
 
 
 def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
@@ -256,16 +264,14 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     learned = judge(
         "Addition is learned in distribution (section 4.3)",
         f"exact-match accuracy on {count} sums of {trained}",
-        float(values[0]),
+        Estimate(float(values[0]), float(errors[0])),
         ACCURATE,
-        float(errors[0]),
     )
     shorter = judge(
         "Length generalisation fails (section 4.3, appendix D.3)",
         f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
-        float(values[1:].mean()),
+        Estimate(float(values[1:].mean()), float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))),
         NO_GENERALISATION,
-        float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:]))),
     )
     if learned.answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
@@ -273,7 +279,13 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     return [learned, shorter]
 
 
-def _addition(study: Study) -> Outcome:
+@experiment(
+    "geometry/addition",
+    "Addition: accuracy in distribution and on shorter numbers",
+    "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
+    needs=("model",),
+)
+def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     if not is_adder(model):
         raise UsageError(
@@ -310,25 +322,7 @@ def _addition(study: Study) -> Outcome:
         f"{SONG}, appendix D.3",
         wide=True,
     )
-    return Outcome(
-        readings, _accuracy_verdicts(values, errors, count, trained), {"accuracy": table}, [figure]
-    )
-
-
-TRAINING = [
-    Experiment(
-        "geometry/training",
-        "The positional basis at every checkpoint of a training run",
-        "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
-        "(section 7)",
-        ("model", "arrays.positional_basis", "layers.low_frequency_10"),
-        _training,
-    ),
-    Experiment(
-        "geometry/addition",
-        "Addition: accuracy in distribution and on shorter numbers",
-        "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
-        ("model",),
-        _addition,
-    ),
-]
+    outcome.readings += readings
+    outcome.verdicts += _accuracy_verdicts(values, errors, count, trained)
+    outcome.tables |= {"accuracy": table}
+    outcome.exhibits += [figure]

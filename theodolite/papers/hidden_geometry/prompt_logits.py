@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.attribution import (
     CLAIMS,
     TIMES_UNIFORM,
@@ -41,9 +41,6 @@ from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
-
 ROTATED = "rotary"
 
 MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
@@ -59,6 +56,8 @@ UNCHANGED = Criterion(
 
 ChosenHeads = dict[tuple[int, int], list[PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
+
+_SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
 
 
 def _top_heads(run: Run) -> dict[str, list[Head]]:
@@ -147,7 +146,14 @@ def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str,
     return head_name(*place) + (f": attends most to {listed(patterns)}" if patterns else "")
 
 
-def _figure_6(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure6",
+    "Logits of a prompt by constituent, for the heads that follow three patterns",
+    "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
+    needs=_SPLIT,
+    options=("prompt", "layer", "head"),
+)
+def figure_6(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
     top = _top_heads(study.run)
     exhibits, panels, readings = [], {}, []
@@ -160,7 +166,10 @@ def _figure_6(study: Study) -> Outcome:
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
         readings.append(Reading(f"{name}: largest shares of the logits' variance on this prompt", named))
     verdicts = [v for pattern in CLAIMS for v in top_head_verdicts(pattern, top[pattern.name])]
-    return Outcome([*readings, *refusals(study.run)], verdicts, _tables(ids, tokens, panels), exhibits)
+    outcome.readings += [*readings, *refusals(study.run)]
+    outcome.verdicts += verdicts
+    outcome.tables |= _tables(ids, tokens, panels)
+    outcome.exhibits += exhibits
 
 
 def _mean_verdict(run: Run) -> Verdict:
@@ -236,7 +245,14 @@ def _retained_readings(
     return [Reading(what, shares_text)]
 
 
-def _figure_30(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure30",
+    "Logits of a prompt by constituent, with and without the global mean",
+    "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
+    needs=_SPLIT,
+    options=("prompt", "layer", "head"),
+)
+def figure_30(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
     exhibits, panels, rows = [], {}, []
     chosen = _chosen(study, _top_heads(study.run))
@@ -276,26 +292,7 @@ def _figure_30(study: Study) -> Outcome:
             for line in _retained_readings(retained, place, pattern)
         ]
     tables = _tables(ids, tokens, panels) | ({"kept": retained} if rows else {})
-    return Outcome(readings, [_mean_verdict(study.run)], tables, exhibits)
-
-
-_SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
-
-QK = [
-    Experiment(
-        "geometry/figure6",
-        "Logits of a prompt by constituent, for the heads that follow three patterns",
-        "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
-        _SPLIT,
-        _figure_6,
-        options=("prompt", "layer", "head"),
-    ),
-    Experiment(
-        "geometry/figure30",
-        "Logits of a prompt by constituent, with and without the global mean",
-        "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
-        _SPLIT,
-        _figure_30,
-        options=("prompt", "layer", "head"),
-    ),
-]
+    outcome.readings += readings
+    outcome.verdicts += [_mean_verdict(study.run)]
+    outcome.tables |= tables
+    outcome.exhibits += exhibits

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import linear_sum_assignment
 
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Verdict, judge_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import Criterion, Estimates, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import quotient
 from theodolite.passes.run import Run
@@ -20,6 +19,7 @@ from theodolite.report import published
 from theodolite.report.data import (
     Floats,
     error_of,
+    layer_estimates,
     layer_numbers,
     mean_over_layers,
     need,
@@ -33,9 +33,6 @@ from theodolite.report.exhibit import Exhibit, by_layer, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
 """Of the Gram matrix: the most frequent labels, and contexts of each."""
@@ -150,26 +147,23 @@ def _cluster_verdicts(run: Run) -> list[Verdict]:
     pair = ("similarity_within", "similarity_between")
     gap, gap_error = quotient(*(find(run, name) for name in pair for find in (value_of, error_of)))
     return [
-        judge_layers(
+        judge(
             "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)",
             "silhouette of the labels",
-            value_of(run, "silhouette"),
+            layer_estimates(run, "silhouette"),
             OWN_LABEL,
-            error_of(run, "silhouette"),
         ),
-        judge_layers(
+        judge(
             "The context basis has strong cluster patterns (claim 2, section 2)",
             "adjusted Rand index of k-means against the labels",
-            value_of(run, "cluster_ari"),
+            layer_estimates(run, "cluster_ari"),
             RECOVERED,
-            error_of(run, "cluster_ari"),
         ),
-        judge_layers(
+        judge(
             "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
             "similarity within over between labels",
-            gap,
+            Estimates(gap, gap_error),
             criteria.SEPARATION,
-            gap_error,
         ),
     ]
 
@@ -191,7 +185,13 @@ def _reading_against_paper(run: Run, name: str, title: str, part: str) -> Readin
     return Reading(f"{title}, mean over layers", with_error(mean, error), printed)
 
 
-def _clusters(study: Study) -> Outcome:
+@experiment(
+    "geometry/clusters",
+    "Do contexts fall into clusters by label?",
+    "The context basis has strong cluster patterns corresponding to documents and topics (section 2, claim 2)",
+    needs=("labels", "arrays.context_basis", "arrays.context_cluster", "layers.silhouette"),
+)
+def clusters(study: Study, outcome: Outcome) -> None:
     run = study.run
     numbered = need(run, "context_label")
     named = provenance(run, "corpus", "labels") or []
@@ -202,7 +202,10 @@ def _clusters(study: Study) -> Outcome:
     counted = len(frequent_labels(numbered, len(names)))
     readings.append(Reading("labels with two contexts or more", str(counted), "4 documents of 32"))
     figures = [_gram(run, names), _by_cluster(run, names), *_agreement(run)]
-    return Outcome(readings, _cluster_verdicts(run), {"layers": _columns(run, tuple(COMPARED))}, figures)
+    outcome.readings += readings
+    outcome.verdicts += _cluster_verdicts(run)
+    outcome.tables |= {"layers": _columns(run, tuple(COMPARED))}
+    outcome.exhibits += figures
 
 
 def _columns(run: Run, names: tuple[str, ...]) -> pd.DataFrame:
@@ -212,7 +215,13 @@ def _columns(run: Run, names: tuple[str, ...]) -> pd.DataFrame:
     )
 
 
-def _incoherence(study: Study) -> Outcome:
+@experiment(
+    "geometry/incoherence",
+    "Incoherence of positions and contexts against random directions",
+    "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
+    needs=("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
+)
+def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     names = ("incoherence_mean", "incoherence_random", "incoherence_max", "incoherence_max_random")
     titles = ("mean", "mean of random directions", "maximum", "maximum of random directions")
@@ -231,19 +240,17 @@ def _incoherence(study: Study) -> Outcome:
     values = {name: value_of(run, name) for name in names}
     ratio = values["incoherence_max"] / values["incoherence_max_random"]
     verdicts = [
-        judge_layers(
+        judge(
             "Positional basis and context basis are nearly orthogonal (claim 3, section 2)",
             "mean |cosine|",
-            values["incoherence_mean"],
+            Estimates(values["incoherence_mean"], error_of(run, "incoherence_mean")),
             criteria.incoherent(run.provenance["model"]["width"]),
-            error_of(run, "incoherence_mean"),
         ),
-        judge_layers(
+        judge(
             "The largest |cosine| of a position and a context is typically small (section 5)",
             "maximum over that of random directions",
-            ratio,
+            Estimates(ratio, error_of(run, "incoherence_max") / values["incoherence_max_random"]),
             AS_RANDOM,
-            error_of(run, "incoherence_max") / values["incoherence_max_random"],
         ),
     ]
     parts = ("incoherence", "", "", "")
@@ -254,22 +261,7 @@ def _incoherence(study: Study) -> Outcome:
     readings[1] = replace(readings[1], paper="“random baseline is about 0.1”")
     over = values["incoherence_mean"] / values["incoherence_random"]
     readings.append(Reading("mean over that of random directions", number(float(np.nanmean(over)))))
-    return Outcome(readings, verdicts, {"layers": _columns(run, names)}, [figure])
-
-
-SEPARATION = [
-    Experiment(
-        "geometry/clusters",
-        "Do contexts fall into clusters by label?",
-        "The context basis has strong cluster patterns corresponding to documents and topics (section 2, claim 2)",
-        ("labels", "arrays.context_basis", "arrays.context_cluster", "layers.silhouette"),
-        _clusters,
-    ),
-    Experiment(
-        "geometry/incoherence",
-        "Incoherence of positions and contexts against random directions",
-        "Positional basis and context basis are nearly orthogonal; a random baseline is about 0.1 (sections 2 and 5)",
-        ("layers.incoherence_mean", "layers.incoherence_max", "layers.incoherence_max_random"),
-        _incoherence,
-    ),
-]
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"layers": _columns(run, names)}
+    outcome.exhibits += [figure]

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import OPEN, UNTESTABLE, Estimate, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
@@ -27,9 +26,6 @@ from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory.smoothness import dct2, low_frequency_ratio, normalised_gram, sinusoidal
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SHOWN_POSITIONS = 128
 SHOWN_FREQUENCIES = 10
@@ -78,7 +74,13 @@ def _pictured(run: Run, bases: Tensor) -> Run:
     return replace(run, arrays=arrays)
 
 
-def _figure_7(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure7",
+    "The sinusoidal encoding of Vaswani et al. against the learned basis",
+    "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
+    needs=("arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_7(study: Study, outcome: Outcome) -> None:
     run = study.run
     learned = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     layers, positions, width = learned.shape
@@ -134,7 +136,10 @@ def _figure_7(study: Study) -> Outcome:
             ("share of energy at K = 10", "“more low-frequency”", "low_frequency_10"),
         )
     ]
-    return Outcome(readings, _differences(run, table), {"bases": table}, exhibits)
+    outcome.readings += readings
+    outcome.verdicts += _differences(run, table)
+    outcome.tables |= {"bases": table}
+    outcome.exhibits += exhibits
 
 
 def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
@@ -168,12 +173,23 @@ def _differences(run: Run, table: pd.DataFrame) -> list[Verdict]:
             continue
         error = mean_over_layers(value_of(run, name), error_of(run, name))[2]
         verdicts.append(
-            judge(f"{claim} (appendix B.1)", f"{values}; difference", learned - column[0], criterion, error)
+            judge(
+                f"{claim} (appendix B.1)",
+                f"{values}; difference",
+                Estimate(learned - column[0], error),
+                criterion,
+            )
         )
     return verdicts
 
 
-def _figure_5(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure5",
+    "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
+    "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
+    needs=("arrays.positional_basis", "layers.low_frequency_10"),
+)
+def figure_5(study: Study, outcome: Outcome) -> None:
     run = study.run
     basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
     pictured = _pictured(run, basis)
@@ -230,22 +246,7 @@ def _figure_5(study: Study) -> Outcome:
     ]
     columns = ["layer", *(f"low_frequency_{k}" for k in (1, 3, 5, 10))]
     table = run.layers[[name for name in columns if name in run.layers]].copy()
-    return Outcome(readings, [verdict], {"smoothness": table}, exhibits)
-
-
-SMOOTHNESS = [
-    Experiment(
-        "geometry/figure5",
-        "Gram matrix and frequencies of positions at every layer, as for models trained on addition",
-        "Models trained on addition have fractured Gram matrices: the ten lowest frequencies hold about 50 % (Fig. 5)",
-        ("arrays.positional_basis", "layers.low_frequency_10"),
-        _figure_5,
-    ),
-    Experiment(
-        "geometry/figure7",
-        "The sinusoidal encoding of Vaswani et al. against the learned basis",
-        "The learned basis is smooth at the diagonal, drops sooner and has more low frequencies (appendix B.1, Fig. 7)",
-        ("arrays.positional_basis", "layers.low_frequency_10"),
-        _figure_7,
-    ),
-]
+    outcome.readings += readings
+    outcome.verdicts += [verdict]
+    outcome.tables |= {"smoothness": table}
+    outcome.exhibits += exhibits

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from theodolite.comparison.stream import overlap
-from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import UNTESTABLE, Estimate, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, quotient, smooth_verdict
 from theodolite.papers.hidden_geometry.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import Floats, column, error_of, mean_over_layers, need, need_column, value_of
+from theodolite.report.data import (
+    Floats,
+    column,
+    error_of,
+    layer_estimates,
+    mean_over_layers,
+    need,
+    need_column,
+    value_of,
+)
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.exhibit import exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
@@ -36,6 +42,7 @@ QUANTITIES = {
     "incoherence": ("incoherence_mean", "incoherence"),
 }
 CUTOFFS = (1, 3, 5, 10)
+_NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
     "PPᵀ": ("", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
@@ -43,7 +50,14 @@ ROWS_OF_TABLE_3 = {
 }
 
 
-def _table_1(study: Study) -> Outcome:
+@experiment(
+    "geometry/table1",
+    "Rank, relative norm, similarity and incoherence, averaged over layers",
+    "The positional basis is a low-rank and significant component, inter similarity is far below intra "
+    "similarity, and the two bases are incoherent (Table 1)",
+    needs=_NEEDS,
+)
+def table_1(study: Study, outcome: Outcome) -> None:
     run, this_run = study.run, "this run"
     rows: dict[str, dict[str, tuple[float, float]]] = {this_run: {}}
     readings, errors = [], {}
@@ -90,32 +104,35 @@ def _table_1(study: Study) -> Outcome:
         f"{SONG}, Table 1",
         wide=True,
     )
-    return Outcome(readings, _verdicts_1(run), {"averages": table}, [figure])
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_1(run)
+    outcome.tables |= {"averages": table}
+    outcome.exhibits += [figure]
 
 
 def _verdicts_1(run: Run) -> list[Verdict]:
     width, layers = need(run, "positional_basis").shape[2], len(run.layers)
     return [
         low_rank_verdict(run, "The positional basis is a low-rank component (Table 1)", every=False),
-        judge_layers(
+        judge(
             "The positional basis is a significant component (Table 1, section 3.1)",
             "relative norm",
-            value_of(run, "relative_norm"),
+            layer_estimates(run, "relative_norm"),
             criteria.SIGNIFICANT,
-            error_of(run, "relative_norm"),
         ),
         _separation(run),
         judge(
             "Position and context are incoherent (Table 1, section 5)",
             f"mean |cosine| over {layers} layers",
-            *_judged(run, "incoherence_mean", criteria.incoherent(width)),
+            _mean(run, "incoherence_mean"),
+            criteria.incoherent(width),
         ),
     ]
 
 
-def _judged(run: Run, name: str, criterion: Any) -> tuple[float, Any, float]:
+def _mean(run: Run, name: str) -> Estimate:
     mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
-    return mean, criterion, error
+    return Estimate(mean, error)
 
 
 def _separation(run: Run) -> Verdict:
@@ -131,10 +148,17 @@ def _separation(run: Run) -> Verdict:
     numbers = (np.asarray(x, dtype=np.float64) for x in (within, error_within, between, error_between))
     ratio, error = map(float, quotient(*numbers))
     what = f"intra {within:.3f} over inter {between:.3f}, means over {len(run.layers)} layers"
-    return judge(claim, what, ratio, criteria.SEPARATION, error)
+    return judge(claim, what, Estimate(ratio, error), criteria.SEPARATION)
 
 
-def _table_2(study: Study) -> Outcome:
+@experiment(
+    "geometry/table2",
+    "Robustness of the positional basis: rank and smoothness on another text",
+    "Similar geometric structures are found on samples unlike the training data, even on random tokens (Table 2)",
+    needs=(*_NEEDS, "model"),
+    options=("other",),
+)
+def table_2(study: Study, outcome: Outcome) -> None:
     first, second = study.run, study.other_run()
     names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in (first, second)]
     if names[0] == names[1]:
@@ -170,7 +194,11 @@ def _table_2(study: Study) -> Outcome:
         _two_texts(first, second, names, "low_frequency_10", "share of energy", "Smoothness"),
     ]
     runs = {} if second is first else {"other": second.provenance}
-    return Outcome(readings, _verdicts_2(first, second), {"robustness": table}, figures, runs)
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_2(first, second)
+    outcome.tables |= {"robustness": table}
+    outcome.exhibits += figures
+    outcome.runs |= runs
 
 
 def _papers_2(study: Study) -> list[list[str]]:
@@ -214,12 +242,18 @@ def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
         ranks = [mean_over_layers(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
         change, error = abs(ranks[1][0] - ranks[0][0]), math.hypot(ranks[0][2], ranks[1][2])
         what = f"mean rank {ranks[0][0]:.3g} here, {ranks[1][0]:.3g} on the other text; change"
-        rank = judge(claim, what, change, criteria.RANK_CHANGE, error)
+        rank = judge(claim, what, Estimate(change, error), criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
     return [rank, smooth_verdict(second, smooth)]
 
 
-def _table_3(study: Study) -> Outcome:
+@experiment(
+    "geometry/table3",
+    "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
+    "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
+    needs=("layers.low_frequency_10",),
+)
+def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
     shares_here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
@@ -263,7 +297,10 @@ def _table_3(study: Study) -> Outcome:
         f"{SONG}, Table 3",
         wide=True,
     )
-    return Outcome(readings, verdicts, {"shares": pd.DataFrame(rows)}, [figure])
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"shares": pd.DataFrame(rows)}
+    outcome.exhibits += [figure]
 
 
 def _inherited(run: Run, name: str, shares: Floats | None) -> Verdict:
@@ -276,32 +313,3 @@ def _inherited(run: Run, name: str, shares: Floats | None) -> Verdict:
     # Heads are not drawn independently: their spread is shown, and no standard error is claimed.
     what = f"share of energy at K = 10, mean over {len(finite)} heads (sd {finite.std():.2g})"
     return judge(claim, what, float(finite.mean()), criteria.SMOOTH)
-
-
-_NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
-
-TABLES = [
-    Experiment(
-        "geometry/table1",
-        "Rank, relative norm, similarity and incoherence, averaged over layers",
-        "The positional basis is a low-rank and significant component, inter similarity is far below intra "
-        "similarity, and the two bases are incoherent (Table 1)",
-        _NEEDS,
-        _table_1,
-    ),
-    Experiment(
-        "geometry/table2",
-        "Robustness of the positional basis: rank and smoothness on another text",
-        "Similar geometric structures are found on samples unlike the training data, even on random tokens (Table 2)",
-        (*_NEEDS, "model"),
-        _table_2,
-        options=("other",),
-    ),
-    Experiment(
-        "geometry/table3",
-        "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
-        "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
-        ("layers.low_frequency_10",),
-        _table_3,
-    ),
-]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.judging import FAILS, Criterion, Verdict, judge, judge_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import FAILS, Criterion, Estimate, Estimates, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.kernel_factorisation import (
     FactorisationError,
     KernelSetting,
@@ -25,9 +24,6 @@ from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 ORDERS = (1, 2, 3)
 LARGEST_CUTOFF, CUTOFFS_SHOWN = 64, 13
@@ -83,7 +79,13 @@ def _first_useful(bounds: Floats, trivial: Floats, cutoffs: list[int]) -> list[i
     return [next((k for k, yes in zip(cutoffs, row, strict=True) if yes), None) for row in below]
 
 
-def _theorem_1(study: Study) -> Outcome:
+@experiment(
+    "geometry/theorem1",
+    "The smoothness bound of Theorem 1 against the attained error",
+    "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
+    needs=("arrays.positional_basis",),
+)
+def theorem_1(study: Study, outcome: Outcome) -> None:
     basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
     layers = evenly(len(basis), SHOWN_LAYERS)
     cutoffs = cutoffs_of(basis.shape[1])
@@ -135,12 +137,10 @@ def _theorem_1(study: Study) -> Outcome:
             "“G ≈”",
         ),
     ]
-    return Outcome(
-        readings,
-        _verdicts_1(bounds, attained, trivial, cutoffs),
-        {"bounds": pd.DataFrame(rows)},
-        [picture],
-    )
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_1(bounds, attained, trivial, cutoffs)
+    outcome.tables |= {"bounds": pd.DataFrame(rows)}
+    outcome.exhibits += [picture]
 
 
 def _verdicts_1(bounds: Floats, attained: Floats, trivial: Floats, cutoffs: list[int]) -> list[Verdict]:
@@ -156,16 +156,16 @@ def _verdicts_1(bounds: Floats, attained: Floats, trivial: Floats, cutoffs: list
             worst,
             NEVER_ABOVE,
         ),
-        judge_layers(
+        judge(
             "The theorem implies the approximation even for moderate k and m (section 3.3)",
             f"bound over the error of no approximation at k = {cutoffs[moderate]}, the best of {orders}",
-            bounds[:, :, moderate].min(axis=1) / trivial,
+            Estimate(bounds[:, :, moderate].min(axis=1) / trivial),
             OF_USE,
         ),
-        judge_layers(
+        judge(
             "The Gram matrix itself is nearly that of a few low frequencies (section 3.3)",
             f"attained error over that of no approximation at k = {cutoffs[moderate]}",
-            attained[:, moderate] / trivial,
+            Estimates(attained[:, moderate] / trivial),
             APPROXIMATED,
         ),
     ]
@@ -193,7 +193,18 @@ def _factorisation(clean: FactorisationError, noisy: FactorisationError, marks: 
     )
 
 
-def _theorem_2(study: Study) -> Outcome:
+@experiment(
+    "geometry/theorem2",
+    "Kernel factorisation: error against incoherence",
+    "Incoherence enables a kernel to factorize into smaller components (section 5.3, Theorem 2)",
+    needs=(
+        "layers.incoherence_mean",
+        "layers.incoherence_max",
+        "arrays.positional_basis",
+        "arrays.context_basis",
+    ),
+)
+def theorem_2(study: Study, outcome: Outcome) -> None:
     run = study.run
     clean = kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
     noisy = kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
@@ -226,7 +237,10 @@ def _theorem_2(study: Study) -> Outcome:
         ),
     ]
     picture = _factorisation(clean, noisy, marks)
-    return Outcome(readings, _verdicts_2(clean, noisy), {"errors": table}, [picture])
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_2(clean, noisy)
+    outcome.tables |= {"errors": table}
+    outcome.exhibits += [picture]
 
 
 def _slope_above_noise(noisy: FactorisationError) -> float:
@@ -279,26 +293,3 @@ def _verdict_with_noise(clean: FactorisationError, noisy: FactorisationError, dr
         else ""
     )
     return replace(verdict, evidence=f"{verdict.evidence}{why} (mean error {errors})")
-
-
-THEOREMS = [
-    Experiment(
-        "geometry/theorem1",
-        "The smoothness bound of Theorem 1 against the attained error",
-        "Smooth Gram matrices are nearly low-frequency even for moderate k and m (section 3.3, Theorem 1)",
-        ("arrays.positional_basis",),
-        _theorem_1,
-    ),
-    Experiment(
-        "geometry/theorem2",
-        "Kernel factorisation: error against incoherence",
-        "Incoherence enables a kernel to factorize into smaller components (section 5.3, Theorem 2)",
-        (
-            "layers.incoherence_mean",
-            "layers.incoherence_max",
-            "arrays.positional_basis",
-            "arrays.context_basis",
-        ),
-        _theorem_2,
-    ),
-]

@@ -6,7 +6,7 @@ Reads the model's weights and the run's positional basis; the split itself is in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from theodolite.errors import WorkError
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import no_head_matrix
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
 from theodolite.report.data import Floats, evenly, need
 from theodolite.report.drawing import theory as drawing
@@ -24,9 +24,6 @@ from theodolite.report.exhibit import by_name, exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import head_name, number, percent
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 CORNER = 20
 """K of the verdicts and of the map: the paper sees the large values within K ≈ 20."""
@@ -194,7 +191,13 @@ def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Flo
     return grid
 
 
-def _figure_4(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure4",
+    "Weights of every head: a positional part, a diagonal and noise",
+    "A low-rank part aligned with the positional basis and a diagonal in the majority of heads (eq. 9, Fig. 4)",
+    needs=("model", "arrays.positional_basis"),
+)
+def figure_4(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     layers, without = _split(model, _basis(study))
     if not layers:
@@ -234,9 +237,10 @@ def _figure_4(study: Study) -> Outcome:
     named = sorted({layer.projection for layer in layers} - {"projection"})
     shortened = f" (weights as in: {', '.join(named)})" if named else ""
     shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
-    outcome = Outcome(_readings(table, corner), _verdicts(table, corner, shortened), {"heads": table})
-    outcome.exhibits.extend([_maps(layers), ratio, diagonal])
-    return outcome
+    outcome.readings += _readings(table, corner)
+    outcome.verdicts += _verdicts(table, corner, shortened)
+    outcome.tables["heads"] = table
+    outcome.exhibits += [_maps(layers), ratio, diagonal]
 
 
 def _basis(study: Study) -> torch.Tensor:
@@ -268,14 +272,3 @@ def _readings(table: pd.DataFrame, corner: int) -> list[Reading]:
             f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
         ),
     ]
-
-
-WEIGHTS = [
-    Experiment(
-        "geometry/figure4",
-        "Weights of every head: a positional part, a diagonal and noise",
-        "A low-rank part aligned with the positional basis and a diagonal in the majority of heads (eq. 9, Fig. 4)",
-        ("model", "arrays.positional_basis"),
-        _figure_4,
-    )
-]

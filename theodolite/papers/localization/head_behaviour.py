@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from theodolite.judging import Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.head_predictions import (
     SOURCES,
-    Estimate,
+    OverHeads,
     Prediction,
     agreement,
     curve_error,
@@ -24,6 +23,7 @@ from theodolite.papers.localization.head_predictions import (
     regime_of_curve,
     width_of,
 )
+from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
 from theodolite.report.drawing import localization as drawing
@@ -33,10 +33,6 @@ from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
-    from theodolite.passes.run import Run
 
 LINES = (
     Line("measured", style.MEASURED, width=2.6),
@@ -71,7 +67,20 @@ def _predicted_numbers(prediction: Prediction) -> dict[str, Floats]:
     }
 
 
-def _behaviour(study: Study) -> Outcome:
+@experiment(
+    "localization/behaviour",
+    "From spectrum to behaviour: predicted and measured propagation of every head",
+    "The eigenspectrum of W_QK is “a reasonable proxy” for what attention localizes on (sections 4 to 6)",
+    needs=(
+        "model",
+        "heads.entropy",
+        "heads.propagation",
+        "arrays.propagation_by_position",
+        "arrays.propagation_predicted",
+        "arrays.propagation_predicted_data",
+    ),
+)
+def behaviour(study: Study, outcome: Outcome) -> None:
     run, seed = study.run, int(study.run.provenance["seed"])
     measured = need(run, "propagation_by_position").reshape(len(run.heads), -1).astype(np.float64)
     predictions = {name: from_survey(run, name) for name in ("weights", "text")}
@@ -102,7 +111,10 @@ def _behaviour(study: Study) -> Outcome:
         _bars(correlation_of),
     ]
     readings = _readings(correlation_of, errors, regimes)
-    return Outcome(readings, verdicts, {"heads": heads, "correlations": correlations}, figures)
+    outcome.readings += readings
+    outcome.verdicts += verdicts
+    outcome.tables |= {"heads": heads, "correlations": correlations}
+    outcome.exhibits += figures
 
 
 def _heads(
@@ -127,7 +139,7 @@ def _heads(
     return run.heads[["layer", "head"]].assign(**columns)
 
 
-Correlations = dict[tuple[str, str, str], Estimate]
+Correlations = dict[tuple[str, str, str], OverHeads]
 """(source, predicted number, measured number) → rank correlation over heads."""
 
 
@@ -149,12 +161,12 @@ def _correlations(
     return table, correlation_of
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"95 % interval {number(estimate.low)} to {number(estimate.high)} over {estimate.heads} heads"
+def _interval(estimate: OverHeads) -> str:
+    return f"95 % interval {number(estimate.low)} to {number(estimate.high)} over {estimate.n} heads"
 
 
-def _verdict_on(claim: str, what: str, estimate: Estimate, criterion: Criterion, more: str = "") -> Verdict:
-    verdict = judge(claim, what, estimate.value, criterion, estimate.error)
+def _verdict_on(claim: str, what: str, estimate: OverHeads, criterion: Criterion, more: str = "") -> Verdict:
+    verdict = judge(claim, what, estimate, criterion)
     evidence = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
     return replace(verdict, evidence=evidence + more)
 
@@ -171,7 +183,7 @@ def _order_verdicts(correlation_of: Correlations) -> list[Verdict]:
     ]
 
 
-def _curve_verdicts(errors: dict[str, Estimate]) -> list[Verdict]:
+def _curve_verdicts(errors: dict[str, OverHeads]) -> list[Verdict]:
     others = (
         f"; the mean curve of all other heads: {with_error(errors['others'].value, errors['others'].error)}"
     )
@@ -187,7 +199,7 @@ def _curve_verdicts(errors: dict[str, Estimate]) -> list[Verdict]:
     ]
 
 
-def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict]:
+def _regime_verdicts(regimes: dict[str, tuple[OverHeads, float]]) -> list[Verdict]:
     return [
         _verdict_on(
             f"The predicted regime is that of the measured curve, from {SOURCES[name]}",
@@ -200,7 +212,7 @@ def _regime_verdicts(regimes: dict[str, tuple[Estimate, float]]) -> list[Verdict
     ]
 
 
-def _entropy_verdicts(correlation_of: Correlations, localized: Estimate) -> list[Verdict]:
+def _entropy_verdicts(correlation_of: Correlations, localized: OverHeads) -> list[Verdict]:
     return [
         _verdict_on(
             "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
@@ -218,7 +230,7 @@ def _entropy_verdicts(correlation_of: Correlations, localized: Estimate) -> list
 
 
 def _readings(
-    correlation_of: Correlations, errors: dict[str, Estimate], regimes: dict[str, tuple[Estimate, float]]
+    correlation_of: Correlations, errors: dict[str, OverHeads], regimes: dict[str, tuple[OverHeads, float]]
 ) -> list[Reading]:
     rows = []
     for name, label in SOURCES.items():
@@ -297,21 +309,3 @@ def _bars(correlation_of: Correlations) -> Exhibit:
         f"{BAO}, sections 4 and 5; the correlations are ours",
         wide=True,
     )
-
-
-BEHAVIOUR = [
-    Experiment(
-        "localization/behaviour",
-        "From spectrum to behaviour: predicted and measured propagation of every head",
-        "The eigenspectrum of W_QK is “a reasonable proxy” for what attention localizes on (sections 4 to 6)",
-        (
-            "model",
-            "heads.entropy",
-            "heads.propagation",
-            "arrays.propagation_by_position",
-            "arrays.propagation_predicted",
-            "arrays.propagation_predicted_data",
-        ),
-        _behaviour,
-    )
-]

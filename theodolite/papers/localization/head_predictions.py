@@ -6,6 +6,7 @@ W_QK Σ̂ with that of its increments. Nothing is judged or drawn here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from theodolite.errors import WorkError
+from theodolite.judging import Estimate
 from theodolite.papers.localization.text_as_walk import text_walk
 from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats, need
@@ -57,14 +59,11 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class OverHeads(Estimate):
     """A number over heads with its bootstrap standard error and central 95 % interval; NaN where it has none."""
 
-    value: float
-    error: float
-    low: float
-    high: float
-    heads: int
+    low: float = math.nan
+    high: float = math.nan
 
 
 def from_increments(study: Study) -> Prediction:
@@ -150,7 +149,7 @@ def width_of(curve: Floats) -> Floats:
     return widths
 
 
-def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: int) -> Estimate:
+def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: int) -> OverHeads:
     """A number over heads with its error from drawing heads anew.
 
     Args:
@@ -158,19 +157,19 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], heads: int, seed: i
     """
     value = float(statistic(np.arange(heads)[None])[0]) if heads else np.nan
     if heads < LEAST_HEADS or not np.isfinite(value):
-        return Estimate(value, np.nan, np.nan, np.nan, heads)
+        return OverHeads(value, math.nan, heads, "heads")
     drawn = statistic(np.random.default_rng(seed).integers(heads, size=(RESAMPLES, heads)))
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.percentile(drawn, CENTRAL)
-    return Estimate(value, float(drawn.std(ddof=1)), float(low), float(high), heads)
+    return OverHeads(value, float(drawn.std(ddof=1)), heads, "heads", float(low), float(high))
 
 
-def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> Estimate:
+def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> OverHeads:
     """Rank correlation over the heads that have both, NaN below `LEAST_HEADS`, with its bootstrap."""
     both = np.isfinite(x) & np.isfinite(y)
     x, y = x[both], y[both]
     if len(x) < LEAST_HEADS:
-        return Estimate(np.nan, np.nan, np.nan, np.nan, len(x))
+        return OverHeads(math.nan, math.nan, len(x), "heads")
     return bootstrap(lambda drawn: rank_correlation(x[drawn], y[drawn]), len(x), seed)
 
 
@@ -196,7 +195,7 @@ def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[Estimat
     return bootstrap(kappa, int(known.sum()), seed), share
 
 
-def curve_error(predicted: Floats, measured: Floats, seed: int) -> Estimate:
+def curve_error(predicted: Floats, measured: Floats, seed: int) -> OverHeads:
     """Mean over heads of the mean absolute error of ρ over the keys that the last query sees."""
     errors = mean_of(np.abs(predicted - measured))
     errors = errors[np.isfinite(errors)]

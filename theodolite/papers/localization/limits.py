@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from theodolite.judging import Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.curve_shape import THETA
 from theodolite.report import style
 from theodolite.report.data import Floats
@@ -26,9 +25,6 @@ from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 VARIANTS = ("published", "corrected")
 
@@ -62,7 +58,13 @@ Curves = dict[str, list[Tensor]]
 """Variant → ρ(θ) for each of `READINGS_3`."""
 
 
-def _figure_3(study: Study) -> Outcome:
+@experiment(
+    "localization/figure3",
+    "ρ(θ) near the limit in which it localizes",
+    "ρ localizes at the middle site when ξη is above the threshold of 2 (Fig. 3, Lemma 2)",
+    needs=("nothing",),
+)
+def figure_3(study: Study, outcome: Outcome) -> None:
     xi, eta = torch.tensor(READINGS_3, dtype=torch.float64).T
     curves = {name: list(propagation(THETA, xi, eta, name)) for name in VARIANTS}
 
@@ -89,7 +91,10 @@ def _figure_3(study: Study) -> Outcome:
         for name in VARIANTS
     }
     table = pd.DataFrame({"theta": THETA.numpy()} | columns)
-    return Outcome(_comparisons_3(curves), _verdicts_3(curves), {"curves": table}, [picture])
+    outcome.readings += _comparisons_3(curves)
+    outcome.verdicts += _verdicts_3(curves)
+    outcome.tables |= {"curves": table}
+    outcome.exhibits += [picture]
 
 
 def _verdicts_3(curves: Curves) -> list[Verdict]:
@@ -150,7 +155,13 @@ def _rise(bound: Tensor) -> float:
     return float(bound.max() - bound[0])
 
 
-def _figure_4(study: Study) -> Outcome:
+@experiment(
+    "localization/figure4",
+    "The lower bound of the attention entropy",
+    "The bound is unimodal in ν and vanishes as the spectral norm grows (section 5, eq. 9, Fig. 4)",
+    needs=("nothing",),
+)
+def figure_4(study: Study, outcome: Outcome) -> None:
     bounds = {length: _bounds(length) for length in LENGTHS_4}
 
     def values(length: int) -> list[Floats]:
@@ -187,7 +198,10 @@ def _figure_4(study: Study) -> Outcome:
             for at in range(0, len(NU), 10)
         ]
     )
-    return Outcome(_comparisons_4(bounds), _verdicts_4(bounds), {"bounds": table}, [picture])
+    outcome.readings += _comparisons_4(bounds)
+    outcome.verdicts += _verdicts_4(bounds)
+    outcome.tables |= {"bounds": table}
+    outcome.exhibits += [picture]
 
 
 def _excess(bounds: dict[int, dict[str, Tensor]], name: str) -> tuple[float, int]:
@@ -254,21 +268,3 @@ def _comparisons_4(bounds: dict[int, dict[str, Tensor]]) -> list[Reading]:
         )
     )
     return rows
-
-
-LOCALIZATION_LIMITS = [
-    Experiment(
-        "localization/figure3",
-        "ρ(θ) near the limit in which it localizes",
-        "ρ localizes at the middle site when ξη is above the threshold of 2 (Fig. 3, Lemma 2)",
-        (),
-        _figure_3,
-    ),
-    Experiment(
-        "localization/figure4",
-        "The lower bound of the attention entropy",
-        "The bound is unimodal in ν and vanishes as the spectral norm grows (section 5, eq. 9, Fig. 4)",
-        (),
-        _figure_4,
-    ),
-]

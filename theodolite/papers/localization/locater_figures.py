@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.papers.experiment import Experiment, run_without_tables
+from theodolite.judging import Criterion, Estimate, Verdict, judge
+from theodolite.papers.experiment import Experiment, Study, experiment, of_trainings
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
-    CONFIDENCE,
     Comparable,
-    Effect,
     by_setting,
     comparable,
     difference,
@@ -32,7 +30,6 @@ from theodolite.papers.paired_effects import (
     rank_correlation_by_seed,
     without_seed,
 )
-from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
@@ -41,14 +38,16 @@ from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
 
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
-
 FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
 """Number of the published figure → layers and width."""
 
+COMMAND = "theodolite train locater"
+"""Writes the grid."""
+
 NEGLIGIBLE = 0.01
 """Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
+RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
+FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
 
 CLAIMS = (
     ("the eigenspectrum scale shrinks", "frobenius_squared", -1, True),
@@ -59,25 +58,10 @@ CLAIMS = (
 """Of every caption: words, measure, sign of the claimed difference, whether it is taken between logarithms."""
 
 
-def judge_effect(claim: str, what: str, effect: Effect, sign: int, more: str = "") -> Verdict:
-    """Judge a difference that the claim says is positive (`sign` 1) or negative (−1).
-
-    It holds where the whole interval is on the claimed side and the mean is at least `NEGLIGIBLE`; it fails where
-    the whole interval is on the other side of 0, or within `NEGLIGIBLE` of it.
-    """
-    rule = (
-        f"criterion: {CONFIDENCE:.0%} interval {'above' if sign > 0 else 'below'} 0 and the mean beyond "
-        f"{NEGLIGIBLE:g} (ours)"
-    )
-    evidence = f"{what}: {effect}{more}; {rule}"
-    if not math.isfinite(effect.half_width):
-        return Verdict(claim, UNTESTABLE, f"{evidence}; an interval needs two seeds or more")
-    near, far = (sign * effect.mean + side * effect.half_width for side in (-1, 1))
-    if near > 0 and sign * effect.mean >= NEGLIGIBLE:
-        return Verdict(claim, HOLDS, evidence)
-    if far < 0 or (abs(near) < NEGLIGIBLE and abs(far) < NEGLIGIBLE):
-        return Verdict(claim, FAILS, evidence)
-    return Verdict(claim, UNDECIDED, evidence)
+def judge_effect(claim: str, what: str, effect: Estimate, sign: int, more: str = "") -> Verdict:
+    """Judge a difference that the claim says is positive (`sign` 1) or negative (−1)."""
+    verdict = judge(claim, what, effect, RISES if sign > 0 else FALLS)
+    return replace(verdict, evidence=f"{verdict.evidence}{more}")
 
 
 def captions(data: Comparable, settings: Sequence[Setting], how: str = "") -> list[Verdict]:
@@ -153,8 +137,9 @@ def stripes(data: Comparable) -> list[Verdict]:
     if not data.exact or data.plain is None:
         return []
     effect = difference(data.rows, data.exact[-1], data.plain, "stripes", relative=False)
+    stripes = data.rows.groupby("setting")["stripes"]
     levels = ", ".join(
-        f"{label_of(setting)} {Effect(data.rows[data.rows['setting'] == setting]['stripes'].to_numpy())}"
+        f"{label_of(setting)} {Estimate.mean(stripes.get_group(setting).to_numpy(), 'seeds')}"
         for setting in (data.exact[-1], data.plain)
     )
     what = f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}"
@@ -306,54 +291,55 @@ def _of_shape(study: Study, layers: int, width: int) -> Outcome:
     return outcome_of(chosen, recipe)
 
 
-def _figure_7(study: Study) -> Outcome:
+def _of_published_shape(place: int, layers: int, width: int) -> Experiment:
+    @experiment(
+        f"localization/figure{place}",
+        f"Training with LocAteR: {layers} {'layer' if layers == 1 else 'layers'}, d = {width}",
+        "With stronger κ₂ the eigenspectrum scale shrinks, the attention entropy increases, and the perplexity "
+        f"improves (Fig. {place})",
+        needs=(COMMAND,),
+    )
+    def figure(study: Study, outcome: Outcome) -> None:
+        outcome.take(_of_shape(study, layers, width))
+
+    return figure
+
+
+OF_SHAPES = [_of_published_shape(place, *shape) for place, shape in FIGURES.items()]
+
+
+@experiment(
+    "localization/figure7",
+    "Signal propagation over training, with LocAteR and without",
+    "LocAteR entails salient horizontal stripes; without it ρ is uniform (Fig. 7)",
+    needs=(COMMAND,),
+)
+def figure_7(study: Study, outcome: Outcome) -> None:
     """Of d = 128 with one layer where it was trained, as published; else of the grid's first depth and width."""
     _, runs = read_grid(_grid_of(study))
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
-    outcome = _of_shape(study, *(FIGURES[6] if FIGURES[6] in shapes else shapes[0]))
-    shown = [figure for figure in outcome.exhibits if figure.key in ("maps", "profiles")]
-    verdicts = [verdict for verdict in outcome.verdicts if "stripes" in verdict.claim]
-    return Outcome(outcome.readings, verdicts, outcome.tables, shown, outcome.runs)
+    found = _of_shape(study, *(FIGURES[6] if FIGURES[6] in shapes else shapes[0]))
+    found.exhibits = [figure for figure in found.exhibits if figure.key in ("maps", "profiles")]
+    found.verdicts = [verdict for verdict in found.verdicts if "stripes" in verdict.claim]
+    outcome.take(found)
 
 
 def _grid_of(study: Study) -> Path:
     purpose = "figures 6 to 12 of localization are read from a grid of training runs"
-    return Path(study.require_training("grid", purpose, "theodolite train locater")["folder"])
+    return Path(study.require_training("grid", purpose, COMMAND)["folder"])
 
 
-def grid_run(folder: str | Path) -> Run:
-    """What stands for the run of these figures: no tables, and the provenance of a grid's folder.
+def grid_provenance(folder: str | Path) -> dict[str, Any]:
+    """The provenance of these figures.
 
     Raises:
         UsageError: the folder holds no grid.
     """
     recipe, runs = read_grid(folder)
-    return run_without_tables(
+    return of_trainings(
         f"{len(runs)} training runs in {Path(folder).name}",
         "Post-LN decoder",
         layers=max(run.setting.layers for run in runs),
         heads=1,
         grid={"folder": str(folder), **recipe},
     )
-
-
-REGULARISED = [
-    *(
-        Experiment(
-            f"localization/figure{place}",
-            f"Training with LocAteR: {layers} {'layer' if layers == 1 else 'layers'}, d = {width}",
-            "With stronger κ₂ the eigenspectrum scale shrinks, the attention entropy increases, and the perplexity "
-            f"improves (Fig. {place})",
-            (),
-            partial(_of_shape, layers=layers, width=width),
-        )
-        for place, (layers, width) in FIGURES.items()
-    ),
-    Experiment(
-        "localization/figure7",
-        "Signal propagation over training, with LocAteR and without",
-        "LocAteR entails salient horizontal stripes; without it ρ is uniform (Fig. 7)",
-        (),
-        _figure_7,
-    ),
-]

@@ -6,14 +6,12 @@ counts as a loss that notices are in `monitor_runs`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
 from theodolite.corpus.documents import python_topics
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.monitor_runs import (
     EVERY,
     HEALTHY,
@@ -31,9 +29,6 @@ from theodolite.report.drawing.locater import Panel
 from theodolite.report.exhibit import Exhibit, exhibit
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SHOWN = (
     ("loss", "loss, nats per character"),
@@ -72,7 +67,13 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
     ]
 
 
-def _monitor(study: Study) -> Outcome:
+@experiment(
+    "localization/monitor",
+    "Collapse detected while it happens: the monitor against the loss, at learning rates that are too high",
+    "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
+    needs=("nothing",),
+)
+def monitor(study: Study, outcome: Outcome) -> None:
     text = "\n\n".join(document.text for document in python_topics())
     seeds = [study.run.provenance["seed"] + seed for seed in SEEDS]
     numbers = iter(range(1, len(seeds) * len(LEARNING_RATES) + 1))
@@ -86,7 +87,10 @@ def _monitor(study: Study) -> Outcome:
     runs = comparison["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
     tables = {"runs": runs, "looks": comparison["looks"], "alarms": comparison["alarms"]}
     exhibits = [_moments(runs), _course(comparison["looks"], comparison["losses"])]
-    return Outcome(_compared(runs), judged(runs), tables, exhibits)
+    outcome.readings += _compared(runs)
+    outcome.verdicts += judged(runs)
+    outcome.tables |= tables
+    outcome.exhibits += exhibits
 
 
 def _compared(runs: pd.DataFrame) -> list[Reading]:
@@ -150,14 +154,3 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         SOURCE,
         wide=True,
     )
-
-
-MONITORED = [
-    Experiment(
-        "localization/monitor",
-        "Collapse detected while it happens: the monitor against the loss, at learning rates that are too high",
-        "Not in the paper: a small model trained at a good learning rate and at two that are far too high, watched",
-        (),
-        _monitor,
-    )
-]

@@ -6,7 +6,6 @@ They need no model and no text. Limits are in `limits`, a simulation is in `simu
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from theodolite.attention.piecewise import piecewise_softmax
 from theodolite.judging import Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.curve_shape import THETA, centre, spread, width
 from theodolite.report import style
 from theodolite.report.data import Floats
@@ -27,9 +26,6 @@ from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
 from theodolite.theory.propagation import propagation
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 VARIANTS = ("published", "corrected")
 
@@ -85,7 +81,13 @@ Pairs = dict[int, tuple[Tensor, Tensor]]
 """Number of inputs → S_1 and S̃_1 along one input."""
 
 
-def _figure_1(study: Study) -> Outcome:
+@experiment(
+    "localization/figure1",
+    "Softmax and its piecewise linear approximation",
+    "Softmax is linearised at 0 and clamped, as close to the original as possible (section 2, Fig. 1)",
+    needs=("nothing",),
+)
+def figure_1(study: Study, outcome: Outcome) -> None:
     logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
     pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS_1}
     gaps = {length: (soft - piecewise).abs() for length, (soft, piecewise) in pairs.items()}
@@ -107,7 +109,10 @@ def _figure_1(study: Study) -> Outcome:
             for length in LENGTHS_1[1:]
         ),
     ]
-    return Outcome(readings, _verdicts_1(worst), {"inputs": table}, [_plane(), _by_inputs(logit, pairs)])
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_1(worst)
+    outcome.tables |= {"inputs": table}
+    outcome.exhibits += [_plane(), _by_inputs(logit, pairs)]
 
 
 def _verdicts_1(worst: dict[int, float]) -> list[Verdict]:
@@ -232,7 +237,14 @@ def _verdicts_2(grids: dict[str, Tensor]) -> list[Verdict]:
     return verdicts
 
 
-def _figure_2(study: Study) -> Outcome:
+@experiment(
+    "localization/figure2",
+    "Signal propagation ρ(θ) by ξ and η, as published and as corrected",
+    "ρ is late-, early- or middle-site by ξ and η, uniform for small |ξ|, and vanishes for large η (section 4, "
+    "Fig. 2)",
+    needs=("nothing",),
+)
+def figure_2(study: Study, outcome: Outcome) -> None:
     grids = {name: _grid_2(name) for name in VARIANTS}
     published, corrected = (grids[name].numpy() for name in VARIANTS)
     gap = np.abs(published - corrected)
@@ -243,7 +255,10 @@ def _figure_2(study: Study) -> Outcome:
         Reading("variance of s over η² at θ = 1", "7/12 (2θ² − 2θ + 7/12)", "31/12 (2θ² + 7/12)"),
     ]
     figures = [_maps_2(), _curves_2(published, corrected)]
-    return Outcome(readings, _verdicts_2(grids), {"curves": _table_2(published, corrected)}, figures)
+    outcome.readings += readings
+    outcome.verdicts += _verdicts_2(grids)
+    outcome.tables |= {"curves": _table_2(published, corrected)}
+    outcome.exhibits += figures
 
 
 def _maps_2() -> Exhibit:
@@ -307,22 +322,3 @@ def _table_2(published: Floats, corrected: Floats) -> pd.DataFrame:
             for at in range(0, len(THETA), TABLE_STEP)
         ]
     )
-
-
-LOCALIZATION_THEORY = [
-    Experiment(
-        "localization/figure1",
-        "Softmax and its piecewise linear approximation",
-        "Softmax is linearised at 0 and clamped, as close to the original as possible (section 2, Fig. 1)",
-        (),
-        _figure_1,
-    ),
-    Experiment(
-        "localization/figure2",
-        "Signal propagation ρ(θ) by ξ and η, as published and as corrected",
-        "ρ is late-, early- or middle-site by ξ and η, uniform for small |ξ|, and vanishes for large η (section 4, "
-        "Fig. 2)",
-        (),
-        _figure_2,
-    ),
-]

@@ -5,15 +5,13 @@ It needs no model and no text. The simulation is in `walk_simulation`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import Criterion, Verdict, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import Criterion, Estimate, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.curve_shape import width
 from theodolite.papers.localization.walk_simulation import (
     COVARIANCES,
@@ -32,9 +30,6 @@ from theodolite.system.wording import number, with_error
 from theodolite.theory.exact_propagation import propagation_exact
 from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.regimes import regime
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 SETTING = WalkSetting()
 
@@ -85,7 +80,13 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
     return float(((predicted - sim.propagation).abs() > FAR * error).double().mean())
 
 
-def _figure_5(study: Study) -> Outcome:
+@experiment(
+    "localization/figure5",
+    "Simulated signal propagation and entropy, against theory",
+    "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
+    needs=("nothing",),
+)
+def figure_5(study: Study, outcome: Outcome) -> None:
     seed = provenance(study.run, "seed") or 0
     sims = {name: simulate(SETTING, name, seed) for name in COVARIANCES}
     predicted = {name: predictions(sim, SETTING) for name, sim in sims.items()}
@@ -95,7 +96,10 @@ def _figure_5(study: Study) -> Outcome:
     ]
     verdicts = [*_of_predictions(sims, predicted), *_of_localization(sims), *_of_entropy(sims)]
     tables = {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
-    return Outcome(_readings(sims, predicted), verdicts, tables, figures)
+    outcome.readings += _readings(sims, predicted)
+    outcome.verdicts += verdicts
+    outcome.tables |= tables
+    outcome.exhibits += figures
 
 
 def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit:
@@ -181,9 +185,8 @@ def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, 
             judge(
                 f"{claim} (section 4, Fig. 5)",
                 what,
-                float(gaps.flatten()[worst]),
+                Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst])),
                 DESCRIBES,
-                float(errors.flatten()[worst]),
             )
         )
     shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
@@ -231,9 +234,8 @@ def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
             judge(
                 f"ρ localizes with {change} (section 5, Fig. 5)",
                 f"effective share of positions {contrast}, the smallest ({where})",
-                value,
+                Estimate(value, error),
                 NARROWER,
-                error,
             )
         )
     agreement, error = _over_pairs(widths["isotropic"], widths["anisotropic"])
@@ -241,9 +243,8 @@ def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
         judge(
             "The spectrum of W_QK stands for that of W_QK Σ (section 5)",
             "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ",
-            agreement,
+            Estimate(agreement, error),
             PROXY,
-            error,
         )
     )
     return verdicts
@@ -260,16 +261,14 @@ def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
         judge(
             "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
             f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
-            value,
+            Estimate(value, error),
             HIGHER,
-            error,
         ),
         judge(
             "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
             "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
-            mean_correlation[0],
+            Estimate(mean_correlation[0], mean_correlation[1]),
             OPPOSED,
-            mean_correlation[1],
         ),
     ]
 
@@ -339,14 +338,3 @@ def _points(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
             part = {"covariance": name, "mean": mean, "scale": scale, "token": range(1, SETTING.length + 1)}
             rows.append(pd.DataFrame(part | {key: value[place].numpy() for key, value in columns.items()}))
     return pd.concat(rows, ignore_index=True)
-
-
-LOCALIZATION_WALKS = [
-    Experiment(
-        "localization/figure5",
-        "Simulated signal propagation and entropy, against theory",
-        "ρ localizes with smaller scales and larger means, with high attention entropy (section 5, Fig. 5)",
-        (),
-        _figure_5,
-    )
-]

@@ -10,8 +10,8 @@ import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Verdict, judge_layers
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import Criterion, Estimates, Verdict, judge
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.walk_fit import (
     MEASURES,
     autocorrelations,
@@ -94,7 +94,13 @@ def _walk_moments(study: Study) -> WalkMoments:
     return WalkMoments(sums, text)
 
 
-def _walk(study: Study) -> Outcome:
+@experiment(
+    "localization/walk",
+    "Text as a random walk",
+    "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
+    needs=("model",),
+)
+def walk(study: Study, outcome: Outcome) -> None:
     moments = _walk_moments(study)
     tables = {name: walk_table(*sums) for name, sums in moments.sums.items()}
     residual = walk_table(moments.text.residual, moments.text.residual_state)
@@ -107,12 +113,10 @@ def _walk(study: Study) -> Outcome:
     )
     layers = layers[["tokens", "vectors", *(name for name in layers if name not in ("tokens", "vectors"))]]
     figures = [_maps(moments), _growth(moments), _autocorrelation(moments), _by_layer(tables)]
-    return Outcome(
-        _readings(tables, residual),
-        _verdicts(tables, residual),
-        {"layers": layers, "pairs": pair_table(*moments.sums[TEXT])},
-        figures,
-    )
+    outcome.readings += _readings(tables, residual)
+    outcome.verdicts += _verdicts(tables, residual)
+    outcome.tables |= {"layers": layers, "pairs": pair_table(*moments.sums[TEXT])}
+    outcome.exhibits += figures
 
 
 def _relative(gram: Floats) -> Floats:
@@ -235,7 +239,7 @@ def _verdict(
 ) -> Verdict:
     values, errors = _column(table, name)
     what = f"|{MEASURES[name]}|" if size else MEASURES[name]
-    return judge_layers(claim, what, np.abs(values) if size else values, criterion, errors)
+    return judge(claim, what, Estimates(np.abs(values) if size else values, errors), criterion)
 
 
 def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[Verdict]:
@@ -274,12 +278,11 @@ def _verdicts(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[V
             "frobenius",
             NEAR,
         ),
-        judge_layers(
+        judge(
             "Text drifts where random tokens do not (Remark 3)",
             f"{MEASURES['autocorrelation']}, text less random tokens",
-            of_text - of_random,
+            Estimates(of_text - of_random, np.hypot(error_of_text, error_of_random)),
             DRIFTS,
-            np.hypot(error_of_text, error_of_random),
         ),
     ]
 
@@ -312,14 +315,3 @@ def _readings(tables: dict[str, pd.DataFrame], residual: pd.DataFrame) -> list[R
         )
     )
     return rows
-
-
-TEXT_WALK = [
-    Experiment(
-        "localization/walk",
-        "Text as a random walk",
-        "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
-        ("model",),
-        _walk,
-    )
-]
