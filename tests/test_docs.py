@@ -15,7 +15,7 @@ from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.papers import EXPERIMENTS, reproduce, write_outcome
-from theodolite.papers.experiment import theory_run
+from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome_page import RESULT
 from tools import families, gallery, outputs
 
@@ -179,7 +179,7 @@ def test_every_experiment_is_in_the_gallery():
 def test_the_gallery_is_made_from_run_folders(tmp_path):
     name = "localization/figure4"
     outcome = reproduce(name)
-    page = write_outcome(EXPERIMENTS[name], outcome, theory_run(), tmp_path / "runs" / "reproduce")
+    page = write_outcome(EXPERIMENTS[name], outcome, of_nothing(), tmp_path / "runs" / "reproduce")
     found = gallery.results([tmp_path / "runs"])
     assert found[name][1] == page.parent
     assert (page.parent / RESULT).is_file()

@@ -14,6 +14,7 @@ from theodolite.judging import (
     UNTESTABLE,
     Criterion,
     Estimate,
+    Estimates,
     harmless,
     judge,
     reading_order,
@@ -22,7 +23,6 @@ from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release import pruned_sinks as compression
 from theodolite.papers.catch_tag_release import pruning_sweep as compression_sweep
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.paired_effects import Effect
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
 
@@ -93,8 +93,8 @@ def test_a_tie_is_no_more_and_no_less(value, error, expected):
     assert judge("a claim", "a number", Estimate(-value, error), less).answer == expected
     assert ("equal to it" in verdict.evidence) == (value == 0)
     layers = np.array([value] * 3), np.array([error] * 3)
-    assert judge("a claim", "a number", Estimate(layers[0], layers[1]), more).answer == expected
-    interval = judge("a claim", "a number", Effect(np.full(3, value)), more)
+    assert judge("a claim", "a number", Estimates(*layers), more).answer == expected
+    interval = judge("a claim", "a number", Estimate.mean(np.full(3, value), "seeds"), more)
     assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_larger_than_itself(criterion):
 )
 def test_more_than_half_of_the_layers_decide(values, errors, expected):
     errors = None if errors is None else np.array(errors)
-    verdict = judge("a claim", "a number", Estimate(np.array(values, dtype=float), errors), LOW)
+    verdict = judge("a claim", "a number", Estimates(np.array(values, dtype=float), errors), LOW)
     assert verdict.answer == expected
 
 

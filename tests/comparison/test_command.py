@@ -223,7 +223,7 @@ def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeyp
     assert "ablating it leaves 0\u00a0% of them" in verdict.evidence
     page = compared.outcome.exhibits[0]
     assert page.title.startswith("Attention of L0H")
-    assert len(page.draw(compared.run).data) == 4
+    assert len(page.figure.data) == 4
 
 
 def test_the_term_that_a_model_was_pruned_to_is_read_from_its_folder(damaged, tmp_path):

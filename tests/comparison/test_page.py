@@ -154,7 +154,7 @@ def test_the_page_tells_every_part_and_every_model(audits):
                     (g for g in audit.summary.split(".")[0].split("; it ") if f"its {part.name} " in g), ""
                 )
                 assert words is None or group.removeprefix(f"{audit.other} ").startswith(f"{words} its ")
-    page = render(experiment_of(audits, made), made, make_survey())
+    page = render(experiment_of(audits, made), made, make_survey().provenance)
     assert "<h1>What survives of planted in destroyed and noisy</h1>" in page
     assert "The paper:" not in page  # of no layer's low-rank term was anything asked
     for word in (
@@ -174,7 +174,7 @@ def test_a_page_of_nothing(pair):
     run, trace, _ = pair("random")
     audits = [compare(run, run, trace, trace)]
     made = outcome(audits)
-    page = render(experiment_of(audits, made), made, run)
+    page = render(experiment_of(audits, made), made, run.provenance)
     assert "Everything survives exactly" in page
     assert "Sinks before and after" not in page
     assert "Entropy of attention" in page
@@ -185,6 +185,6 @@ def test_hostile_names_are_shown_and_do_nothing():
     name = "<script>alert(1)</script>\u202e"
     audits = [compare(run, run, names=("a", name))]
     made = outcome(audits)
-    page = render(experiment_of(audits, made), made, run)
+    page = render(experiment_of(audits, made), made, run.provenance)
     assert "<script>alert(1)" not in page
     assert "\u202e" not in page

@@ -18,17 +18,19 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS, Study, find, reproduce
 from theodolite.papers.claims import claims
 from theodolite.papers.hidden_geometry import smoothness
-from theodolite.papers.hidden_geometry.context_basis import CONTEXTS, gap_errors
-from theodolite.papers.hidden_geometry.depth import DEPTH
-from theodolite.papers.hidden_geometry.positional_basis import POSITIONAL
-from theodolite.papers.hidden_geometry.smoothness import SMOOTHNESS
-from theodolite.papers.hidden_geometry.tables import TABLES
+from theodolite.papers.hidden_geometry.context_basis import gap_errors
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite.report.outcome import Outcome
 
-OF_THE_SURVEY = [*TABLES, *POSITIONAL, *CONTEXTS, *SMOOTHNESS, *DEPTH]
+OF_THE_SURVEY = [
+    EXPERIMENTS[f"geometry/{name}"]
+    for name in (
+        *(f"table{number}" for number in range(1, 7)),
+        *(f"figure{number}" for number in (1, 2, 3, 5, 7, 8, 24)),
+    )
+]
 FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
 CLAIMS = claims("geometry", "all of it", OF_THE_SURVEY)
 
@@ -51,14 +53,14 @@ def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
         if verdict.answer != UNTESTABLE:
             assert "criterion: " in verdict.evidence
     for exhibit in outcome.exhibits:
-        figure = exhibit.draw(run)
+        figure = exhibit.figure
         assert figure.data
         assert exhibit.shows
         assert exhibit.look_for
         assert exhibit.source.startswith("Song & Zhong 2024")
         if exhibit.choice:
-            options = exhibit.choice.options(run)
-            assert len(exhibit.choice.patch(run, options[-1].key)) == len(figure.data)
+            options = exhibit.choice.options
+            assert len(exhibit.choice.variants()[options[-1].key]) == len(figure.data)
     assert all(len(table) for table in outcome.tables.values())
 
 
@@ -87,7 +89,7 @@ def test_standard_errors_are_used_where_the_run_has_them(run):
     assert "17 ± 2;" in verdict.evidence
     sure = changed(unsure, rank_se=np.full(layers, 0.1))
     assert reproduce("geometry/table1", sure).verdicts[0].answer == HOLDS
-    figure = reproduce("geometry/table4", sure).exhibits[0].draw(run)
+    figure = reproduce("geometry/table4", sure).exhibits[0].figure
     np.testing.assert_allclose(figure.data[-1].error_y.array, 0.1, rtol=1e-6)
 
 
@@ -156,8 +158,8 @@ def test_figure_2_is_the_cosines_of_the_bases(run):
     errors = gap_errors(cosines[None], 0, labels.tolist())
     assert errors[0] == pytest.approx(math.sqrt(39 / 40 * np.square(gaps - np.mean(gaps)).sum()), rel=1e-5)
     assert "no standard errors" not in outcome.verdicts[2].evidence
-    figure = outcome.exhibits[0].draw(run)
-    z = outcome.exhibits[0].choice.patch(run, "2")[0]["z"]
+    figure = outcome.exhibits[0].figure
+    z = outcome.exhibits[0].choice.variants()["2"][0]["z"]
     assert z.shape == figure.data[0].z.shape
     first = positions[1] @ positions[-1] / np.linalg.norm(positions[1]) / np.linalg.norm(positions[-1])
     shown = len(z) - 40

@@ -15,12 +15,17 @@ from theodolite.errors import WorkError
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
 from theodolite.papers.claims import claims
-from theodolite.papers.hidden_geometry.context_basis import CONTEXTS
-from theodolite.papers.hidden_geometry.tables import TABLES
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
 
-CLAIMS = replace(claims("geometry", "all", [*TABLES, *CONTEXTS]), name="geometry/some-claims")
+CLAIMS = replace(
+    claims(
+        "geometry",
+        "all",
+        [EXPERIMENTS[f"geometry/{name}"] for name in ("table1", "table2", "table3", "figure2")],
+    ),
+    name="geometry/some-claims",
+)
 FIGURE_2 = EXPERIMENTS["geometry/figure2"]
 
 
@@ -31,7 +36,7 @@ def outcome_of(run: Run, name: str) -> Outcome:
 @pytest.mark.parametrize("name", ["geometry/figure2", "geometry/table1", "geometry/figure7", CLAIMS.name])
 def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     outcome = outcome_of(run, name)
-    page = write_outcome(EXPERIMENTS.get(name, CLAIMS), outcome, run, tmp_path)
+    page = write_outcome(EXPERIMENTS.get(name, CLAIMS), outcome, run.provenance, tmp_path)
     assert page == tmp_path / name.replace("/", "-") / "index.html"
     reader = Reader(page.read_text())
     assert not reader.open
@@ -63,7 +68,7 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
 
 def test_result_json_holds_verdicts_numbers_and_provenance(run, tmp_path):
     outcome = outcome_of(run, "geometry/table1")
-    page = write_outcome(EXPERIMENTS["geometry/table1"], outcome, run, tmp_path)
+    page = write_outcome(EXPERIMENTS["geometry/table1"], outcome, run.provenance, tmp_path)
     loaded = json.loads((page.parent / "result.json").read_text())
     assert [Verdict(**verdict) for verdict in loaded["verdicts"]] == outcome.verdicts
     assert loaded["provenance"] == run.provenance
@@ -86,8 +91,8 @@ def test_hostile_text_stays_text(run, tmp_path):
         {"table": pd.DataFrame({HOSTILE[0]: HOSTILE})},
         outcome.exhibits,
     )
-    page = write_outcome(FIGURE_2, said, hostile, tmp_path).read_text()
-    plain = Reader(write_outcome(FIGURE_2, outcome, run, tmp_path / "plain").read_text())
+    page = write_outcome(FIGURE_2, said, hostile.provenance, tmp_path).read_text()
+    plain = Reader(write_outcome(FIGURE_2, outcome, run.provenance, tmp_path / "plain").read_text())
     reader = Reader(page)
     assert len(reader.named("script")) == len(plain.named("script"))
     assert not reader.named("b")
@@ -103,13 +108,13 @@ def test_the_same_outcome_gives_the_same_bytes_and_replaces_what_was_there(run, 
     outcome = outcome_of(run, "geometry/figure3")
     first = {
         p.name: p.read_bytes()
-        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], outcome, run, tmp_path))
+        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], outcome, run.provenance, tmp_path))
     }
     (tmp_path / "geometry-figure3" / "stale.txt").write_text("from before")
     again = outcome_of(run, "geometry/figure3")
     second = {
         p.name: p.read_bytes()
-        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], again, run, tmp_path))
+        for p in _files(write_outcome(EXPERIMENTS["geometry/figure3"], again, run.provenance, tmp_path))
     }
     assert first == second
 
@@ -121,7 +126,7 @@ def _files(page: Path) -> list[Path]:
 def test_the_index_lists_what_is_there_and_passes_over_what_is_damaged(run, tmp_path):
     assert write_index(tmp_path) is None
     for name in ("geometry/figure3", "geometry/table1"):
-        write_outcome(EXPERIMENTS[name], outcome_of(run, name), run, tmp_path)
+        write_outcome(EXPERIMENTS[name], outcome_of(run, name), run.provenance, tmp_path)
     (tmp_path / "geometry-broken").mkdir()
     (tmp_path / "geometry-broken" / "result.json").write_text("{")
     index = write_index(tmp_path)
@@ -135,12 +140,12 @@ def test_the_index_lists_what_is_there_and_passes_over_what_is_damaged(run, tmp_
 def test_a_folder_that_cannot_be_written_is_one_line(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match="cannot write"):
-        write_outcome(FIGURE_2, Outcome([], [], {}), run, tmp_path / "file")
+        write_outcome(FIGURE_2, Outcome([], [], {}), run.provenance, tmp_path / "file")
 
 
 def test_marks_tell_the_answers_apart(run, tmp_path):
     verdicts = [Verdict(answer, answer, "1") for answer in (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)]
-    page = write_outcome(FIGURE_2, Outcome([], verdicts, {}), run, tmp_path)
+    page = write_outcome(FIGURE_2, Outcome([], verdicts, {}), run.provenance, tmp_path)
     reader = Reader(page.read_text())
     marks = [element.get("class") for element in reader.named("li")]
     assert [mark for mark in marks if mark] == ["holds", "partly", "fails", "open", "open"]

@@ -105,7 +105,7 @@ def test_without_a_head_named_the_one_that_tags_most(model):
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
     assert len(outcome.exhibits) == 6
     for exhibit in outcome.exhibits:
-        assert exhibit.draw(None).data
+        assert exhibit.figure.data
 
 
 def test_a_head_without_sinks_is_drawn_and_judged(model, folder):

@@ -18,7 +18,7 @@ from theodolite.comparison.survival import HALF
 from theodolite.judging import FAILS, HOLDS, SIGMAS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.style import Patch
@@ -171,7 +171,7 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
         f"{name}: {_listed_sinks(positions, on_prompt.tokens)}" for name, positions in sinks.items()
     )
     return [
-        exhibit(
+        Exhibit(
             "maps",
             f"Attention of {head}, model by model",
             drawing.parallel_map(attention, square=True),
@@ -182,7 +182,7 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
             f"{ZHANG}, Figs. 4 and 5",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "outputs",
             f"Output of {head}, model by model",
             drawing.parallel_map(output),
@@ -222,7 +222,7 @@ class _Drawing:
             return None
         names = [audit.other for audit in having]
         choice = by_name("model", names, lambda index: self.patch(tables[index]))
-        return exhibit(
+        return Exhibit(
             key,
             self.title,
             self.draw(tables[0]),

@@ -13,11 +13,44 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import reading_order
 from theodolite.models import OpenModel
-from theodolite.papers import catch_tag_release as sinks
-from theodolite.papers import hidden_geometry as geometry
-from theodolite.papers import localization
+from theodolite.papers.catch_tag_release import (
+    averaging_construction,
+    averaging_models,
+    few_shot,
+    no_op_option,
+    outliers,
+    prompt_sinks,
+    pruned_sinks,
+    pruning_sweep,
+    tag_ablation,
+    traced_sinks,
+)
 from theodolite.papers.claims import claims
 from theodolite.papers.experiment import Experiment, Study, of_model, of_nothing
+from theodolite.papers.hidden_geometry import (
+    attribution,
+    context_basis,
+    depth,
+    heads,
+    positional_basis,
+    positional_logits,
+    positions_while_learned,
+    prompt_logits,
+    separation,
+    smoothness,
+    tables,
+    theorems,
+    weights,
+)
+from theodolite.papers.localization import (
+    head_behaviour,
+    limits,
+    locater_figures,
+    monitor_warnings,
+    propagation_theory,
+    simulated_walks,
+    text_as_walk,
+)
 from theodolite.passes.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
@@ -51,19 +84,52 @@ def _experiments() -> Iterator[Experiment]:
             "geometry",
             "Positional bases are low-rank, smooth and significant, contexts cluster, the two are incoherent "
             "(section 2)",
-            geometry.MODULES,
+            (
+                tables,
+                positional_basis,
+                context_basis,
+                separation,
+                smoothness,
+                depth,
+                weights,
+                heads,
+                theorems,
+                positions_while_learned,
+                prompt_logits,
+                positional_logits,
+                attribution,
+            ),
         ),
         (
             "localization",
             "A small eigenspectrum variance leads attention to be localized, and can prevent both rank and entropy "
             "collapses (abstract)",
-            localization.MODULES,
+            (
+                propagation_theory,
+                limits,
+                simulated_walks,
+                locater_figures,
+                monitor_warnings,
+                head_behaviour,
+                text_as_walk,
+            ),
         ),
         (
             "sinks",
             "Attention sinks catch tokens, tag them by outlier features, and release them; low-rank weights make "
             "this possible, and simple tasks need it (abstract)",
-            sinks.MODULES,
+            (
+                prompt_sinks,
+                few_shot,
+                pruned_sinks,
+                averaging_construction,
+                averaging_models,
+                traced_sinks,
+                tag_ablation,
+                outliers,
+                no_op_option,
+                pruning_sweep,
+            ),
         ),
     ):
         declared = _declared(modules)

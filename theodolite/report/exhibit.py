@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.report.data import array, column, evenly
@@ -34,22 +35,76 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a figure's picker offers: `options`, the data of each (`patches`), and how it is shown.
+    """What a figure's picker offers: `options`, and the same figure drawn for each.
 
     `mode`: "picker" (one figure under its own picker), "head" (follows the page's layer and head pickers).
     `grid`: keys that are also drawn small, side by side.
     """
 
     name: str
-    options: Callable[[Run], list[Option]]
-    patch: Callable[[Run, str], list[Patch]]
+    options: list[Option]
+    draw: Callable[[str], go.Figure | list[Patch]]
     mode: str = "picker"
-    grid: Callable[[Run], list[str]] | None = None
+    grid: Sequence[str] = ()
+
+    def variants(self) -> dict[str, list[Patch]]:
+        """Of every option the entries of each trace that are not the same in all options."""
+        drawn = {option.key: self.draw(option.key) for option in self.options}
+        patches = {key: each for key, each in drawn.items() if isinstance(each, list)}
+        traces = {key: _traces(each) for key, each in drawn.items() if not isinstance(each, list)}
+        if not traces:
+            return patches
+        changing = _changing(traces)
+        return {
+            key: [
+                {name: trace.get(name) for name in names} for trace, names in zip(each, changing, strict=True)
+            ]
+            for key, each in traces.items()
+        }
+
+
+def _traces(figure: go.Figure) -> list[Patch]:
+    traces: list[Patch] = figure.to_plotly_json()["data"]
+    return traces
+
+
+def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
+    """Of every trace the names of the entries that some option changes."""
+    first, *others = traces.values()
+    return [
+        [
+            name
+            for name in sorted(set().union(*(each[place] for each in traces.values())))
+            if any(not _equal(trace.get(name), each[place].get(name)) for each in others)
+        ]
+        for place, trace in enumerate(first)
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
+    return bool(a == b)
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One figure of the page with its caption.
+    """One figure of a page with its caption."""
+
+    key: str
+    title: str
+    figure: go.Figure
+    shows: str
+    look_for: str
+    source: str
+    unhealthy: str = ""
+    choice: Choice | None = None
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class SurveyExhibit:
+    """One figure of the report, of any survey that has what it needs.
 
     `needs`: names such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
     """
@@ -63,13 +118,19 @@ class Exhibit:
     look_for: str
     source: str
     unhealthy: str = ""
-    choice: Choice | None = None
+    choice: Callable[[Run], Choice] | None = None
     wide: bool = False
     when: Callable[[Run], bool] | None = None
 
     def available(self, run: Run) -> bool:
         """True when the run has every number that the figure needs."""
         return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
+
+    def of(self, run: Run) -> Exhibit:
+        """The exhibit of one run."""
+        choice = None if self.choice is None else self.choice(run)
+        caption = self.shows, self.look_for, self.source, self.unhealthy
+        return Exhibit(self.key, self.title, self.draw(run), *caption, choice, self.wide)
 
 
 def _has(run: Run, need: str) -> bool:
@@ -79,45 +140,22 @@ def _has(run: Run, need: str) -> bool:
     return column(getattr(run, kind), name) is not None
 
 
-def exhibit(
-    key: str,
-    title: str,
-    figure: go.Figure,
-    shows: str,
-    look_for: str,
-    source: str,
-    *,
-    choice: Choice | None = None,
-    wide: bool = False,
-) -> Exhibit:
-    """The exhibit of a finished figure."""
-    return Exhibit(key, "", title, (), lambda _: figure, shows, look_for, source, choice=choice, wide=wide)
-
-
 def by_name(
-    kind: str, names: Sequence[str], patch: Callable[[int], list[Patch]], *, grid: bool = False
+    kind: str, names: Sequence[str], draw: Callable[[int], go.Figure | list[Patch]], *, grid: bool = False
 ) -> Choice:
     """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
-    return Choice(
-        kind,
-        lambda _: [Option(str(index), name) for index, name in enumerate(names)],
-        lambda _, key: patch(int(key)),
-        grid=(lambda _: [str(index) for index in evenly(len(names), GRID)]) if grid else None,
-    )
+    options = [Option(str(index), name) for index, name in enumerate(names)]
+    shown = [str(index) for index in evenly(len(names), GRID)] if grid else []
+    return Choice(kind, options, lambda key: draw(int(key)), grid=shown)
+
+
+def by_layer(count: int, draw: Callable[[int], go.Figure | list[Patch]], *, grid: bool = False) -> Choice:
+    """A picker over residual layers."""
+    return by_name("layer", [f"layer {layer}" for layer in range(count)], draw, grid=grid)
 
 
 def by_layer_of(
-    count: Callable[[Run], int], patch: Callable[[Run, int], list[Patch]], *, grid: bool = False
-) -> Choice:
-    """A picker over the layers that a run has, the first `GRID` of them, evenly chosen, also drawn small."""
-    return Choice(
-        "layer",
-        lambda run: [Option(str(layer), f"layer {layer}") for layer in range(count(run))],
-        lambda run, key: patch(run, int(key)),
-        grid=(lambda run: [str(layer) for layer in evenly(count(run), GRID)]) if grid else None,
-    )
-
-
-def by_layer(count: int, patch: Callable[[int], list[Patch]], *, grid: bool = False) -> Choice:
-    """A picker over residual layers."""
-    return by_name("layer", [f"layer {layer}" for layer in range(count)], patch, grid=grid)
+    count: Callable[[Run], int], draw: Callable[[Run, int], go.Figure | list[Patch]], *, grid: bool = False
+) -> Callable[[Run], Choice]:
+    """A picker over the layers that a run has."""
+    return lambda run: by_layer(count(run), lambda layer: draw(run, layer), grid=grid)

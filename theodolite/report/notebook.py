@@ -41,7 +41,7 @@ def as_html(run: Run) -> str:
     name = visible((run.provenance.get("model") or {}).get("id") or "a model", 80)
     parts = [
         f'<p class="name">{escape(name)}</p>',
-        f'<p class="of">{escape(content.subtitle(run))}<br>{escape(content.text_line(run))}</p>',
+        f'<p class="of">{escape(content.subtitle(run.provenance))}<br>{escape(content.text_line(run.provenance))}</p>',
     ]
     checks = health.checks(run)
     flagged = [check for check in checks if check.flagged]

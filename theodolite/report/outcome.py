@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.judging import UNTESTABLE, Criterion, Estimate, Estimates, Verdict, judge
-from theodolite.report.exhibit import Choice, Exhibit, exhibit
+from theodolite.report.exhibit import Choice, Exhibit
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ class Outcome:
             key: its name on the page. shows, look_for, source: the caption: what is drawn, what to see, whose it is.
             choice: what its picker offers. wide: as wide as the page.
         """
-        self.exhibits.append(exhibit(key, title, figure, shows, look_for, source, choice=choice, wide=wide))
+        self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))

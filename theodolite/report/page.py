@@ -81,7 +81,9 @@ def write_report(run: Run, folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page as one string of HTML."""
-    blocks = {section: [block_of(run, exhibit) for exhibit in exhibits(run, section)] for section in SECTIONS}
+    blocks = {
+        section: [block_of(exhibit.of(run)) for exhibit in exhibits(run, section)] for section in SECTIONS
+    }
     tiles, findings = content.tiles(run), summarise(run)
     checks = [finding for finding in findings if finding.topic == HEALTH]
     flagged = [finding for finding in checks if finding.status == "flagged"]
@@ -91,8 +93,8 @@ def render(run: Run) -> str:
         "page.html.j2",
         {
             "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
-            "subtitle": content.subtitle(run),
-            "text_line": content.text_line(run),
+            "subtitle": content.subtitle(run.provenance),
+            "text_line": content.text_line(run.provenance),
             "links": [
                 ("#summary", "At a glance"),
                 *((f"#{section}", name) for section, name in SECTIONS.items() if section in shown),
@@ -155,18 +157,16 @@ def environment(package: str = "theodolite.report", folder: str = "templates") -
     )
 
 
-def block_of(run: Run, exhibit: Exhibit) -> Block:
+def block_of(exhibit: Exhibit) -> Block:
     """What a template needs of an exhibit: its figure as JSON, and the choices of its picker."""
-    figure, choice = exhibit.draw(run), exhibit.choice
+    figure, choice = exhibit.figure, exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
     if choice is None:
         return Block(exhibit, figure_json(figure, {}), height, _side_by_side(figure), [], None, [])
-    options = choice.options(run)
-    json = figure_json(figure, {option.key: choice.patch(run, option.key) for option in options})
+    options, json = choice.options, figure_json(figure, choice.variants())
     groups: dict[str, list[Option]] = {}
     for option in options:
         groups.setdefault(option.group, []).append(option)
-    thumbnails = choice.grid(run) if choice.grid else []
     by_key = {option.key: option for option in options}
     first = options[len(options) // 2 if choice.name == "layer" else 0]
     return Block(
@@ -176,7 +176,7 @@ def block_of(run: Run, exhibit: Exhibit) -> Block:
         _side_by_side(figure),
         list(groups.items()),
         first,
-        [by_key[key] for key in thumbnails if key in by_key],
+        [by_key[key] for key in choice.grid if key in by_key],
     )
 
 

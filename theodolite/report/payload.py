@@ -43,7 +43,7 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
     ]
     packed = {
         key: [
-            _packed_cosines(patch) if is_cosine else patch
+            _packed_cosines(patch) if is_cosine and "z" in patch else patch
             for patch, is_cosine in zip(patches, cosines, strict=True)
         ]
         for key, patches in variants.items()

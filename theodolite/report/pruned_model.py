@@ -8,7 +8,7 @@ import pandas as pd
 
 from theodolite.prune import Pruned
 from theodolite.report.drawing import pruning as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.outcome import Heading, Outcome, Reading
 from theodolite.report.outcome_page import folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, listed, number, percent
@@ -68,7 +68,7 @@ def page_at(folder: Path) -> Path:
 
 
 def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
-    scaled = exhibit(
+    scaled = Exhibit(
         "error-scaled",
         "Error of each matrix in the scaled norm",
         drawing.error_map(table, "error_scaled"),
@@ -80,7 +80,7 @@ def _exhibits(table: pd.DataFrame) -> list[Exhibit]:
     )
     if not table["error"].notna().any():
         return [scaled]
-    exact = exhibit(
+    exact = Exhibit(
         "error",
         "Error of the outputs of each matrix",
         drawing.error_map(table, "error"),

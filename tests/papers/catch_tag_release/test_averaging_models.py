@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import averaging_construction, averaging_measures
 from theodolite.papers.catch_tag_release import averaging_models as averaging
 from theodolite.papers.catch_tag_release.averaging_measures import (
@@ -26,7 +27,7 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     draw,
     train_averaging,
 )
-from theodolite.papers.experiment import Study, theory_run
+from theodolite.papers.experiment import Study, of_nothing
 from theodolite.theory.averaging import averaging_model, mean_after
 
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
@@ -190,24 +191,22 @@ def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
     monkeypatch.setattr(averaging_measures, "HELD_OUT_SEQUENCES", 100)
     progress: list[str] = []
-    first, again = (
-        Study(theory_run(), say=progress.append).outcome(averaging.AVERAGING[1]) for _ in range(2)
-    )
+    first, again = (Study(of_nothing(), say=progress.append).outcome(averaging.averaging) for _ in range(2))
     assert len(first.tables["models"]) == 12
     assert len(progress) == 12
     pd.testing.assert_frame_equal(first.tables["models"], again.tables["models"])
     for exhibit in first.exhibits:
-        assert exhibit.draw(theory_run()).data
+        assert exhibit.figure.data
 
 
 def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the theorem holds, the rate is the derived one, and attention falls by e a unit of s_tag."""
     monkeypatch.setattr(averaging_construction, "SEQUENCES", 100)
-    outcome = Study(theory_run()).outcome(averaging.AVERAGING[0])
+    outcome = Study(of_nothing()).outcome(EXPERIMENTS["sinks/figure6"])
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 6
     errors = outcome.tables["errors"].query("s_tag == 30")
     np.testing.assert_allclose(errors["median"], errors["derived_median"], rtol=1e-2)
     rest = outcome.tables["attention"].set_index("s_tag")["rest"]
     assert np.log(rest[20.0] / rest[30.0]) == pytest.approx(10, rel=1e-3)
     for exhibit in outcome.exhibits:
-        assert exhibit.draw(theory_run()).data
+        assert exhibit.figure.data

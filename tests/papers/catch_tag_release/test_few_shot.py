@@ -13,11 +13,12 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_accuracy
 from theodolite.models import open_model
 from theodolite.papers import training_folders as folders
+from theodolite.papers.catalogue import made_by
 from theodolite.papers.catch_tag_release import few_shot as shots
 from theodolite.papers.catch_tag_release.few_shot import (
     DENSE,
-    FIGURE_3,
-    few_shot_run,
+    few_shot_provenance,
+    figure_3,
     models_in,
     shots_outcome,
     shots_table,
@@ -56,7 +57,7 @@ def test_every_model_and_method_answers_the_same_prompts(folder):
     outcome = shots_outcome(table, {})
     assert len(outcome.verdicts) == 5
     assert [exhibit.key for exhibit in outcome.exhibits] == ["accuracy-50"]
-    assert {"dense", "OATS", "Wanda"} <= {trace.name for trace in outcome.exhibits[0].draw(None).data}
+    assert {"dense", "OATS", "Wanda"} <= {trace.name for trace in outcome.exhibits[0].figure.data}
 
 
 def made_up(curves: dict[str, list[float]], spread: float) -> pd.DataFrame:
@@ -92,9 +93,9 @@ def test_the_folder_is_known_and_others_are_refused(folder):
     kind = folders.training_folder_at(folder)
     assert kind is not None
     assert kind.command == "theodolite train few-shot"
-    assert folders.made_by(FIGURE_3) == kind.command
-    study = Study(few_shot_run(folder))
-    assert study.run.provenance["few_shot"]["models"] == ["few-0", "few-1"]
-    del study.run.provenance["few_shot"]
+    assert made_by([figure_3]) == kind.command
+    study = Study(few_shot_provenance(folder))
+    assert study.provenance["few_shot"]["models"] == ["few-0", "few-1"]
+    del study.provenance["few_shot"]
     with pytest.raises(UsageError, match="pass the folder that `theodolite train few-shot` wrote"):
-        study.outcome(FIGURE_3[0])
+        study.outcome(figure_3)

@@ -18,9 +18,9 @@ from theodolite.cli.app import app
 from theodolite.errors import UsageError
 from theodolite.papers.catch_tag_release.no_op_option import (
     MEASURES,
-    NO_OP,
+    no_op_option,
     no_op_outcome,
-    no_op_run,
+    no_op_provenance,
     no_op_table,
     sinks_of,
 )
@@ -94,8 +94,10 @@ def test_verdicts_follow_the_numbers():
         (" learned sink logit does not lower the loss", "holds"),
     ]
     ratios = np.array([0.19 / 0.2, 0.28 / 0.3, 0.41 / 0.4])
-    assert f"{ratios.mean():.3f}" in outcome.verdicts[0].evidence
-    assert len(outcome.exhibits[0].draw(None).data) == 3 * len(MEASURES)
+    assert (
+        f"{ratios.mean():.2f} ± {ratios.std(ddof=1) / 3**0.5:.2f} (3 seeds)" in outcome.verdicts[0].evidence
+    )
+    assert len(outcome.exhibits[0].figure.data) == 3 * len(MEASURES)
     one_seed = no_op_outcome(table[table["seed"] == 0], {})
     assert {verdict.answer for verdict in one_seed.verdicts} == {"not testable here"}
     without = table.assign(sinks=0.0)
@@ -115,8 +117,8 @@ def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path)
     (folder.parent / "begun").mkdir()
     (folder.parent / "begun" / "escape.json").write_text("{}")
     with pytest.raises(UsageError, match="no seed whose models are all trained"):
-        no_op_run(folder.parent / "begun")
-    study = Study(no_op_run(folder))
+        no_op_provenance(folder.parent / "begun")
+    study = Study(no_op_provenance(folder))
     del study.run.provenance["escapes"]
     with pytest.raises(UsageError, match="pass the folder"):
-        study.outcome(NO_OP[0])
+        study.outcome(no_op_option)

@@ -18,14 +18,14 @@ from theodolite.models import OpenModel, open_model
 from theodolite.papers import Outcome, Study
 from theodolite.papers.catch_tag_release.outliers import (
     CLAIMS,
-    OUTLIERS,
     consistency_verdict,
     is_delimiter,
     massive_verdicts,
+    outliers,
     sink_verdicts,
     stays,
 )
-from theodolite.papers.experiment import theory_run
+from theodolite.papers.experiment import of_nothing
 from theodolite.passes.run import Run
 from theodolite.report.drawing import outliers as drawing
 from theodolite.report.page import block_of
@@ -36,9 +36,9 @@ SINKS = ["token_id", "first", "contexts"]
 
 def run_of(model: OpenModel, sinks: pd.DataFrame) -> Run:
     """What the experiment reads of a run, without a survey: its model, its seed and its sinks."""
-    run = theory_run()
-    run.provenance["model"]["sha256"] = model.sha256
-    return replace(run, sinks=sinks)
+    provenance, empty = of_nothing(), pd.DataFrame()
+    provenance["model"]["sha256"] = model.sha256
+    return Run(empty, empty, sinks, empty, empty, {}, provenance)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def studied(tmp_path_factory) -> tuple[Study, Outcome]:
     corpus.contexts[3:9, 5] = TOKEN
     sinks = pd.DataFrame([(TOKEN, False, 5), (TOKEN, True, 3)], columns=SINKS)
     study = Study(run_of(model, sinks), model, corpus)
-    return study, study.outcome(OUTLIERS[0])
+    return study, study.outcome(outliers)
 
 
 @pytest.fixture(scope="module")
-def outliers(studied) -> Outliers:
+def found(studied) -> Outliers:
     study, _ = studied
     return study.cached("outliers", lambda: pytest.fail("read twice"))
 
@@ -65,13 +65,13 @@ def verdicts(judged: list) -> dict[str, str]:
     return {verdict.claim: verdict.answer for verdict in judged}
 
 
-def test_verdicts_on_a_planted_activation(studied, outliers):
+def test_verdicts_on_a_planted_activation(studied, found):
     """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
     study, outcome = studied
     assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
     assert "0.625" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
-    of = verdicts(massive_verdicts(outliers))
+    of = verdicts(massive_verdicts(found))
     # A letter carries it, M of the byte tokens, and not a delimiter.
     expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
     assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
@@ -81,7 +81,7 @@ def test_verdicts_on_a_planted_activation(studied, outliers):
 
 def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
     study, outcome = studied
-    figures = {exhibit.key: exhibit.draw(study.run) for exhibit in outcome.exhibits}
+    figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
     assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
     for exhibit in outcome.exhibits:
         block_of(study.run, exhibit)  # as the page draws it
@@ -101,21 +101,21 @@ def test_a_model_without_massive_activations_gives_no_verdict_on_them(opened):
     model = opened("llama2")
     corpus = Corpus.random_tokens(model.tokenizer, 24, 8)
     run = run_of(model, pd.DataFrame([], columns=SINKS))
-    outcome = Study(run, model, corpus).outcome(OUTLIERS[0])
+    outcome = Study(run, model, corpus).outcome(outliers)
     assert {verdict.answer for verdict in outcome.verdicts[1:]} == {UNTESTABLE}
     assert all("largest |x| is" in verdict.evidence for verdict in outcome.verdicts[1:])
     assert "tokens" not in [exhibit.key for exhibit in outcome.exhibits]
     for exhibit in outcome.exhibits:
-        block_of(run, exhibit)
+        block_of(exhibit)
 
 
 def test_the_text_of_the_run_must_be_given(studied):
     study, _ = studied
     with pytest.raises(UsageError, match="pass it as well"):
-        Study(study.run, study.model).outcome(OUTLIERS[0])
+        Study(study.run, study.model).outcome(outliers)
 
 
-def test_sinks_and_massive_activations_are_compared_by_token_and_position(outliers):
+def test_sinks_and_massive_activations_are_compared_by_token_and_position(found):
     """By hand: 3 of 4 massive activations are at tokens that are sinks, 5 of 25 sinks at tokens that are massive, in a
     text in which half of the tokens are sinks at times."""
     massive = pd.DataFrame(
@@ -129,22 +129,22 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(outlie
     )
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
-    at_sinks, sinks_at = sink_verdicts(replace(outliers, massive=massive), sinks, corpus)
+    at_sinks, sinks_at = sink_verdicts(replace(found, massive=massive), sinks, corpus)
     assert (at_sinks.answer, sinks_at.answer) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     assert (
         "50\u00a0%" in at_sinks.evidence
     )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
-    nothing = sink_verdicts(outliers, sinks[:0], corpus)
+    nothing = sink_verdicts(found, sinks[:0], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
-def test_position_0_is_one_place_whatever_its_token(outliers):
+def test_position_0_is_one_place_whatever_its_token(found):
     massive = pd.DataFrame({"token_id": [5], "token": ["a"], "first": True, "contexts": 1, "places": 1})
     sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
-    verdicts_at_0 = sink_verdicts(replace(outliers, massive=massive), sinks, corpus)
+    verdicts_at_0 = sink_verdicts(replace(found, massive=massive), sinks, corpus)
     assert [verdict.answer for verdict in verdicts_at_0] == [HOLDS, HOLDS]
 
 
@@ -153,10 +153,10 @@ def test_position_0_is_one_place_whatever_its_token(outliers):
     [([0.5, 0.4, 0.1], False, HOLDS), ([0.1, 0.5, 0.01], False, FAILS), ([0.01] * 3, True, UNTESTABLE)],
 )
 def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
-    outliers, consistency, massive, verdict
+    found, consistency, massive, verdict
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
-    assert consistency_verdict(replace(outliers, dimensions=dimensions)).answer == verdict
+    assert consistency_verdict(replace(found, dimensions=dimensions)).answer == verdict
 
 
 @pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])

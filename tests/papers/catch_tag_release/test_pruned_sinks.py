@@ -24,8 +24,9 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     new_sinks,
 )
 from theodolite.papers.catch_tag_release.pruning_sweep import front
-from theodolite.papers.experiment import Study, theory_run
+from theodolite.papers.experiment import Study, of_nothing
 from theodolite.passes.prompts import Focus
+from theodolite.report.outcome import Outcome
 
 
 def random_sinks(seed: int, share: float = 0.1) -> ModelSinks:
@@ -99,10 +100,13 @@ def few_iterations(monkeypatch):
 def study():
     model = open_model()
     corpus = Corpus.python_docs(model.tokenizer, length=48, contexts=32)
-    run = theory_run()
-    run.provenance["model"]["sha256"] = model.sha256
+    provenance = of_nothing()
+    provenance["model"]["sha256"] = model.sha256
     return Study(
-        run, model, corpus, focus=Focus("def f(x):\n    return x\n\ndef g(x):\n    return f(x)\n", 4, 1)
+        provenance,
+        model,
+        corpus,
+        focus=Focus("def f(x):\n    return x\n\ndef g(x):\n    return f(x)\n", 4, 1),
     )
 
 
@@ -128,7 +132,7 @@ def test_figures_4_and_5(study):
     for name, models in (("figure4", 4), ("figure5", 5)):
         outcome = study.outcome(EXPERIMENTS[f"sinks/{name}"])
         (exhibit,) = outcome.exhibits
-        assert len(exhibit.draw(study.run).data) == models
+        assert len(exhibit.figure.data) == models
         (table,) = outcome.tables.values()
         assert table["sinks_kept"].between(0, 1).all()
     after = study.model.hf.state_dict()
@@ -146,7 +150,7 @@ def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monke
         return kept_sinks(dense, other, layer)
 
     monkeypatch.setattr(pruned_sinks, "kept_sinks", recorded)
-    pruned_sinks._figure_4(study)
+    EXPERIMENTS["sinks/figure4"].fill(study, Outcome())
     oats, gone = next((d, o) for d, o, layer in calls.values() if layer == 4 and d is not calls[0][0])
     assert torch.equal(oats.sinks[:, :4], gone.sinks[:, :4])
     assert not torch.equal(oats.sinks[:, 4:], gone.sinks[:, 4:])
@@ -160,19 +164,19 @@ def test_sweeps(study, monkeypatch):
     assert len(table) == 4
     assert (table.groupby("sparsity")["loss_more"].min().diff().dropna() > 0).all()
     assert (table[table["sparsity"] == 0.7]["bytes"] < table[table["sparsity"] == 0.5]["bytes"].min()).all()
-    assert outcome.exhibits[0].draw(study.run).data
+    assert outcome.exhibits[0].figure.data
     allocation = study.outcome(EXPERIMENTS["sinks/allocation"])
     assert len(allocation.verdicts) == 4
     prunings = allocation.tables["prunings"]
     assert len(prunings) == 9
     # A rank ratio moves numbers from the sparse part to the factors: the bytes are nearly the same.
     assert prunings.groupby("plan")["bytes"].mean().std() < 0.002
-    assert allocation.exhibits[0].draw(study.run).data
+    assert allocation.exhibits[0].figure.data
 
 
 def test_what_cannot_be_judged_is_refused(study):
     with pytest.raises(UsageError, match="pass it with the run"):
-        halves(Study(study.run, study.model))
+        halves(Study(study.provenance, study.model))
     few = Corpus.python_docs(study.model.tokenizer, length=48, contexts=3)
     with pytest.raises(UsageError, match="3 contexts are too few"):
-        halves(Study(study.run, study.model, few))
+        halves(Study(study.provenance, study.model, few))

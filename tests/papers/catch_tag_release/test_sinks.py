@@ -14,13 +14,13 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.papers.catch_tag_release.tag_ablation import ABLATION
+from theodolite.papers.catch_tag_release.tag_ablation import ablated
 from theodolite.papers.catch_tag_release.traced_sinks import (
-    TRACE,
     _clustered,
     _copied,
     _outlying,
     _released,
+    traced,
     traced_outcome,
 )
 from theodolite.papers.experiment import Study
@@ -51,24 +51,24 @@ def verdicts(outcome):
 
 def test_a_planted_mechanism_is_judged(model, run, tmp_path):
     study = Study(run, model, CORPUS, folder=tmp_path)
-    outcome = study.outcome(TRACE)
+    outcome = study.outcome(traced)
     answers = verdicts(outcome)
     assert answers["Attention sinks emerge in later tokens too, and depend on the sequence"] == "holds"
     assert answers["Tokens cluster by the sink that they attend to in the output of the head"] == "holds"
     assert len(outcome.tables["sinks"]) == len(planted.SINKS)
     assert (tmp_path / "trace" / "traces.parquet").is_file()
-    page = render(TRACE, outcome, run)
+    page = render(traced, outcome, run.provenance)
     assert "Where each tag persists" in page
-    assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
+    assert all(exhibit.figure.data for exhibit in outcome.exhibits)
 
 
 def test_an_ablated_head_is_judged(model, run):
-    outcome = Study(run, model, CORPUS, focus=Focus(layer=0, head=1)).outcome(ABLATION[0])
+    outcome = Study(run, model, CORPUS, focus=Focus(layer=0, head=1)).outcome(ablated)
     changes = outcome.tables["changes"].set_index(["ablation", "measure"])["change"]
     assert changes["tag ablated", "η² in layer 1"] < -0.3
     assert changes["tag ablated", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
     assert outcome.readings[0].here == "L0H1, in 6 contexts"
-    assert all(exhibit.draw(run).data for exhibit in outcome.exhibits)
+    assert all(exhibit.figure.data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
 
 
@@ -163,6 +163,6 @@ def test_a_text_without_sinks_is_not_judged(model):
 
 def test_refusals(model, run):
     with pytest.raises(UsageError, match="pass it together with the run"):
-        Study(run, model).outcome(TRACE)
+        Study(run, model).outcome(traced)
     with pytest.raises(UsageError, match="writes no tag in this text"):
-        Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(ABLATION[0])
+        Study(run, model, CORPUS, focus=Focus(layer=3, head=0)).outcome(ablated)

@@ -10,9 +10,10 @@ import pytest
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.papers import Study
-from theodolite.papers.hidden_geometry.heads import HEADS, _over_heads
+from theodolite.papers.catalogue import EXPERIMENTS
+from theodolite.papers.hidden_geometry.heads import _over_heads
 
-FIGURE_25 = HEADS[0]
+FIGURE_25 = EXPERIMENTS["geometry/figure25"]
 
 
 def _with(run, **columns):

@@ -20,7 +20,6 @@ from theodolite.papers import EXPERIMENTS, Study
 from theodolite.papers.hidden_geometry import positions_while_learned as training
 from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
 from theodolite.papers.hidden_geometry.positions_while_learned import (
-    TRAINING,
     _accuracy_verdicts,
     _verdicts,
     appears,
@@ -33,7 +32,7 @@ from theodolite.papers.training.tasks import Additions
 from theodolite.passes.survey import survey
 from theodolite.report.drawing.training import log_step_axis
 
-SERIES, ADDITION = TRAINING
+SERIES, ADDITION = EXPERIMENTS["geometry/training"], EXPERIMENTS["geometry/addition"]
 SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm": 0.5}
 CLOUD = SPIRAL | {"low_frequency_10": 0.1, "smooth_roughness": 0.9}
 

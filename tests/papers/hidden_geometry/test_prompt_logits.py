@@ -24,7 +24,7 @@ from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
-from theodolite.papers.hidden_geometry.attribution import ATTRIBUTION, share_grids
+from theodolite.papers.hidden_geometry.attribution import share_grids
 from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, _smooth_verdict
 from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
 from theodolite.passes.prompts import Focus, prompt_ids
@@ -81,7 +81,7 @@ def test_planted_heads_are_judged_as_they_were_planted(planted):  # noqa: F811
 
 def test_a_claim_needs_the_named_constituent_to_keep_half_and_most(run):
     """Oracle: the numbers laid down: (0.5 − 0.1) / 0.7 is more than half, (0.4 − 0.1) / 0.7 less."""
-    attribution = ATTRIBUTION[0]
+    attribution = EXPERIMENTS["geometry/attribution"]
     held = _attribution(
         run,
         previous={"position": 0.5, "pos-pos": 0.5},
@@ -123,15 +123,18 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
     pos, context, constant = ("pos", "mean"), ("resid", "ctx"), ("mean", "bias")
     for count, answer in ((6, HOLDS), (4, FAILS)):  # pos × mean is no PWPᵀ
         heads = [{pos: 0.6, context: 0.4}] * count + [{constant: 0.7, context: 0.3}] * (20 - count)
-        outcome = Study(_shares(run, heads)).outcome(ATTRIBUTION[1])
+        outcome = Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])
         assert _answers(outcome) == [FAILS, answer]
         assert f": {count / 20:.3f}" in outcome.verdicts[1].evidence
         heads = [{("pos", "pos"): 0.6} | {context: 0.4}] * count + heads[count:]
-        assert _answers(Study(_shares(run, heads)).outcome(ATTRIBUTION[1])) == [answer, answer]
+        assert _answers(Study(_shares(run, heads)).outcome(EXPERIMENTS["geometry/constituents"])) == [
+            answer,
+            answer,
+        ]
     table = outcome.tables["shares"]
     assert "additive" not in table
     assert table["constant"].sum() == pytest.approx(0.7 * 16)
-    picture = outcome.exhibits[0].choice.patch(run, "0")[0]
+    picture = outcome.exhibits[0].choice.variants()["0"][0]
     assert picture["z"].shape == (5, 4)
     assert table["pos-pos"].sum() == 0  # pos × mean is position, and not pos-pos
 
@@ -176,7 +179,7 @@ def test_every_family_gives_its_panels(surveyed, family):
     both = study.outcome(EXPERIMENTS["geometry/figure30"])
     assert len(both.exhibits) == 2 * len(expected)
     for exhibit in [*outcome.exhibits, *both.exhibits]:
-        assert exhibit.draw(run).data
+        assert exhibit.figure.data
 
 
 def test_what_is_kept_with_the_mean_within_pos(surveyed):
@@ -290,7 +293,7 @@ def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
 
 def test_published_figures_on_other_models_have_their_names():
     for number, of in ((22, 19), (31, 30), (32, 6), (33, 6), (34, 6)):
-        assert find(f"geometry/figure{number}")[0].make is EXPERIMENTS[f"geometry/figure{of}"].make
+        assert find(f"geometry/figure{number}")[0].fill is EXPERIMENTS[f"geometry/figure{of}"].fill
 
 
 def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
@@ -300,7 +303,7 @@ def test_a_hostile_prompt_stays_text(surveyed, tmp_path):
     pages = []
     for prompt in ("an angle", "<script>\x1b\u202e</script>"):
         outcome = reproduce(figure_6.name, run, model, focus=Focus(prompt, 1, 2))
-        pages.append(write_outcome(figure_6, outcome, run, tmp_path).read_text())
+        pages.append(write_outcome(figure_6, outcome, run.provenance, tmp_path).read_text())
     plain, hostile = (Reader(page) for page in pages)
     assert len(hostile.named("script")) == len(plain.named("script"))
     assert "\x1b" not in pages[1]

@@ -13,11 +13,12 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import contextual, random_maximum
 from theodolite.papers import Study, reproduce
+from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import quotient
-from theodolite.papers.hidden_geometry.separation import SEPARATION, cluster_shares, frequent_labels
+from theodolite.papers.hidden_geometry.separation import cluster_shares, frequent_labels
 
-CLUSTERS, INCOHERENCE = SEPARATION
+CLUSTERS, INCOHERENCE = EXPERIMENTS["geometry/clusters"], EXPERIMENTS["geometry/incoherence"]
 
 
 def _measured(run, spread: float, seed: int = 0):
@@ -52,7 +53,7 @@ def test_planted_clusters_are_seen_and_noise_is_not(run):
     assert [verdict.answer for verdict in tight.verdicts] == [HOLDS, HOLDS, HOLDS]
     loose = Study(_measured(run, 40.0)).outcome(CLUSTERS)
     assert [verdict.answer for verdict in loose.verdicts][1:] == [FAILS, FAILS]
-    diagonal = np.diag(np.array(tight.exhibits[1].draw(run).data[0].z))
+    diagonal = np.diag(np.array(tight.exhibits[1].figure.data[0].z))
     np.testing.assert_array_equal(diagonal, 1)
 
 

@@ -10,12 +10,13 @@ import torch
 
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import Study
+from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.hidden_geometry import theorems
 from theodolite.papers.hidden_geometry.kernel_factorisation import FactorisationError
-from theodolite.papers.hidden_geometry.theorems import THEOREMS, cutoffs_of
+from theodolite.papers.hidden_geometry.theorems import cutoffs_of
 from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 
-THEOREM_1, THEOREM_2 = THEOREMS
+THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
 
 
 def _with_basis(run, rows: torch.Tensor):

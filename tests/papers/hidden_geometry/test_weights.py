@@ -13,11 +13,11 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS
 from theodolite.models.head_weights import HeadWeights
 from theodolite.papers import Study
-from theodolite.papers.hidden_geometry.weights import WEIGHTS, corner_of
+from theodolite.papers.hidden_geometry.weights import corner_of, figure_4
 from theodolite.report.drawing import theory as drawing
 
 WIDTH, RANK = 80, 5
-FIGURE_4 = WEIGHTS[0]
+FIGURE_4 = figure_4
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from sklearn.metrics import cohen_kappa_score
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import UNTESTABLE
 from theodolite.papers import Study
-from theodolite.papers.localization.head_behaviour import BEHAVIOUR
+from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.localization.head_predictions import (
     agreement,
     curve_error,
@@ -43,7 +43,7 @@ def test_rank_correlation_and_its_interval():
     assert estimate.low < estimate.value < estimate.high
     assert estimate == rank_correlation_of_heads(tied, y, 0)
     x[:3] = np.nan
-    assert rank_correlation_of_heads(x, y, 0).heads == 197
+    assert rank_correlation_of_heads(x, y, 0).n == 197
     assert np.isnan(rank_correlation_of_heads(x[:9], y[:9], 0).value)
     assert np.isnan(rank_correlation_of_heads(np.ones(20), y[:20], 0).value)
 
@@ -57,7 +57,7 @@ def test_agreement_is_cohens():
     assert estimate.value == pytest.approx(cohen_kappa_score(one, two))
     assert share == (one == two).mean()
     with_unknown = np.append(one, "undefined")
-    assert agreement(with_unknown, np.append(two, "uniform"), 0)[0].heads == 60
+    assert agreement(with_unknown, np.append(two, "uniform"), 0)[0].n == 60
     assert np.isnan(agreement(names[[0] * 9], names[[0] * 9], 0)[0].value)
 
 
@@ -117,7 +117,7 @@ def test_the_page_compares_three_predictions_with_every_head(opened):
     model = opened("gpt2")
     corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
     run = survey(model, corpus)
-    outcome = Study(run, model, corpus).outcome(BEHAVIOUR[0])
+    outcome = Study(run, model, corpus).outcome(EXPERIMENTS["localization/behaviour"])
     heads = outcome.tables["heads"]
     assert len(heads) == len(run.heads)
     np.testing.assert_allclose(heads["propagation"], run.heads["propagation"], rtol=1e-6)
@@ -128,10 +128,10 @@ def test_the_page_compares_three_predictions_with_every_head(opened):
     if len(run.heads) < 8:
         assert outcome.verdicts[0].answer == UNTESTABLE
     for exhibit in outcome.exhibits:
-        figure = exhibit.draw(run)
+        figure = exhibit.figure
         if exhibit.choice:
-            options = exhibit.choice.options(run)
-            assert len(exhibit.choice.patch(run, options[-1].key)) == len(figure.data)
+            options = exhibit.choice.options
+            assert len(exhibit.choice.variants()[options[-1].key]) == len(figure.data)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "bert", "bloom"])
@@ -142,7 +142,7 @@ def test_other_families_give_every_verdict(opened, family):
     corpus = Corpus.random_tokens(model.tokenizer, 24, 8)
     run = survey(model, corpus)
     study = Study(run, model, corpus)
-    outcome = study.outcome(BEHAVIOUR[0])
+    outcome = study.outcome(EXPERIMENTS["localization/behaviour"])
     assert len(outcome.verdicts) == 11
     assert outcome.tables["heads"]["propagation"].notna().all()
     if family == "qwen3":

@@ -15,14 +15,18 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.papers import training_folders as folders
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
 from theodolite.papers.experiment import Study
-from theodolite.papers.localization.locater_figures import REGULARISED, grid_run, judge_effect, outcome_of
+from theodolite.papers.localization.locater_figures import (
+    OF_SHAPES,
+    figure_7,
+    grid_provenance,
+    judge_effect,
+    outcome_of,
+)
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
 from theodolite.papers.paired_effects import (
-    Effect,
     at_step,
     common_step,
     difference,
@@ -143,20 +147,21 @@ def test_intervals_and_correlations() -> None:
     """Oracle: scipy's t-test; Spearman of orders known by hand; differences of logarithms by hand."""
     values = np.array([0.3, 0.1, 0.26, 0.4])
     interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    effect = Effect(values)
-    assert effect.mean - effect.half_width == pytest.approx(interval.low)
-    assert effect.mean + effect.half_width == pytest.approx(interval.high)
+    effect = Estimate.mean(values, "seeds")
+    assert effect.value - effect.margin == pytest.approx(interval.low)
+    assert effect.value + effect.margin == pytest.approx(interval.high)
     rows = at_step(grid(1.0), 10)
     settings = [Setting(scale=100.0, mean=mean) for mean in MEANS]
-    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "entropy").values, 1)
-    np.testing.assert_allclose(rank_correlation_by_seed(rows, settings, "final_loss", "entropy").values, -1)
-    assert rank_correlation_by_seed(rows, settings, "trace").mean == 0
+    for of, against, expected in (("entropy", "", 1), ("final_loss", "entropy", -1), ("trace", "", 0)):
+        correlation = rank_correlation_by_seed(rows, settings, of, against)
+        assert (correlation.value, correlation.error, correlation.n) == pytest.approx((expected, 0, 3))
     effect = difference(rows, settings[-1], settings[0], "entropy", relative=True)
     expected = [math.log((3 * math.exp(0.2) + e) / (3 + e)) for e in (0, 1e-3, 2e-3)]
-    np.testing.assert_allclose(effect.values, expected)
+    assert effect.value == pytest.approx(np.mean(expected))
+    assert effect.error == pytest.approx(np.std(expected, ddof=1) / math.sqrt(3))
     missing = rows[~((rows["seed"] == 1) & (rows["setting"] == settings[0]))]
-    assert len(difference(missing, settings[-1], settings[0], "entropy", relative=False).values) == 2
-    assert len(rank_correlation_by_seed(missing, settings, "entropy").values) == 2
+    assert difference(missing, settings[-1], settings[0], "entropy", relative=False).n == 2
+    assert rank_correlation_by_seed(missing, settings, "entropy").n == 2
 
 
 @pytest.mark.parametrize(
@@ -171,9 +176,9 @@ def test_intervals_and_correlations() -> None:
 )
 def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
-    effect = Effect(np.array(values))
+    effect = Estimate.mean(np.array(values), "seeds")
     assert judge_effect("x", "difference", effect, 1).answer == verdict
-    assert judge_effect("x", "difference", Effect(-effect.values), -1).answer == verdict
+    assert judge_effect("x", "difference", Estimate.mean(-np.array(values), "seeds"), -1).answer == verdict
 
 
 def write(folder: Path, runs: list[GridRun]) -> None:
@@ -193,11 +198,11 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     """Oracle: the names of the published figures, and the values that were put in, read back out of the drawings."""
     write(tmp_path / "grid", [*grid(1.0), *grid(1.0, layers=3)])
     assert len(read_grid(tmp_path / "grid")[1]) == 42
-    study = Study(grid_run(tmp_path / "grid"))
-    made_by = {experiment.name: experiment for experiment in REGULARISED}
+    study = Study(grid_provenance(tmp_path / "grid"))
+    made_by = {experiment.name: experiment for experiment in [*OF_SHAPES, figure_7]}
     assert set(made_by) == {f"localization/figure{place}" for place in range(6, 13)}
     outcome = made_by["localization/figure9"].make(study)
-    drawn = {figure.key: figure.draw(study.run) for figure in outcome.exhibits}
+    drawn = {figure.key: figure.figure for figure in outcome.exhibits}
     assert set(drawn) == {"curves", "decays", "maps", "profiles"}
     strongest = [t for t in drawn["curves"].data if t.name == "κ₂ = 1" and t.yaxis == "y4"]
     np.testing.assert_allclose(strongest[0].y[-1], np.mean(np.exp([3.8, 3.801, 3.802])), rtol=1e-6)
@@ -210,7 +215,7 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
         UsageError, match=r"no training run of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"
     ):
         made_by["localization/figure10"].make(study)
-    assert folders.made_by(REGULARISED) == "theodolite train locater"
+    assert made_by([*OF_SHAPES, figure_7]) == "theodolite train locater"
     run = study.run
     study.run = replace(run, provenance={key: run.provenance[key] for key in ("model", "seed")})
     with pytest.raises(UsageError, match="pass the folder"):
@@ -220,9 +225,9 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
 def test_pages(tmp_path: Path) -> None:
     """Oracle: the verdicts and the label that were put in, in the page and in `result.json`."""
     write(tmp_path / "grid", grid(1.0))
-    study = Study(grid_run(tmp_path / "grid"))
-    experiment = next(figure for figure in REGULARISED if figure.name == "localization/figure8")
-    page = write_outcome(experiment, study.outcome(experiment), study.run, tmp_path / "pages")
+    study = Study(grid_provenance(tmp_path / "grid"))
+    experiment = next(figure for figure in [*OF_SHAPES, figure_7] if figure.name == "localization/figure8")
+    page = write_outcome(experiment, study.outcome(experiment), study.provenance, tmp_path / "pages")
     written = json.loads((page.parent / "result.json").read_text(encoding="utf-8"))
     assert {v["answer"] for v in written["verdicts"] if v["claim"] in CAPTIONS} == {HOLDS}
     assert "21 training runs in grid" in page.read_text(encoding="utf-8")

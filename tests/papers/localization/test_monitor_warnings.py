@@ -10,7 +10,6 @@ import pytest
 
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import reproduce
-from theodolite.papers.experiment import theory_run
 from theodolite.papers.localization import monitor_warnings
 from theodolite.papers.localization.monitor_runs import HEALTHY, compare_learning_rates
 
@@ -51,4 +50,4 @@ def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     for name, table in first.tables.items():
         pd.testing.assert_frame_equal(table, again.tables[name])
     for exhibit in first.exhibits:
-        assert exhibit.draw(theory_run()).data
+        assert exhibit.figure.data

@@ -17,7 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import Study, find, reproduce, write_index, write_outcome
 from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
-from theodolite.papers.experiment import theory_run
+from theodolite.papers.experiment import of_nothing
 from theodolite.papers.localization import simulated_walks as localization_walks
 from theodolite.papers.localization.curve_shape import THETA, centre, spread, width
 from theodolite.papers.localization.limits import READINGS_3, window
@@ -150,9 +150,9 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     assert outcome.verdicts[0].answer == FAILS  # the printed variance
     assert outcome.verdicts[4].answer == HOLDS  # within the simulation's own error
     for exhibit in outcome.exhibits:
-        figure = exhibit.draw(theory_run())
-        options = exhibit.choice.options(theory_run())
-        assert len(exhibit.choice.patch(theory_run(), options[-1].key)) == len(figure.data)
+        figure = exhibit.figure
+        options = exhibit.choice.options
+        assert len(exhibit.choice.variants()[options[-1].key]) == len(figure.data)
 
 
 def test_points_beyond_three_standard_errors_are_counted():
@@ -178,10 +178,10 @@ def test_theory_needs_no_run_and_says_so(tmp_path):
     assert not need_no_model([*theory, EXPERIMENTS["localization/walk"]])
     with pytest.raises(UsageError, match="needs a run"):
         reproduce("localization/walk")
-    run = theory_run(seed=5)
-    assert run.provenance["seed"] == 5
+    nothing = of_nothing(seed=5)
+    assert nothing["seed"] == 5
     for experiment in theory:
-        page = write_outcome(experiment, Study(run).outcome(experiment), run, tmp_path)
+        page = write_outcome(experiment, Study(nothing).outcome(experiment), nothing, tmp_path)
         assert page.is_file()
     assert "localization/figure4" in write_index(tmp_path).read_text()
 
@@ -223,10 +223,10 @@ def test_every_page_of_theory_has_verdicts_with_numbers_and_captions():
         for exhibit in outcome.exhibits:
             assert "Bao et al. 2024" in exhibit.source
             assert exhibit.look_for
-            figure = exhibit.draw(theory_run())
+            figure = exhibit.figure
             if exhibit.choice:
-                keys = [option.key for option in exhibit.choice.options(theory_run())]
-                assert len(exhibit.choice.patch(theory_run(), keys[-1])) == len(figure.data)
+                keys = [option.key for option in exhibit.choice.options]
+                assert len(exhibit.choice.variants()[keys[-1]]) == len(figure.data)
 
 
 def test_the_corrected_curve_decides_figure_2_and_the_printed_number_stands_beside_it():

@@ -11,7 +11,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models.structure import backbone
 from theodolite.papers import Study
-from theodolite.papers.localization.text_as_walk import TEXT_WALK
+from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.localization.walk_fit import (
     MEASURES,
     autocorrelations,
@@ -167,7 +167,7 @@ def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
     corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
     run = survey(model, corpus)
     study = Study(run, model, corpus)
-    outcome = study.outcome(TEXT_WALK[0])
+    outcome = study.outcome(EXPERIMENTS["localization/walk"])
     table = outcome.tables["layers"]
     assert set(table["tokens"]) == {"text", "random tokens", "simulated walk"}
     assert set(MEASURES) < set(table.columns)
@@ -175,10 +175,10 @@ def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
     assert len(outcome.verdicts) == 6
     assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     for exhibit in outcome.exhibits:
-        figure = exhibit.draw(run)
-        assert len(exhibit.choice.patch(run, exhibit.choice.options(run)[-1].key)) == len(figure.data)
+        figure = exhibit.figure
+        assert len(exhibit.choice.variants()[exhibit.choice.options[-1].key]) == len(figure.data)
     with pytest.raises(UsageError, match="reads the text of the run again"):
-        Study(run, model).outcome(TEXT_WALK[0])
+        Study(run, model).outcome(EXPERIMENTS["localization/walk"])
 
 
 def test_short_contexts_are_refused():

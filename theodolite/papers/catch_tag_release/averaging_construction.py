@@ -17,7 +17,7 @@ from theodolite.judging import Criterion, Verdict, judge
 from theodolite.papers.catch_tag_release.averaging_training import LENGTH, draw
 from theodolite.papers.experiment import experiment
 from theodolite.report.drawing import averaging as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
@@ -55,7 +55,7 @@ RANK_ONE = Criterion(
     needs=("nothing",),
 )
 def construction(study: Study, outcome: Outcome) -> None:
-    numbers, places = draw([torch.Generator().manual_seed(study.run.provenance["seed"])], SEQUENCES)
+    numbers, places = draw([torch.Generator().manual_seed(study.provenance["seed"])], SEQUENCES)
     numbers, places = numbers[0].double(), places[0]
     errors = _errors(numbers, places)
     attention = _attention(numbers, places)
@@ -207,7 +207,7 @@ def _maps_6(numbers: Tensor) -> Exhibit:
         f"s_tag = {tag:g}": averaging_model(tag)(numbers[:1], middle).attention[0].numpy()
         for tag in SHOWN_TAGS
     }
-    return exhibit(
+    return Exhibit(
         "attention",
         "Attention of the first layer, as in Figure 6",
         drawing.attention_maps(pictures, middle),
@@ -225,7 +225,7 @@ def _curve_6(errors: pd.DataFrame) -> Exhibit:
     }
     largest = errors[errors["b_d"] == "b = 0, d = 1"]["largest"].to_numpy()
     curves["b = 0, d = 1, largest"] = (largest, np.full(len(largest), np.nan))
-    return exhibit(
+    return Exhibit(
         "convergence",
         "Error of the output against s_tag",
         drawing.convergence(S_TAGS, curves, "|f(x) − mean|"),
@@ -243,7 +243,7 @@ def _rest_6(attention: pd.DataFrame) -> Exhibit:
         "tokens after [SEP]": ("rest", "derived"),
         "[SEP] itself": ("rest_of_separator", "derived_of_separator"),
     }
-    return exhibit(
+    return Exhibit(
         "rest",
         "Attention that is not paid to [SEP]",
         drawing.convergence(

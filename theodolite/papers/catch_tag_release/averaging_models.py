@@ -29,7 +29,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.training.training_loop import threads
 from theodolite.report.data import Floats
 from theodolite.report.drawing import averaging as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, percent, with_error
@@ -61,7 +61,7 @@ MOST = Criterion("at least", 0.5, "most of the models (ours)")
     needs=("nothing",),
 )
 def averaging(study: Study, outcome: Outcome) -> None:
-    first = study.run.provenance["seed"]
+    first = study.provenance["seed"]
     trained = []
     for index, (recipe, count) in enumerate(RECIPES.items(), 1):
         study.say(f"training runs {index} of {len(RECIPES)}: {recipe.name}, {counted(count, 'seed')}")
@@ -225,7 +225,7 @@ def _losses(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
         )
     variance = float((models["error"] / models["left"]).mean())
     marks = {"0": variance, "mean of all numbers": variance * float(models["left_mean_of_all"].mean())}
-    return exhibit(
+    return Exhibit(
         "losses",
         "Training from scratch",
         drawing.losses(steps, curves, {f"predicting {name}": level for name, level in marks.items()}),
@@ -251,7 +251,7 @@ def _maps(trained: Sequence[TrainedModels], models: pd.DataFrame) -> Exhibit:
                     numbers.expand(count, -1, -1), torch.full((count, 1), middle)
                 )
             pictures[models_of_recipe.recipe.name] = forward_pass.attention[best, 0].numpy()
-    return exhibit(
+    return Exhibit(
         "attention",
         "First-layer attention of trained models",
         drawing.attention_maps(pictures, middle),
@@ -283,7 +283,7 @@ def _scatter(models: pd.DataFrame, column: str) -> Exhibit:
         )
         for kind, rows in models.groupby("kind", sort=False)
     }
-    return exhibit(
+    return Exhibit(
         column,
         f"Every trained model: error and {'the sink' if column == 'sink' else 'outliers'}",
         drawing.seeds(

@@ -27,7 +27,7 @@ from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import corpus_of_ids
@@ -146,7 +146,7 @@ def shots_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
 def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
     rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
     best = RULES.best_accuracy().tolist()
-    return exhibit(
+    return Exhibit(
         f"accuracy-{round(100 * sparsity)}",
         f"Accuracy against the number of examples, {percent(sparsity)} removed",
         drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),

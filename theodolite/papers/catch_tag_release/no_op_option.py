@@ -31,7 +31,7 @@ from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_o
 from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.papers.training.embedded_model import NO_OPS
 from theodolite.report.drawing import no_op as drawing
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
@@ -191,7 +191,7 @@ def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
         Reading(label, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in NO_OPS))
         for name, label in MEASURES.items()
     ]
-    figure = exhibit(
+    figure = Exhibit(
         "escape",
         "With a no-op option and without",
         drawing.by_no_op(table, NAMES, MEASURES),

@@ -12,7 +12,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import outliers as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
@@ -285,7 +285,7 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
 def _map(outliers: Outliers) -> Exhibit:
     ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
     chosen = drawing.largest_columns(ratios)
-    return exhibit(
+    return Exhibit(
         "dimensions",
         "RMS of the largest dimensions, by layer",
         drawing.ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
@@ -314,7 +314,7 @@ def _growth(outliers: Outliers) -> Exhibit:
         (f"dimension {dimension}", _name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
         for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
     }
-    return exhibit(
+    return Exhibit(
         "growth",
         "Massive activations through the layers",
         drawing.growth(lines, references, outliers.numbers["thresholds"]["massive"]),
@@ -340,7 +340,7 @@ def _carriers(outliers: Outliers, contexts: int) -> list[Exhibit]:
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows, strict=True)
     return [
-        exhibit(
+        Exhibit(
             "tokens",
             "Which tokens carry massive activations",
             drawing.carriers(names, np.array(shares), notes),
@@ -362,7 +362,7 @@ def _counts(outliers: Outliers) -> Exhibit:
         "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
         "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
     }
-    return exhibit(
+    return Exhibit(
         "counts",
         "Published thresholds against those from data",
         drawing.counts(columns, "dimensions"),
@@ -383,7 +383,7 @@ def _heads(outliers: Outliers) -> Exhibit:
     sentence = (
         f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
     )
-    return exhibit(
+    return Exhibit(
         "heads",
         "Largest dimension of every head's output",
         drawing.ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),

@@ -15,7 +15,7 @@ from theodolite.passes.prompts import prompt_ids, shipped_prompt
 from theodolite.passes.provenance import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
@@ -189,7 +189,7 @@ def _exhibits(
     shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
     of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
     figures = [
-        exhibit(
+        Exhibit(
             "attention",
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
@@ -199,7 +199,7 @@ def _exhibits(
             source,
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "output",
             f"Tag: output of {head} by dimension",
             drawing.by_dimension(trace.output.numpy(), tokens, sinks),
@@ -209,7 +209,7 @@ def _exhibits(
             f"{ZHANG}, Fig. 2b",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "values",
             f"Value vectors of {head}: what it can copy",
             drawing.by_dimension(trace.value.numpy(), tokens, sinks),
@@ -218,7 +218,7 @@ def _exhibits(
             f"{ZHANG}, Fig. 7d",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "colours",
             "Release: tokens coloured by principal components",
             drawing.coloured(colours, list(places), tokens, sinks),
@@ -232,7 +232,7 @@ def _exhibits(
     ]
     plane = {name: values[grouped][:, :2].numpy() for name, values in scores.items()}
     figures.append(
-        exhibit(
+        Exhibit(
             "clusters",
             "Clusters: tokens on two principal components",
             drawing.clusters(next(iter(plane.values())), of_shown, shown, names),
@@ -249,7 +249,7 @@ def _exhibits(
         )
     )
     figures.append(
-        exhibit(
+        Exhibit(
             "received",
             "Where any head has a sink",
             drawing.received(trace.received.numpy(), tokens, sinks),

@@ -32,7 +32,7 @@ from theodolite.passes.provenance import token_texts
 from theodolite.prune import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.interventions import without_low_rank
@@ -107,7 +107,7 @@ def _maps(study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, sour
         assert model.prompt is not None
         sinks = [int(place) for place in model.prompt.sinks if place >= 0]
         figures[name] = figures_prompt.attention(model.prompt.attention.numpy(), tokens, sinks)
-    return exhibit(
+    return Exhibit(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
         figures_compare.parallel_map(figures, square=True),

@@ -25,7 +25,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.prune.settings import RankRatio
 from theodolite.report.data import Floats
 from theodolite.report.drawing import sweep as drawing
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
@@ -104,7 +104,7 @@ def sweep(study: Study, outcome: Outcome) -> None:
                 "rank ratio 0.25",
             )
         )
-    figure = exhibit(
+    figure = Exhibit(
         "front",
         "Loss and sinks against bytes",
         drawing.fronts(table),
@@ -148,7 +148,7 @@ def allocation(study: Study, outcome: Outcome) -> None:
         ]
         return
     others = [layer for layer in range(study.require_model().layers) if layer not in tagging]
-    random = np.random.default_rng(study.run.provenance["seed"])
+    random = np.random.default_rng(study.provenance["seed"])
     control = sorted(random.permutation(others)[: len(tagging)].tolist())
     calibration_text, _ = halves(study)
     plans: dict[str, RankRatio] = {
@@ -192,7 +192,7 @@ def allocation(study: Study, outcome: Outcome) -> None:
             ("loss_more", -1, "loss saved, nats"),
         )
     ]
-    figure = exhibit(
+    figure = Exhibit(
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),

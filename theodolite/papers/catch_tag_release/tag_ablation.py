@@ -13,7 +13,7 @@ from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import ablation as drawing
 from theodolite.report.drawing.traces import sink_name
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.ablation import (
@@ -71,7 +71,7 @@ def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
     needs=("model",),
     options=("layer", "head"),
 )
-def make(study: Study, outcome: Outcome) -> None:
+def ablated(study: Study, outcome: Outcome) -> None:
     layer, head, direction = _chosen_tag(study)
     corpus = study.corpus
     assert corpus is not None  # or there would be no trace
@@ -99,7 +99,7 @@ def make(study: Study, outcome: Outcome) -> None:
     ]
     outcome.tables |= {"changes": table}
     outcome.exhibits += [
-        exhibit(
+        Exhibit(
             "losses",
             f"{name} ablated: loss of the next token",
             drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
@@ -109,7 +109,7 @@ def make(study: Study, outcome: Outcome) -> None:
             f"{ZHANG}, sections 2 and 3",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "sinks",
             f"{name} ablated: sinks",
             drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
@@ -118,7 +118,7 @@ def make(study: Study, outcome: Outcome) -> None:
             f"{ZHANG}, section 3.2",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "clusters",
             f"{name} ablated: clusters downstream",
             drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),

@@ -25,7 +25,7 @@ from theodolite.papers.experiment import experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import traces as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.trace import trace_sinks
@@ -92,7 +92,7 @@ def traced_outcome(run: Run) -> Outcome:
 
 def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:
     return [
-        exhibit(
+        Exhibit(
             "release",
             "Where each tag persists",
             drawing.release_map(traces, release),
@@ -103,7 +103,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             f"{ZHANG}, section 2; MATH: tag, release",
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "strength",
             "How much is caught, and how strongly it is tagged",
             drawing.strength(traces),
@@ -112,7 +112,7 @@ def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> lis
             "dots to the right and up: sinks that mark many tokens clearly.",
             f"{ZHANG}, section 2",
         ),
-        exhibit(
+        Exhibit(
             "kept",
             "The grouping before the head and after it",
             drawing.release_scatter(heads),

@@ -21,7 +21,7 @@ from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, number, percent
@@ -192,7 +192,7 @@ def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
 
 
 def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
-    return exhibit(
+    return Exhibit(
         pattern.name,
         f"Attention to {pattern.title}: one constituent alone, and ablated",
         figures_constituents.attribution(run, pattern.name),
@@ -270,7 +270,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
     layers = np.arange(len(grids["position"]), dtype=np.float64)
     by_layer = {group: _layer_means(grid) for group, grid in grids.items()}
     return [
-        exhibit(
+        Exhibit(
             "shares",
             "Share of logit variance of every head",
             pictures[0],
@@ -287,7 +287,7 @@ def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
             ),
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "by-layer",
             "Mean share by layer",
             drawing.shares_by_layer(layers, by_layer),

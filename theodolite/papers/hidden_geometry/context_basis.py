@@ -15,7 +15,7 @@ from theodolite.papers.rank_correlation import error_under_independence, rank_co
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
 from theodolite.report.drawing import contexts as drawing
-from theodolite.report.exhibit import by_layer, exhibit
+from theodolite.report.exhibit import Exhibit, by_layer
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
@@ -103,7 +103,7 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     blocks = _blocks(grams, len(positions), of)
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
     middle = len(grams) // 2
-    figure = exhibit(
+    figure = Exhibit(
         "gram",
         "Normalised Gram matrix of positions and contexts",
         drawing.gram_by_label(grams[middle], labels, positions),

@@ -19,7 +19,7 @@ from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import published
 from theodolite.report.data import Floats
 from theodolite.report.drawing import experiments as drawing
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
@@ -103,7 +103,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     table = pd.DataFrame({"layer": range(len(norms)), "norm": norms, "norm_se": errors, "norm_ratio": ratios})
     matrix = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in range(len(norms))])
     figures = [
-        exhibit(
+        Exhibit(
             "norms",
             "Mean norm at every layer",
             drawing.layer_norms(
@@ -114,7 +114,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
             "a steep rise: each block's update outgrows its input.",
             f"{SONG}, Fig. 8, left",
         ),
-        exhibit(
+        Exhibit(
             "cosines",
             "Cosine between layers",
             drawing.layer_cosines(cosines),

@@ -13,7 +13,7 @@ from theodolite.papers.rank_correlation import error_under_independence, rank_co
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent
@@ -61,7 +61,7 @@ def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion)
 def _map(run: Run, name: str) -> Exhibit:
     grid = head_grid(run, name)
     assert grid is not None
-    return exhibit(
+    return Exhibit(
         name.replace("_", "-"),
         f"The argmax property of every head, {MEANT[name]}",
         drawing.head_values(grid, "share of positions"),
@@ -133,7 +133,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         for name, measure, correlation, _ in correlations.itertuples(index=False)
         if (label := LOCALITY.get(measure))
     ]
-    scatter = exhibit(
+    scatter = Exhibit(
         "locality",
         "The argmax property against local attention",
         drawing.head_scatter(

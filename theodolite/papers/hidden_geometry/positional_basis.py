@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Estimates, Verdict, bracketed, judge
-from theodolite.papers.experiment import Experiment
+from theodolite.judging import Estimate, Estimates, bracketed
+from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, smooth_verdict
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, low_rank_verdict
@@ -21,22 +19,20 @@ from theodolite.report import published
 from theodolite.report.data import Floats, error_of, layer_estimates, mean_over_layers, need, value_of
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
-from theodolite.report.exhibit import by_layer, exhibit
+from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
 
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
-
+_BASIS = "arrays.positional_basis"
 
 NOISY = 0.5
 """Share of sampling noise in a curve from which on it is not judged."""
 
 
-def _against_published(
-    run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
-) -> tuple[list[Reading], dict[str, pd.DataFrame], list]:
+def _beside_published(
+    outcome: Outcome, run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
+) -> None:
     """A layer column beside a published table: the means, all rows as a table, and the figure."""
     values, errors = value_of(run, name), error_of(run, name)
     model = closest_model(run)
@@ -44,17 +40,20 @@ def _against_published(
         f"{bracketed(*mean_over_layers(row)[:2])} on {text}"
         for text, row in zip(published.TEXTS, rows[model], strict=True)
     )
-    mean = bracketed(*mean_over_layers(values)[:2])
-    readings = [Reading(f"{title}, mean (sd) over layers", mean, f"{model}: {printed}")]
-    measured = pd.DataFrame({"layer": range(len(values)), name: values, f"{name}_se": errors})
-    paper = pd.DataFrame(
+    outcome.read(
+        f"{title}, mean (sd) over layers", bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
+    )
+    outcome.tables["this_run"] = pd.DataFrame(
+        {"layer": range(len(values)), name: values, f"{name}_se": errors}
+    )
+    outcome.tables["published"] = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
             for model in published.MODELS
             for text, row in zip(published.TEXTS, rows[model], strict=True)
         ]
     )
-    figure = exhibit(
+    outcome.figure(
         name.replace("_", "-"),
         f"{title[0].upper()}{title[1:]}, layer by layer",
         drawing.against_published(run, name, rows, title, errors, log=log),
@@ -64,47 +63,56 @@ def _against_published(
         f"{SONG}, {place}",
         wide=True,
     )
-    return readings, {"this_run": measured, "published": paper}, [figure]
 
 
-def _table_4(study: Study) -> Outcome:
-    run = study.run
-    readings, tables, exhibits = _against_published(run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
+@experiment(
+    "geometry/table4",
+    "ScreeNOT rank at every layer",
+    "Ranks of 6 to 18 (Table 4)",
+    needs=("layers.rank", _BASIS),
+)
+def rank(study: Study, outcome: Outcome) -> None:
+    _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
     claim = "The positional basis has a low rank at every layer (Table 4)"
-    return Outcome(readings, [low_rank_verdict(run, claim, every=True)], tables, exhibits)
+    outcome.verdicts.append(low_rank_verdict(study.run, claim, every=True))
 
 
-def _highest(run: Run, claim: str, name: str, criterion: Criterion, first: int) -> Verdict:
-    values = value_of(run, name)[first:]
-    if not np.isfinite(values).any():
-        return Verdict(claim, UNTESTABLE, f"this run has no {name}")
-    worst = int(np.nanargmax(values))
-    what = f"highest {name.replace('_', ' ')} of {len(values)} layers, at layer {worst + first}"
-    return judge(
-        claim, what, Estimate(float(values[worst]), float(error_of(run, name)[first + worst])), criterion
-    )
-
-
-def _table_5(study: Study) -> Outcome:
-    parts = _against_published(
-        study.run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True
-    )
+@experiment(
+    "geometry/table5",
+    "Stable rank at every layer",
+    "Stable ranks below 8 after layer 0 (Table 5)",
+    needs=("layers.stable_rank",),
+)
+def stable_rank(study: Study, outcome: Outcome) -> None:
+    run, first = study.run, 1
+    _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
     claim = "The positional basis has a low stable rank at every layer after the first (Table 5)"
-    verdict = _highest(study.run, claim, "stable_rank", criteria.STABLE_RANK, first=1)
-    return Outcome(parts[0], [verdict], parts[1], parts[2])
+    values = value_of(run, "stable_rank")[first:]
+    if not np.isfinite(values).any():
+        outcome.cannot_test(claim, "this run has no stable_rank")
+        return
+    worst = int(np.nanargmax(values))
+    highest = Estimate(float(values[worst]), float(error_of(run, "stable_rank")[first + worst]))
+    what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
+    outcome.claim(claim, what, highest, criteria.STABLE_RANK)
 
 
-def _table_6(study: Study) -> Outcome:
-    parts = _against_published(
-        study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
+@experiment(
+    "geometry/table6",
+    "Relative norm at every layer",
+    "Most relative norms are bigger than 10 % (section 3.1, Table 6)",
+    needs=("layers.relative_norm",),
+)
+def relative_norm(study: Study, outcome: Outcome) -> None:
+    _beside_published(
+        outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    verdict = judge(
+    outcome.claim(
         "The positional basis is a significant part of the hidden states (Table 6, section 3.1)",
         "relative norm",
         layer_estimates(study.run, "relative_norm"),
         criteria.SIGNIFICANT,
     )
-    return Outcome(parts[0], [verdict], parts[1], parts[2])
 
 
 def roughness(basis: Tensor) -> Floats:
@@ -153,44 +161,36 @@ def shape_of(run: Run) -> pd.DataFrame:
     )
 
 
-def _principal_components(run: Run, place: str) -> Outcome:
+def _principal_components(outcome: Outcome, run: Run, place: str) -> None:
     shape = shape_of(run)
     layers, smooth = len(shape), shape["smooth_roughness"].to_numpy()
-    verdicts = [
-        judge(
-            f"Positions form a continuous curve ({place})",
-            "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
-            Estimate(smooth),
-            criteria.CONTINUOUS,
-        ),
-        judge(
-            f"The curve is low-dimensional ({place})",
-            "share of its energy in two directions",
-            Estimate(shape["share_of_two_directions"].to_numpy()),
-            criteria.DOMINANT,
-        ),
-        judge(
-            f"The curve is often a spiral ({place})",
-            "turns about its centre, of curves that are continuous",
-            Estimates(
-                np.where(
-                    np.isnan(smooth), np.nan, np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
-                )
-            ),
-            criteria.SPIRAL_TURNS,
-        ),
-    ]
-    means = {name: mean_over_layers(shape[name].to_numpy())[:2] for name in shape.columns[2:]}
-    readings = [
-        Reading("share of energy in two directions, mean (sd)", bracketed(*means["share_of_two_directions"])),
-        Reading(
-            "roughness of the curve on these two (random order: 1)",
-            bracketed(*means["smooth_roughness"]),
-            "“continuous”",
-        ),
-        Reading("turns about the centre", bracketed(*means["turns"]), "“often spiral”"),
-    ]
-    picture = exhibit(
+    turned = np.where(criteria.CONTINUOUS.met(smooth), shape["turns"], 0.0)
+    outcome.claim(
+        f"Positions form a continuous curve ({place})",
+        "roughness on two directions (mean squared step over that in random order, sampling noise taken out)",
+        Estimates(smooth),
+        criteria.CONTINUOUS,
+    )
+    outcome.claim(
+        f"The curve is low-dimensional ({place})",
+        "share of its energy in two directions",
+        Estimates(shape["share_of_two_directions"].to_numpy()),
+        criteria.DOMINANT,
+    )
+    outcome.claim(
+        f"The curve is often a spiral ({place})",
+        "turns about its centre, of curves that are continuous",
+        Estimates(np.where(np.isnan(smooth), np.nan, turned)),
+        criteria.SPIRAL_TURNS,
+    )
+    means = {name: bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
+    outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
+    outcome.read(
+        "roughness of the curve on these two (random order: 1)", means["smooth_roughness"], "“continuous”"
+    )
+    outcome.read("turns about the centre", means["turns"], "“often spiral”")
+    outcome.tables["shape"] = shape
+    outcome.figure(
         "principal-components",
         "Positions and context vectors on two principal components",
         geometry.spiral(run, layers // 2),
@@ -199,44 +199,61 @@ def _principal_components(run: Run, place: str) -> Outcome:
         "a smooth curve in every layer; a spiral makes a whole turn or more about its centre, a random walk about "
         "two thirds of one.",
         f"{SONG}, {place}",
-        choice=by_layer(layers, lambda layer: geometry.spiral_traces(run, layer), grid=True),
+        choice=by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True),
         wide=True,
     )
-    waves = exhibit(
+    outcome.figure(
         "waves",
         "The first three components against position",
         geometry.waves(run, layers // 2),
         "The components of the curve, one line each.",
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
-        choice=by_layer(layers, lambda layer: geometry.waves_traces(run, layer)),
+        choice=by_layer(layers, lambda layer: geometry.waves(run, layer)),
         wide=True,
     )
-    return Outcome(readings, verdicts, {"shape": shape}, [picture, waves])
 
 
-def _figure_1(study: Study) -> Outcome:
-    outcome = _principal_components(study.run, "Fig. 1")
+@experiment(
+    "geometry/figure1",
+    "Principal components of positions, with context vectors, at every layer",
+    "Positions form a low-dimensional, continuous and often spiral shape across layers (abstract, Fig. 1)",
+    needs=("arrays.positional_pca", "arrays.cvec_pca", _BASIS),
+)
+def principal_components(study: Study, outcome: Outcome) -> None:
+    _principal_components(outcome, study.run, "Fig. 1")
     scale = outcome.tables["shape"]["scale"].to_numpy()
-    growth = float(scale.max() / scale[0]) if scale[0] > 0 else math.nan
     widest = int(scale.argmax())
-    what = f"scale of the largest component at layer {widest} over that at layer 0"
-    claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    outcome.verdicts.append(judge(claim, what, growth, criteria.TENFOLD))
-    return outcome
-
-
-def _figure_24(study: Study) -> Outcome:
-    run = study.random_run()
-    outcome = _principal_components(run, "Fig. 24, on random tokens")
-    persists = smooth_verdict(
-        run, "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
+    outcome.claim(
+        "Principal components have dramatically increasing scales across layers (Fig. 1)",
+        f"scale of the largest component at layer {widest} over that at layer 0",
+        float(scale.max() / scale[0]) if scale[0] > 0 else math.nan,
+        criteria.TENFOLD,
     )
-    runs = {} if run is study.run else {"random": run.provenance}
-    return Outcome(outcome.readings, [*outcome.verdicts, persists], outcome.tables, outcome.exhibits, runs)
 
 
-def _figure_3(study: Study) -> Outcome:
+@experiment(
+    "geometry/figure24",
+    "Principal components of positions on random tokens",
+    "The low-rank spiral persists for sequences of randomly sampled tokens (section 4.1, Fig. 24)",
+    needs=("model", _BASIS),
+)
+def on_random_tokens(study: Study, outcome: Outcome) -> None:
+    run = study.random_run()
+    _principal_components(outcome, run, "Fig. 24, on random tokens")
+    claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
+    outcome.verdicts.append(smooth_verdict(run, claim))
+    if run is not study.run:
+        outcome.runs["random"] = run.provenance
+
+
+@experiment(
+    "geometry/figure3",
+    "Singular values of P and the frequencies of its Gram matrix",
+    "A sharp change in the singular values; energies mostly in the low frequencies (sections 3.1 and 3.2, Fig. 3)",
+    needs=("arrays.singular_values", "arrays.dct", _BASIS),
+)
+def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
     ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
     energy = energy_within_rank(run)
@@ -244,21 +261,19 @@ def _figure_3(study: Study) -> Outcome:
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
         table[f"singular_value_{index + 1}"] = singular_values[:, index]
+    outcome.tables["spectrum"] = table
     smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
-    readings = [
-        Reading("share of energy within the rank", percent(mean_over_layers(energy)[0])),
-        Reading("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %"),
-    ]
-    verdicts = [
-        judge(
-            "A few singular values dominate (Fig. 3, left)",
-            f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
-            Estimates(energy),
-            criteria.DOMINANT,
-        ),
-        smooth_verdict(run, "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"),
-    ]
-    spectrum = exhibit(
+    outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
+    outcome.read("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %")
+    outcome.claim(
+        "A few singular values dominate (Fig. 3, left)",
+        f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",
+        Estimates(energy),
+        criteria.DOMINANT,
+    )
+    claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
+    outcome.verdicts.append(smooth_verdict(run, claim))
+    outcome.figure(
         "singular-values",
         "The 60 largest singular values of P",
         geometry.singular_values(run),
@@ -266,73 +281,12 @@ def _figure_3(study: Study) -> Outcome:
         "a sharp drop after about ten values.",
         f"{SONG}, Fig. 3, left",
     )
-    frequencies = exhibit(
+    outcome.figure(
         "frequencies",
         "The 10 × 10 lowest frequencies of the Gram matrix",
         geometry.dct(run, len(ranks) // 2),
         "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
         "weight in the upper left corner.",
         f"{SONG}, Fig. 3, right",
-        choice=by_layer(len(ranks), lambda layer: geometry.dct_traces(run, layer)),
+        choice=by_layer(len(ranks), lambda layer: geometry.dct(run, layer)),
     )
-    return Outcome(readings, verdicts, {"spectrum": table}, [spectrum, frequencies])
-
-
-def _experiment(
-    name: str, title: str, paper: str, make: Callable[[Study], Outcome], *needs: str
-) -> Experiment:
-    return Experiment(f"geometry/{name}", title, paper, needs, make)
-
-
-_BASIS = "arrays.positional_basis"
-
-POSITIONAL = [
-    _experiment(
-        "table4",
-        "ScreeNOT rank at every layer",
-        "Ranks of 6 to 18 (Table 4)",
-        _table_4,
-        "layers.rank",
-        _BASIS,
-    ),
-    _experiment(
-        "table5",
-        "Stable rank at every layer",
-        "Stable ranks below 8 after layer 0 (Table 5)",
-        _table_5,
-        "layers.stable_rank",
-    ),
-    _experiment(
-        "table6",
-        "Relative norm at every layer",
-        "Most relative norms are bigger than 10 % (section 3.1, Table 6)",
-        _table_6,
-        "layers.relative_norm",
-    ),
-    _experiment(
-        "figure1",
-        "Principal components of positions, with context vectors, at every layer",
-        "Positions form a low-dimensional, continuous and often spiral shape across layers (abstract, Fig. 1)",
-        _figure_1,
-        "arrays.positional_pca",
-        "arrays.cvec_pca",
-        _BASIS,
-    ),
-    _experiment(
-        "figure3",
-        "Singular values of P and the frequencies of its Gram matrix",
-        "A sharp change in the singular values; energies mostly in the low frequencies (sections 3.1 and 3.2, Fig. 3)",
-        _figure_3,
-        "arrays.singular_values",
-        "arrays.dct",
-        _BASIS,
-    ),
-    _experiment(
-        "figure24",
-        "Principal components of positions on random tokens",
-        "The low-rank spiral persists for sequences of randomly sampled tokens (section 4.1, Fig. 24)",
-        _figure_24,
-        "model",
-        _BASIS,
-    ),
-]

@@ -26,7 +26,7 @@ from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
-from theodolite.report.exhibit import by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
@@ -72,7 +72,7 @@ class _PositionalLogits:
 
 def _sampled(study: Study) -> Tensor:
     """A sample of the run's contexts; random ones of their length, where the text is not at hand."""
-    seed = study.run.provenance["seed"]
+    seed = study.provenance["seed"]
     if study.corpus is not None:
         return sample_of(study.corpus.contexts, seed)
     length = study.run.arrays["positional_basis"].shape[1]
@@ -120,7 +120,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     median = float(table["low_frequency_10"].median())
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
-    figure = exhibit(
+    figure = Exhibit(
         "positional-logits",
         "QK matrix of the positional basis, every head",
         maps.weight_maps(tiles[0], [f"head {head}" for head in heads], len(shown)),

@@ -30,7 +30,7 @@ from theodolite.papers.hidden_geometry.positional_basis import shape_of
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, listed, number, with_error
@@ -205,7 +205,7 @@ def _curves(series: list[_Checkpoint]) -> Any:
     shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
     layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
-    return exhibit(
+    return Exhibit(
         "curves",
         "The positional basis over training",
         drawing.curves_by_step([entry.step for entry in shown], layers, curves.astype(np.float64)),
@@ -232,7 +232,7 @@ def training(study: Study, outcome: Outcome) -> None:
     run = series[-1].run
     panels = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
     limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
-    measures = exhibit(
+    measures = Exhibit(
         "measures",
         "The geometry of positions against training step",
         drawing.measures_by_step(steps, panels, limits),
@@ -311,7 +311,7 @@ def addition(study: Study, outcome: Outcome) -> None:
     ]
     readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
     table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
-    figure = exhibit(
+    figure = Exhibit(
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),

@@ -35,7 +35,7 @@ from theodolite.passes.prompts import REPEATED, prompt_ids
 from theodolite.passes.provenance import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.drawing import qk as drawing
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, head_name, listed, number, percent
@@ -96,7 +96,7 @@ def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
     """The prompt's ids and the text of each."""
     model = study.require_model()
     longest = study.run.arrays["positional_basis"].shape[1]
-    ids = prompt_ids(model, study.focus.prompt, longest, study.run.provenance["seed"])
+    ids = prompt_ids(model, study.focus.prompt, longest, study.provenance["seed"])
     return ids, token_texts(model, ids)
 
 
@@ -105,7 +105,7 @@ def _panel_caption(study: Study, length: int) -> str:
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {drawing.MOST_POSITIONS} of them" if length - 1 > drawing.MOST_POSITIONS else ""
     caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
-    if study.run.provenance["model"].get("positions") == ROTATED:
+    if study.provenance["model"].get("positions") == ROTATED:
         caption += (
             "This family rotates queries and keys, so relative position is within every panel, constant too: "
             "there the rotated mean and biases differ by distance. "
@@ -114,7 +114,7 @@ def _panel_caption(study: Study, length: int) -> str:
 
 
 def _panels(study: Study, split: Constituents, title: str, head: int, tokens: list[str]) -> Exhibit:
-    return exhibit(
+    return Exhibit(
         title.split(":")[0],
         title,
         drawing.qk_panels(split, head, tokens),
@@ -200,7 +200,7 @@ def _mean_verdict(run: Run) -> Verdict:
 def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
-    ids, patterns = repeated_patterns(study.require_model(), longest, CONTEXTS, study.run.provenance["seed"])
+    ids, patterns = repeated_patterns(study.require_model(), longest, CONTEXTS, study.provenance["seed"])
     if not patterns:
         return []
     split = _split(study, ids, layer, head)
@@ -267,7 +267,7 @@ def figure_30(study: Study, outcome: Outcome) -> None:
             panels[name] = drawing.constituent_panels(constituents_shown, head, raw=True)
             where = "is within pos" if key == "with" else "is apart, within constant"
             exhibits.append(
-                exhibit(
+                Exhibit(
                     f"L{layer}H{head}-{key}",
                     name,
                     drawing.qk_panels(constituents_shown, head, tokens, raw=True),

@@ -29,7 +29,7 @@ from theodolite.report.data import (
 from theodolite.report.drawing import contexts as drawing
 from theodolite.report.drawing import experiments as lines
 from theodolite.report.drawing import theory
-from theodolite.report.exhibit import Exhibit, by_layer, exhibit
+from theodolite.report.exhibit import Exhibit, by_layer
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
@@ -80,7 +80,7 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
     contexts = need(run, "context_basis")[:, places].astype(np.float64)
     unit = contexts / np.maximum(np.linalg.norm(contexts, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     grams = unit @ unit.transpose(0, 2, 1)
-    return exhibit(
+    return Exhibit(
         "gram",
         "Cosines between contexts, by label",
         drawing.gram_by_label(grams[len(grams) // 2], label_names),
@@ -98,7 +98,7 @@ def _by_cluster(run: Run, names: list[str]) -> Exhibit:
     listed = frequent_labels(labels, LISTED_LABELS)
     shares = [cluster_shares(labels, of_layer, listed) for of_layer in clusters]
     middle = len(shares) // 2
-    return exhibit(
+    return Exhibit(
         "clusters",
         "Which cluster the contexts of a label fall into",
         drawing.cluster_table(shares[middle], [names[label] for label in listed]),
@@ -122,7 +122,7 @@ def _agreement(run: Run) -> list[Exhibit]:
     )
     similarity = _curves(run, {"similarity_within": "within a label", "similarity_between": "between labels"})
     return [
-        exhibit(
+        Exhibit(
             "agreement",
             "How well contexts cluster by label, layer by layer",
             lines.two_texts(layers, indices, "index"),
@@ -131,7 +131,7 @@ def _agreement(run: Run) -> list[Exhibit]:
             "values well above 0 that rise with depth.",
             f"{SONG}, claim 2 of section 2; both indices are ours",
         ),
-        exhibit(
+        Exhibit(
             "similarity",
             "Similarity within and between labels",
             lines.two_texts(layers, similarity, "mean |cosine|"),
@@ -225,7 +225,7 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     names = ("incoherence_mean", "incoherence_random", "incoherence_max", "incoherence_max_random")
     titles = ("mean", "mean of random directions", "maximum", "maximum of random directions")
-    figure = exhibit(
+    figure = Exhibit(
         "incoherence",
         "|Cosine| of positions and contexts, layer by layer",
         theory.layer_lines(

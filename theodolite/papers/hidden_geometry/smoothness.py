@@ -21,7 +21,7 @@ from theodolite.report.data import error_of, evenly, mean_over_layers, need, val
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
-from theodolite.report.exhibit import by_layer, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_layer, by_name
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
@@ -93,7 +93,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     pictured = _pictured(run, torch.cat([centred[None], learned]))
     values = torch.linalg.svdvals(torch.cat([centred[None], learned])).numpy()
     exhibits = [
-        exhibit(
+        Exhibit(
             "gram",
             "Gram matrices: the fixed encoding, and the learned basis of every layer",
             geometry.gram(pictured, 0),
@@ -106,7 +106,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             ),
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "singular-values",
             "Singular values of the fixed encoding and the learned bases",
             drawing.singular_values_against(values[1:], values[0], "sinusoidal"),
@@ -114,7 +114,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             "learned curves that drop sooner.",
             f"{SONG}, Fig. 7 against Fig. 3, left",
         ),
-        exhibit(
+        Exhibit(
             "frequencies",
             "The 10 × 10 lowest frequencies",
             geometry.dct(pictured, 0),
@@ -216,7 +216,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         )
     ]
     exhibits = [
-        exhibit(
+        Exhibit(
             "gram",
             "Gram matrix of positions",
             geometry.gram(pictured, layers // 2),
@@ -226,7 +226,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
             choice=by_layer(layers, lambda layer: geometry.gram_traces(pictured, layer), grid=True),
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "frequencies",
             "The 10 × 10 lowest frequencies",
             geometry.dct(pictured, layers // 2),
@@ -235,7 +235,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
             f"{SONG}, Figs. 20 and 23",
             choice=by_layer(layers, lambda layer: geometry.dct_traces(pictured, layer)),
         ),
-        exhibit(
+        Exhibit(
             "smoothness",
             "Share of low frequencies, layer by layer",
             figures_layers.low_frequency(run),

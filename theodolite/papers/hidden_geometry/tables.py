@@ -28,7 +28,7 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing import experiments as drawing
-from theodolite.report.exhibit import exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
@@ -94,7 +94,7 @@ def table_1(study: Study, outcome: Outcome) -> None:
             for name, cells in rows.items()
         ]
     )
-    figure = exhibit(
+    figure = Exhibit(
         "table1",
         "Averages over layers, against the published ones",
         drawing.averages(rows, list(QUANTITIES)),
@@ -216,7 +216,7 @@ def _two_texts(first: Run, second: Run, names: list[str], name: str, y: str, tit
         title: (value_of(run, name), error_of(run, name))
         for run, title in zip((first, second), names, strict=True)
     }
-    return exhibit(
+    return Exhibit(
         name.replace("_", "-"),
         f"{title} on both texts",
         drawing.two_texts(need_column(first.layers, "layer"), curves, y, share=name != "rank"),
@@ -287,7 +287,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         )
         if prefix:
             verdicts.append(_inherited(run, name, columns[10]))
-    figure = exhibit(
+    figure = Exhibit(
         "table3",
         "Smoothness, from positions to logits",
         drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from theodolite.judging import FAILS, Criterion, Estimate, Estimates, Verdict, judge
+from theodolite.judging import FAILS, Criterion, Estimates, Verdict, judge
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.kernel_factorisation import (
     FactorisationError,
@@ -19,7 +19,7 @@ from theodolite.papers.hidden_geometry.kernel_factorisation import (
 )
 from theodolite.report.data import Floats, evenly, need, value_of
 from theodolite.report.drawing import theory as drawing
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
@@ -100,7 +100,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
         for at, k in enumerate(cutoffs)
     ]
     middle = len(layers) // 2
-    picture = exhibit(
+    picture = Exhibit(
         "bound",
         "Theorem 1: the bound and the error",
         drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, middle),
@@ -159,7 +159,7 @@ def _verdicts_1(bounds: Floats, attained: Floats, trivial: Floats, cutoffs: list
         judge(
             "The theorem implies the approximation even for moderate k and m (section 3.3)",
             f"bound over the error of no approximation at k = {cutoffs[moderate]}, the best of {orders}",
-            Estimate(bounds[:, :, moderate].min(axis=1) / trivial),
+            Estimates(bounds[:, :, moderate].min(axis=1) / trivial),
             OF_USE,
         ),
         judge(
@@ -174,7 +174,7 @@ def _verdicts_1(bounds: Floats, attained: Floats, trivial: Floats, cutoffs: list
 def _factorisation(clean: FactorisationError, noisy: FactorisationError, marks: dict[str, float]) -> Exhibit:
     along = torch.logspace(math.log10(INCOHERENCES[0]), math.log10(INCOHERENCES[-1]), 60, dtype=torch.float64)
     curves = {"without noise": clean, "with noise": noisy}
-    return exhibit(
+    return Exhibit(
         "factorisation",
         "Theorem 2: error of the factorised kernel against incoherence",
         drawing.factorisation(

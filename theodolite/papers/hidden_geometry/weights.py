@@ -20,7 +20,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
 from theodolite.report.data import Floats, evenly, need
 from theodolite.report.drawing import theory as drawing
-from theodolite.report.exhibit import by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import head_name, number, percent
@@ -165,7 +165,7 @@ def _maps(layers: list[_Layer]) -> Any:
     side = chosen[0].split.diagonal_map.shape[1]
     middle = len(chosen) // 2
     # The picker opens with its middle entry.
-    return exhibit(
+    return Exhibit(
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
         drawing.weight_maps(tiles[middle], [f"head {head}" for head in heads], side),
@@ -212,7 +212,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
             f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
             f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
         )
-    ratio = exhibit(
+    ratio = Exhibit(
         "corner",
         f"The {corner} × {corner} corner of every head, over random rotations",
         drawing.head_values(
@@ -223,7 +223,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "heads far above 1: their weights read position.",
         f"{SONG}, section 5.1; the random rotations are ours",
     )
-    diagonal = exhibit(
+    diagonal = Exhibit(
         "diagonal",
         "The diagonal of every head, over random bases",
         drawing.head_values(

@@ -29,7 +29,7 @@ from theodolite.report.data import Floats, evenly, head_labels, need, need_colum
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.drawing.theory import head_scatter
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, percent, with_error
@@ -81,7 +81,7 @@ def _predicted_numbers(prediction: Prediction) -> dict[str, Floats]:
     ),
 )
 def behaviour(study: Study, outcome: Outcome) -> None:
-    run, seed = study.run, int(study.run.provenance["seed"])
+    run, seed = study.run, int(study.provenance["seed"])
     measured = need(run, "propagation_by_position").reshape(len(run.heads), -1).astype(np.float64)
     predictions = {name: from_survey(run, name) for name in ("weights", "text")}
     predictions["increments"] = from_increments(study)
@@ -249,7 +249,7 @@ def _readings(
 def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
     means = [mean_of(prediction.curve) for prediction in predictions.values()]
-    return exhibit(
+    return Exhibit(
         "heads",
         "Predicted and measured signal propagation of every head",
         head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
@@ -275,7 +275,7 @@ def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> E
     def values(place: int) -> list[Floats]:
         return [curve[place, shown] for curve in curves]
 
-    return exhibit(
+    return Exhibit(
         "curves",
         "ρ of one head, measured and predicted",
         drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
@@ -299,7 +299,7 @@ def _bars(correlation_of: Correlations) -> Exhibit:
             heights,
             np.array([[estimate.low for estimate in estimates], [estimate.high for estimate in estimates]]),
         )
-    return exhibit(
+    return Exhibit(
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),

@@ -173,7 +173,7 @@ def rank_correlation_of_heads(x: Floats, y: Floats, seed: int) -> OverHeads:
     return bootstrap(lambda drawn: rank_correlation(x[drawn], y[drawn]), len(x), seed)
 
 
-def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[Estimate, float]:
+def agreement(first: np.ndarray, second: np.ndarray, seed: int) -> tuple[OverHeads, float]:
     """Cohen's κ of two namings of the same heads, and the share of heads in which they agree; undefined left out."""
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))

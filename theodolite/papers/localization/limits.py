@@ -19,7 +19,7 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import CORRECTED, PUBLISHED, Line
-from theodolite.report.exhibit import by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO, ZHAI
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
@@ -74,7 +74,7 @@ def figure_3(study: Study, outcome: Outcome) -> None:
     lines = drawing.curves(
         THETA.numpy(), (PUBLISHED, CORRECTED), values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.15]}
     )
-    picture = exhibit(
+    picture = Exhibit(
         "curves",
         "ρ(θ) at large ξ and small η",
         drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)}),
@@ -169,7 +169,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         return [curve.numpy() for curve in (*bounds[length].values(), highest)]
 
     lines = [*(line for _, line in BOUNDS.values()), HIGHEST]
-    picture = exhibit(
+    picture = Exhibit(
         "bounds",
         "Lower bound of the attention entropy",
         drawing.curves(

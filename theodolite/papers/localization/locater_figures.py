@@ -33,7 +33,7 @@ from theodolite.papers.paired_effects import (
 from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as drawing
 from theodolite.report.drawing.locater import Panel
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted, number
@@ -137,7 +137,7 @@ def stripes(data: Comparable) -> list[Verdict]:
     if not data.exact or data.plain is None:
         return []
     effect = difference(data.rows, data.exact[-1], data.plain, "stripes", relative=False)
-    stripes = data.rows.groupby("setting")["stripes"]
+    stripes = data.rows.groupby("setting", sort=False)["stripes"]
     levels = ", ".join(
         f"{label_of(setting)} {Estimate.mean(stripes.get_group(setting).to_numpy(), 'seeds')}"
         for setting in (data.exact[-1], data.plain)
@@ -180,7 +180,7 @@ def _curves(data: Comparable, settings: Sequence[Setting], key: str, title: str)
     highest = max(float(high[len(high) // 2 :].max()) for *_, high in shown[-1].lines)
     window = (math.log10(lowest * 0.99), math.log10(highest * 1.01))
     shown.append(Panel("held-out perplexity, magnified", shown[-1].lines, True, window))
-    return exhibit(
+    return Exhibit(
         key,
         title,
         drawing.panels([label_of(setting) for setting in settings], steps, shown),
@@ -206,7 +206,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
         for setting in chosen
     ]
     return [
-        exhibit(
+        Exhibit(
             "maps",
             "ρ over training",
             drawing.propagation_map(*arrays[0]),
@@ -217,7 +217,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
             choice=by_name("setting", names, lambda place: drawing.map_patch(*arrays[place])),
             wide=True,
         ),
-        exhibit(
+        Exhibit(
             "profiles",
             "ρ by position, averaged over training",
             drawing.profiles([label_of(setting) for setting in chosen], curves),

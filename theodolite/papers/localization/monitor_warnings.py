@@ -26,7 +26,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as figures_locater
 from theodolite.report.drawing import monitor as figures_monitor
 from theodolite.report.drawing.locater import Panel
-from theodolite.report.exhibit import Exhibit, exhibit
+from theodolite.report.exhibit import Exhibit
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import counted
 
@@ -75,7 +75,7 @@ def judged(runs: pd.DataFrame) -> list[Verdict]:
 )
 def monitor(study: Study, outcome: Outcome) -> None:
     text = "\n\n".join(document.text for document in python_topics())
-    seeds = [study.run.provenance["seed"] + seed for seed in SEEDS]
+    seeds = [study.provenance["seed"] + seed for seed in SEEDS]
     numbers = iter(range(1, len(seeds) * len(LEARNING_RATES) + 1))
     comparison = compare_learning_rates(
         Characters.of_text(text, LENGTH),
@@ -119,7 +119,7 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
     columns = ("first_alarm", "loss_notices", "behind_healthy")
     steps = [runs[name].to_numpy(dtype=np.float64) for name in columns]
     names = ("first alarm", "the loss rises or stalls", "the loss is behind the healthy one's")
-    return exhibit(
+    return Exhibit(
         "moments",
         "What notices first",
         figures_monitor.moments(rows, dict(zip(names, steps, strict=True)), STEPS),
@@ -144,7 +144,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         for name, lines in shown.items():
             column = rows[name]
             lines.append(tuple(part.to_numpy() for part in (column.mean(), column.min(), column.max())))
-    return exhibit(
+    return Exhibit(
         "course",
         "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),

@@ -21,7 +21,7 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number
@@ -137,7 +137,7 @@ def _plane() -> Exhibit:
     side = torch.linspace(-5, 5, 41, dtype=torch.float64)
     logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
     soft, piecewise = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
-    return exhibit(
+    return Exhibit(
         "plane",
         "Softmax and its approximation for two inputs",
         drawing.maps(
@@ -157,7 +157,7 @@ def _plane() -> Exhibit:
 
 def _by_inputs(logit: Tensor, pairs: Pairs) -> Exhibit:
     lines = (Line("softmax", style.BLUE), Line("piecewise linear", style.VERMILLION))
-    return exhibit(
+    return Exhibit(
         "inputs",
         "One input above the others, by their number",
         drawing.curves(logit.numpy(), lines, _numpy(pairs[2]), ("ω₁, the others 0", "value of input 1")),
@@ -271,7 +271,7 @@ def _maps_2() -> Exhibit:
         first, second = planes[0][place], planes[1][place]
         return {"published": first, "corrected": second, "published − corrected": first - second}
 
-    return exhibit(
+    return Exhibit(
         "maps",
         "ρ(θ) over ξ, published and corrected",
         drawing.maps(
@@ -295,7 +295,7 @@ def _maps_2() -> Exhibit:
 
 
 def _curves_2(published: Floats, corrected: Floats) -> Exhibit:
-    return exhibit(
+    return Exhibit(
         "curves",
         "ρ(θ) for every η",
         drawing.propagation_curves(THETA.numpy(), ETAS, published[0], corrected[0]),

@@ -21,9 +21,9 @@ from theodolite.papers.localization.walk_simulation import (
     simulate,
 )
 from theodolite.papers.rank_correlation import rank_correlation
-from theodolite.report.data import Floats, provenance
+from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
-from theodolite.report.exhibit import Exhibit, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
@@ -87,7 +87,7 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
     needs=("nothing",),
 )
 def figure_5(study: Study, outcome: Outcome) -> None:
-    seed = provenance(study.run, "seed") or 0
+    seed = study.provenance.get("seed") or 0
     sims = {name: simulate(SETTING, name, seed) for name in COVARIANCES}
     predicted = {name: predictions(sim, SETTING) for name, sim in sims.items()}
     figures = [
@@ -115,7 +115,7 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
 
     positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
     covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
-    return exhibit(
+    return Exhibit(
         name,
         f"Simulated signal propagation, {name} Σ",
         drawing.simulation(positions, *values(0)),
@@ -148,7 +148,7 @@ def _entropies(sims: dict[str, Simulation]) -> Exhibit:
         name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
         for name, sim in sims.items()
     }
-    return exhibit(
+    return Exhibit(
         "entropy",
         "Attention entropy by mean and scale of the eigenvalues",
         drawing.entropies(SETTING.scales, SETTING.means, *grids["isotropic"], LEAST_ENTROPY),

@@ -26,7 +26,7 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
-from theodolite.report.exhibit import Exhibit, by_layer, by_name, exhibit
+from theodolite.report.exhibit import Exhibit, by_layer, by_name
 from theodolite.report.measures import BAO
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.system.wording import number, with_error
@@ -77,12 +77,12 @@ def text_walk(study: Study) -> TextWalk:
     corpus = study.corpus
     if corpus is None:
         raise UsageError("this experiment reads the text of the run again: pass it as well")
-    seed = int(study.run.provenance["seed"])
+    seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
 
 
 def _walk_moments(study: Study) -> WalkMoments:
-    text, seed = text_walk(study), int(study.run.provenance["seed"])
+    text, seed = text_walk(study), int(study.provenance["seed"])
     contexts, length = text.corpus.contexts.shape
     random = Corpus.random_tokens(vocabulary_of(study.require_model()), length, contexts, seed)
     random_walk = read_walk(study.require_model(), random, seed)
@@ -135,7 +135,7 @@ def _maps(moments: WalkMoments) -> Exhibit:
 
     at = np.array(text_sums.shown, dtype=np.float64) + 1
     count = len(state["contexts"])
-    return exhibit(
+    return Exhibit(
         "moments",
         "E[x_s·x_t] of what attention reads",
         drawing.maps(
@@ -166,7 +166,7 @@ def _growth(moments: WalkMoments) -> Exhibit:
 
     count = len(moments.text.input_state["contexts"])
     log = {"type": "log", "dtick": 1}
-    return exhibit(
+    return Exhibit(
         "growth",
         "E‖x_t‖² by position",
         drawing.curves(
@@ -186,7 +186,7 @@ def _autocorrelation(moments: WalkMoments) -> Exhibit:
         return [autocorrelations(*sums, layer)[1:].numpy() for sums in moments.sums.values()]
 
     count = len(moments.text.input_state["contexts"])
-    return exhibit(
+    return Exhibit(
         "increments",
         "Autocorrelation of the increments",
         drawing.curves(
@@ -211,7 +211,7 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
     def values(name: str) -> list[Floats]:
         return [table[name].to_numpy(dtype=np.float64) for table in tables.values()]
 
-    return exhibit(
+    return Exhibit(
         "layers",
         "How closely each layer follows a random walk",
         drawing.curves(

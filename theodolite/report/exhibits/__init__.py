@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.exhibit import Exhibit
+from theodolite.report.exhibit import SurveyExhibit
 from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
 from theodolite.report.exhibits.heads import HEAD_EXHIBITS
 from theodolite.report.exhibits.layers import LAYER_EXHIBITS
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EXHIBITS = [*LAYER_EXHIBITS, *HEAD_EXHIBITS, *CONSTITUENT_EXHIBITS]
 
 
-def exhibits(run: Run, section: str) -> list[Exhibit]:
+def exhibits(run: Run, section: str) -> list[SurveyExhibit]:
     """The exhibits of a section that this run can show, in order."""
     return [exhibit for exhibit in EXHIBITS if exhibit.section == section and exhibit.available(run)]
 

@@ -6,7 +6,7 @@ from theodolite.measure.head_roles import ATTENTION_PATTERNS, AttentionPattern
 from theodolite.report.data import blocks
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import geometry
-from theodolite.report.exhibit import Choice, Exhibit, Option, by_layer_of
+from theodolite.report.exhibit import Choice, Option, SurveyExhibit, by_layer_of
 from theodolite.report.measures import SONG
 
 _LOOK_FOR = {
@@ -24,8 +24,8 @@ _GROUPS = (
 )
 
 
-def _attribution(name: str, pattern: AttentionPattern) -> Exhibit:
-    return Exhibit(
+def _attribution(name: str, pattern: AttentionPattern) -> SurveyExhibit:
+    return SurveyExhibit(
         f"attribution-{name}",
         "constituents",
         f"What makes {pattern.role.plural}",
@@ -40,7 +40,7 @@ def _attribution(name: str, pattern: AttentionPattern) -> Exhibit:
 
 
 CONSTITUENT_EXHIBITS = [
-    Exhibit(
+    SurveyExhibit(
         "head-shares",
         "constituents",
         "Constituents of the logits, by head",
@@ -58,7 +58,7 @@ CONSTITUENT_EXHIBITS = [
         wide=True,
     ),
     *(_attribution(name, pattern) for name, pattern in ATTENTION_PATTERNS.items()),
-    Exhibit(
+    SurveyExhibit(
         "inherited-smoothness",
         "constituents",
         "Smoothness inherited by the logits",
@@ -70,10 +70,10 @@ CONSTITUENT_EXHIBITS = [
         "PWPᵀ as high as PPᵀ: heads inherit the smoothness, so a query that attends to a position also attends to its "
         "neighbours.",
         f"{SONG}, section 4.2 and Table 3",
-        choice=Choice(
+        choice=lambda run: Choice(
             "K",
-            lambda _: [Option(str(cutoff), str(cutoff)) for cutoff in geometry.CUTOFFS],
-            lambda run, key: geometry.inherited_smoothness_traces(run, int(key)),
+            [Option(str(cutoff), str(cutoff)) for cutoff in geometry.CUTOFFS],
+            lambda key: geometry.inherited_smoothness_traces(run, int(key)),
         ),
     ),
 ]

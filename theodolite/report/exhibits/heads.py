@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import plotly.graph_objects as go
+
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import heads as maps
 from theodolite.report.drawing import sinks, spectra
-from theodolite.report.exhibit import Choice, Exhibit, Option
+from theodolite.report.exhibit import Choice, Option, SurveyExhibit
 from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
 from theodolite.report.style import Patch
+from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
@@ -20,33 +23,26 @@ if TYPE_CHECKING:
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
 
 
-def _by_head(patch: Callable[[Run, int, int], list[Patch]]) -> Choice:
-    def options(run: Run) -> list[Option]:
-        return [
-            Option(f"{layer},{head}", f"L{layer}H{head}")
-            for layer in range(blocks(run))
-            for head in range(heads_per_block(run))
-        ]
+def _by_head(draw: Callable[[Run, int, int], go.Figure | list[Patch]]) -> Callable[[Run], Choice]:
+    def choice(run: Run) -> Choice:
+        places = [(layer, head) for layer in range(blocks(run)) for head in range(heads_per_block(run))]
+        options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
+        return Choice("head", options, lambda key: draw(run, *map(int, key.split(","))), mode="head")
 
-    def patch_of(run: Run, key: str) -> list[Patch]:
-        layer, head = key.split(",")
-        return patch(run, int(layer), int(head))
-
-    return Choice("head", options, patch_of, mode="head")
+    return choice
 
 
-_BY_MEASURE = Choice(
-    "measure",
-    lambda run: [
+def _by_measure(run: Run) -> Choice:
+    options = [
         Option(m.column, m.title, m.group, f"{m.meaning} Source: {m.source}.")
         for m in maps.head_measures(run)
-    ],
-    maps.head_map_traces,
-    grid=lambda run: [name for name in OVERVIEW if column(run.heads, name) is not None],
-)
+    ]
+    shown = [name for name in OVERVIEW if column(run.heads, name) is not None]
+    return Choice("measure", options, lambda key: maps.head_map_traces(run, key), grid=shown)
+
 
 _HEADS = [
-    Exhibit(
+    SurveyExhibit(
         "head-map",
         "heads",
         "Head map, by any measure",
@@ -56,10 +52,10 @@ _HEADS = [
         "head below.",
         "rows or single cells that stand out.",
         "given with each measure",
-        choice=_BY_MEASURE,
+        choice=_by_measure,
         wide=True,
     ),
-    Exhibit(
+    SurveyExhibit(
         "entropy-by-position",
         "heads",
         "Entropy by position",
@@ -70,7 +66,7 @@ _HEADS = [
         f"{ZHAI}; {BAO}, section 5",
         "curves at 0: entropy collapse, which stalls training.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "regime-plane",
         "heads",
         "Regimes predicted by the spectra",
@@ -82,7 +78,7 @@ _HEADS = [
         f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
         "heads at the top: vanishing signal.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "regime-plane-data",
         "heads",
         "Regimes predicted by the spectra, on this text",
@@ -96,7 +92,7 @@ _HEADS = [
 ]
 
 _ONE_HEAD = [
-    Exhibit(
+    SurveyExhibit(
         "constituents",
         "head",
         "Constituents of its logits",
@@ -110,7 +106,7 @@ _ONE_HEAD = [
         f"{SONG}, section 5.2, with constituents that sum to the logits",
         choice=_by_head(drawing.constituents_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "spectrum",
         "head",
         "Eigenvalues of W_QK",
@@ -121,7 +117,7 @@ _ONE_HEAD = [
         f"{BAO}, section 4",
         choice=_by_head(spectra.spectrum_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "spectrum-data",
         "head",
         "Eigenvalues of W_QK Σ̂",
@@ -132,7 +128,7 @@ _ONE_HEAD = [
         f"{BAO}, section 4",
         choice=_by_head(lambda run, layer, head: spectra.spectrum_traces(run, layer, head, "spectrum_data")),
     ),
-    Exhibit(
+    SurveyExhibit(
         "propagation",
         "head",
         "Signal propagation by position",
@@ -145,7 +141,7 @@ _ONE_HEAD = [
         "near 0 everywhere: vanishing signal.",
         _by_head(spectra.propagation_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "head-entropy",
         "head",
         "Entropy by position, one head",
@@ -159,7 +155,7 @@ _ONE_HEAD = [
 ]
 
 _SINKS = [
-    Exhibit(
+    SurveyExhibit(
         "sinks-by-position",
         "sinks",
         "Sinks by position",

@@ -10,13 +10,13 @@ from theodolite.report.data import column, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
 from theodolite.report.drawing import sinks as maps
-from theodolite.report.exhibit import Exhibit, by_layer_of
+from theodolite.report.exhibit import SurveyExhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
 
 _by_layer = functools.partial(by_layer_of, residual_layers)
 
 _POSITION = [
-    Exhibit(
+    SurveyExhibit(
         "spiral",
         "position",
         "The positional basis and the context vectors of every layer",
@@ -31,7 +31,7 @@ _POSITION = [
         _by_layer(geometry.spiral_traces, grid=True),
         wide=True,
     ),
-    Exhibit(
+    SurveyExhibit(
         "waves",
         "position",
         "Principal components of the positional basis",
@@ -43,7 +43,7 @@ _POSITION = [
         "jagged lines: neighbouring positions have unrelated vectors.",
         _by_layer(geometry.waves_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "singular-values",
         "position",
         "Singular values of the positional basis",
@@ -55,7 +55,7 @@ _POSITION = [
         f"{SONG}, Fig. 3, left",
         "a slow decline without a knee: no low-dimensional positional structure.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "gram",
         "position",
         "Normalised Gram matrix of positions and contexts",
@@ -68,7 +68,7 @@ _POSITION = [
         "fractures among positions, or strong colour between positions and contexts.",
         _by_layer(geometry.gram_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "dct",
         "position",
         "Frequencies of the positional Gram matrix",
@@ -81,7 +81,7 @@ _POSITION = [
         "energy far from the corner: a rough positional basis, as in models trained on addition.",
         _by_layer(geometry.dct_traces),
     ),
-    Exhibit(
+    SurveyExhibit(
         "rank",
         "position",
         "Rank of the positional basis",
@@ -92,7 +92,7 @@ _POSITION = [
         "about ten, falling slowly with depth.",
         f"ScreeNOT; {SONG}, Table 4",
     ),
-    Exhibit(
+    SurveyExhibit(
         "stable-rank",
         "position",
         "Stable rank",
@@ -102,7 +102,7 @@ _POSITION = [
         "about 2 with learned positions, near 1 with ALiBi or RoPE after layer 0.",
         f"{SONG}, Table 5",
     ),
-    Exhibit(
+    SurveyExhibit(
         "relative-norm",
         "position",
         "Relative norm of the positional basis",
@@ -112,7 +112,7 @@ _POSITION = [
         "a large value that drops in the last layers, where position is no longer needed.",
         f"{SONG}, Table 6",
     ),
-    Exhibit(
+    SurveyExhibit(
         "low-frequency",
         "position",
         "Smoothness of the positional basis",
@@ -126,7 +126,7 @@ _POSITION = [
 ]
 
 _CONTEXT = [
-    Exhibit(
+    SurveyExhibit(
         "similarity",
         "context",
         "Similarity of contexts within and between labels",
@@ -137,7 +137,7 @@ _CONTEXT = [
         f"{SONG}, Table 1",
         "both lines near 1: contexts are almost indistinguishable.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "incoherence",
         "context",
         "Incoherence of position and context",
@@ -148,7 +148,7 @@ _CONTEXT = [
         f"{SONG}, section 5 and Table 1",
         "a mean of 0.3 or more: reading one interferes with the other.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "clusters",
         "context",
         "Do context vectors cluster by label?",
@@ -163,7 +163,7 @@ _CONTEXT = [
 ]
 
 _DEPTH = [
-    Exhibit(
+    SurveyExhibit(
         "norm",
         "depth",
         "Norm of the hidden states",
@@ -173,7 +173,7 @@ _DEPTH = [
         "steady growth; a first token far above the others carries massive activations.",
         f"{SONG}, Fig. 8",
     ),
-    Exhibit(
+    SurveyExhibit(
         "cosine",
         "depth",
         "Cosine similarity between consecutive layers",
@@ -184,7 +184,7 @@ _DEPTH = [
         f"{SONG}, Fig. 8",
         "1 throughout: blocks that do nothing.",
     ),
-    Exhibit(
+    SurveyExhibit(
         "rank-collapse",
         "depth",
         "Distance from rank collapse",
@@ -199,7 +199,7 @@ _DEPTH = [
 ]
 
 _OUTLIERS = [
-    Exhibit(
+    SurveyExhibit(
         "massive-activations",
         "outliers",
         "Massive activations",
@@ -215,7 +215,7 @@ _OUTLIERS = [
             if (values := column(run.layers, name)) is not None
         ),
     ),
-    Exhibit(
+    SurveyExhibit(
         "outlier-dimensions",
         "outliers",
         "Outlier dimensions",
@@ -225,7 +225,7 @@ _OUTLIERS = [
         "a handful of dimensions. Growth with depth often just follows the growth of the norm.",
         f"{ZHANG}, section 1",
     ),
-    Exhibit(
+    SurveyExhibit(
         "outlier-shares",
         "outliers",
         "Outlier dimensions by layer",
