@@ -236,7 +236,7 @@ def test_names_groups_and_the_nearest_ones():
         "geometry/figure3",
     ]
     eleven = find("geometry/figure11")[0]
-    assert eleven.make is EXPERIMENTS["geometry/figure1"].make
+    assert eleven.fill is EXPERIMENTS["geometry/figure1"].fill
     assert "BLOOM on OpenWebText" in eleven.title
     assert not set(ALIASES) & set(EXPERIMENTS)
     for wrong, near in (("geometry/tabel1", "geometry/table1"), ("figure3", "geometry/figure3")):

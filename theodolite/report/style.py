@@ -12,6 +12,7 @@ This module must not read a run.
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from typing import Any
 
@@ -102,6 +103,7 @@ def order_colour(share: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
+@functools.cache
 def template(dark: bool = False) -> go.layout.Template:
     """The Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
     ink, grid, line = ("#d9dce1", DARK_HAIRLINE, "#59616d") if dark else ("#2a2f36", HAIRLINE, "#a9a79f")
@@ -152,14 +154,18 @@ def figure(
 ) -> go.Figure:
     """A figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     drawn = go.Figure(traces)
-    drawn.update_layout(template=template(), height=height, xaxis_title_text=x, yaxis_title_text=y)
-    if layout:
-        drawn.update_layout(layout)
+    drawn.update_layout(xaxis_title_text=x, yaxis_title_text=y)
+    return finished(drawn, height=height, layout=layout)
+
+
+def finished(drawn: go.Figure, *, height: int, layout: dict[str, Any] | None = None) -> go.Figure:
+    """A figure with its traces, made to look as all do."""
+    drawn.update_layout({"template": template(), "height": height} | (layout or {}))
     maps = list(drawn.select_traces({"type": "heatmap"}))
     if maps:  # zero looks like the page, so a map needs a frame
         drawn.update_xaxes(showline=True, mirror=True)
         drawn.update_yaxes(showline=True, mirror=True)
-    if len(maps) == len(traces) == 1 and maps[0].xgap:
+    if len(maps) == len(drawn.data) == 1 and maps[0].xgap:
         drawn.update_layout(plot_bgcolor=HAIRLINE)  # between cells, and where there is no number
     return drawn
 

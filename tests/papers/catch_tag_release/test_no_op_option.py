@@ -119,6 +119,6 @@ def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path)
     with pytest.raises(UsageError, match="no seed whose models are all trained"):
         no_op_provenance(folder.parent / "begun")
     study = Study(no_op_provenance(folder))
-    del study.run.provenance["escapes"]
+    del study.provenance["escapes"]
     with pytest.raises(UsageError, match="pass the folder"):
         study.outcome(no_op_option)

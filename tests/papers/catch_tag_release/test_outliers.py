@@ -84,7 +84,7 @@ def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
     figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
     assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
     for exhibit in outcome.exhibits:
-        block_of(study.run, exhibit)  # as the page draws it
+        block_of(exhibit)  # as the page draws it
     line = figures["growth"].data[0]
     assert line.name.startswith(f"dimension {DIMENSION}, ")
     values = outcome.tables["growth"]["value"].to_numpy()

@@ -154,4 +154,4 @@ def test_other_families_give_every_verdict(opened, family):
     else:
         assert outcome.tables["heads"]["error_increments"].notna().all()
     for exhibit in outcome.exhibits:
-        block_of(run, exhibit)  # as the page draws it
+        block_of(exhibit)  # as the page draws it

@@ -201,25 +201,25 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     study = Study(grid_provenance(tmp_path / "grid"))
     made_by = {experiment.name: experiment for experiment in [*OF_SHAPES, figure_7]}
     assert set(made_by) == {f"localization/figure{place}" for place in range(6, 13)}
-    outcome = made_by["localization/figure9"].make(study)
+    outcome = study.outcome(made_by["localization/figure9"])
     drawn = {figure.key: figure.figure for figure in outcome.exhibits}
     assert set(drawn) == {"curves", "decays", "maps", "profiles"}
     strongest = [t for t in drawn["curves"].data if t.name == "κ₂ = 1" and t.yaxis == "y4"]
     np.testing.assert_allclose(strongest[0].y[-1], np.mean(np.exp([3.8, 3.801, 3.802])), rtol=1e-6)
     assert drawn["maps"].data[0].z.shape == (8, 5)
-    assert {figure.key for figure in made_by["localization/figure7"].make(study).exhibits} == {
+    assert {figure.key for figure in study.outcome(made_by["localization/figure7"]).exhibits} == {
         "maps",
         "profiles",
     }
     with pytest.raises(
         UsageError, match=r"no training run of 6 layers at d = 32 .*1 layers at d = 32, 3 layers"
     ):
-        made_by["localization/figure10"].make(study)
+        study.outcome(made_by["localization/figure10"])
     assert made_by([*OF_SHAPES, figure_7]) == "theodolite train locater"
     run = study.run
     study.run = replace(run, provenance={key: run.provenance[key] for key in ("model", "seed")})
     with pytest.raises(UsageError, match="pass the folder"):
-        made_by["localization/figure7"].make(study)
+        study.outcome(made_by["localization/figure7"])
 
 
 def test_pages(tmp_path: Path) -> None:
