@@ -18,7 +18,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import TABLES, Run
-from theodolite.passes.stages import States
+from theodolite.passes.stages import TABLES_TITLE, States
 from theodolite.passes.survey import TITLES, spectra, survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
@@ -304,7 +304,7 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
     model, seen = opened("gpt2"), []
     survey(model, corpus, tmp_path / "whole", show_progress=lambda *step: seen.append(step))
     names = list(dict.fromkeys(what for what, _, _ in seen))
-    assert names == list(TITLES.values())
+    assert names == [*TITLES.values(), TABLES_TITLE]
     assert all((what, total, total) in seen for what, _, total in seen)
     for number, name in enumerate(names):
         for step in (0, 1):

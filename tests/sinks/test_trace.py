@@ -575,7 +575,7 @@ def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
     model, ids = open_model(strong("bloom")), some_ids()
 
     def stop_at(contexts: int):
-        def show(done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             if done >= contexts:
                 raise KeyboardInterrupt
 
@@ -587,7 +587,9 @@ def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
             trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
         assert not (tmp_path / "parts").exists()
     seen: list[int] = []
-    trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
+    trace_sinks(
+        model, ids, tmp_path / "parts", batch=2, show_progress=lambda what, done, total: seen.append(done)
+    )
     assert seen[0] == 4
     for name in BYTES:
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
@@ -613,7 +615,7 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
     sizes = []
     for count in (2, 8):
 
-        def stop(done: int, total: int, count: int = count) -> None:
+        def stop(what: str, done: int, total: int, count: int = count) -> None:
             if done == count:
                 raise KeyboardInterrupt
 

@@ -35,9 +35,8 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
+from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.report.data import evenly
-from theodolite.system.progress import ShowProgress
 from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 
 NAME = "head outputs"
@@ -145,7 +144,7 @@ def read_outputs(
     *,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Read what every head writes on a text, and how well the model predicts it, for `compare`.
 
@@ -155,7 +154,8 @@ def read_outputs(
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
-        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+        show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
+            saved then.
 
     Returns:
         A run with the arrays `written` (layers, heads, tokens, directions), `context` and `position`
@@ -182,7 +182,7 @@ def read_outputs(
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 

@@ -26,7 +26,7 @@ from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import survey_means, tabulate
 from theodolite.passes.weights_pass import NO_MATRIX, WeightsPass
-from theodolite.system.progress import Progress, ShowProgress
+from theodolite.system.progress import Progress
 
 TITLES = {
     "corpus": "reading contexts",
@@ -132,14 +132,14 @@ def spectra(
     model: OpenModel,
     out: str | Path | None = None,
     *,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """The weight-only part of a survey: spectra, moments and regimes of every head; no text is read.
 
     Args:
         model: from `open_weights`, which reads a layer at a time, or from `open_model`.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        show_progress: told (done, total) layers.
+        show_progress: told (what is being done, steps done, steps in all).
 
     Returns:
         The run; from disk, if `out` already holds just these spectra.
@@ -164,7 +164,7 @@ def spectra(
         out,
         fingerprint,
         checkpoint_seconds=60.0,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 

@@ -33,8 +33,7 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_model, describe_pass, token_text
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
-from theodolite.system.progress import ShowProgress
+from theodolite.passes.stages import ShowStage, Stage, States, run_into
 
 Rows = tuple[Tensor, Tensor]
 """Of the sums by sink and by head."""
@@ -139,7 +138,7 @@ def trace_sinks(
     stretches: bool = False,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
@@ -158,7 +157,8 @@ def trace_sinks(
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
-        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+        show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
+            saved then.
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
@@ -182,7 +182,7 @@ def trace_sinks(
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 
