@@ -142,9 +142,10 @@ def test_wide_streams_are_seen_along_directions_that_keep_lengths():
 def test_stopped_and_gone_on_with_gives_the_same_bytes(damaged, tmp_path):
     model = open_model(damaged("noisy"))
     whole = read_outputs(model, CORPUS, tmp_path / "whole", batch=4)
-    calls = []
+    calls, titles = [], []
 
     def show(what: str, done: int, total: int) -> None:
+        titles.append(what)
         if what == "reading outputs":
             calls.append(done)
 
@@ -157,6 +158,7 @@ def test_stopped_and_gone_on_with_gives_the_same_bytes(damaged, tmp_path):
         read_outputs(model, CORPUS, tmp_path / "parts", batch=4, show_progress=stop)
     again = read_outputs(model, CORPUS, tmp_path / "parts", batch=4, show_progress=show)
     assert calls == [0, 4, 8, 8, 12, 16]
+    assert list(dict.fromkeys(titles)) == ["reading output weights", "reading outputs", "making tables"]
     names = ("whole", "parts")
     first, second = ((tmp_path / name / "arrays.safetensors").read_bytes() for name in names)
     assert first == second

@@ -36,6 +36,7 @@ from theodolite.passes.corpus_pass import (
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
+from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 from theodolite.report.data import evenly
 from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 
@@ -87,14 +88,24 @@ class Outputs:
 
 
 class OutputsPass(CorpusPass):
-    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context."""
+    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context.
 
-    def __init__(self, model: OpenModel, corpus: Corpus, batch: int) -> None:
+    Args:
+        model, corpus, batch: as for `CorpusPass`.
+        weights: W_O of every head, along the directions in which the stream is seen.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        batch: int,
+        weights: Float[Tensor, "layers heads value_width directions"],
+    ) -> None:
         super().__init__(model, corpus, SEED, batch)
         self.outputs = Outputs(model.layers, model.heads, model.width, *corpus.contexts.shape)
         self._predicts = model.causal and model.hf.get_output_embeddings() is not None
-        directions = _directions(model.width)
-        self._weights = [model.output_weights(layer) @ directions for layer in range(model.layers)]
+        self._weights = weights
         self._first, self._last = 0, 0
 
     @property
@@ -169,15 +180,30 @@ def read_outputs(
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
 
+    provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
+    directions = _directions(model.width)
+
+    def weights(states: States) -> LayersPass:
+        return LayersPass(
+            range(model.layers), lambda layer: {"directed": (model.output_weights(layer) @ directions)[None]}
+        )
+
     def tables(states: States) -> Run:
         empty = pd.DataFrame()
-        described = describe_pass(model, corpus, SEED, fingerprint) | {"wall_seconds": states.seconds}
         arrays = states.of("outputs.outputs") | {"context": outputs.context, "position": outputs.position}
-        return Run(empty, empty, empty, empty, empty, arrays, describe_model(model) | described)
+        described = provenance | {"wall_seconds": states.seconds}
+        return Run(empty, empty, empty, empty, empty, arrays, described)
 
     outputs = Outputs(0, 0, 0, *corpus.contexts.shape)
     return run_into(
-        [Stage("outputs", "reading outputs", lambda states: OutputsPass(model, corpus, batch))],
+        [
+            Stage("weights", OUTPUT_TITLE, weights),
+            Stage(
+                "outputs",
+                "reading outputs",
+                lambda states: OutputsPass(model, corpus, batch, states.of("weights")["directed"]),
+            ),
+        ],
         tables,
         out,
         fingerprint,

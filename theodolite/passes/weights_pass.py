@@ -1,8 +1,9 @@
-"""The pass over a model's query and key weights, a layer at a time; no forward pass is made."""
+"""Passes over a model's weights, a layer at a time; no forward pass is made."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,43 @@ from theodolite.system.progress import Progress
 
 NO_MATRIX = "none"
 """What the spectra of a layer are of whose queries and keys are no affine function of its input."""
+
+
+OUTPUT_TITLE = "reading output weights"
+"""What is said while W_O is read."""
+
+
+class LayersPass:
+    """What `read` gives of one layer after the other; only that is kept, and not the weights.
+
+    State: the tensors that `read` gives, those of all layers joined along their first dimension.
+
+    Args:
+        layers: in the order in which they are read.
+        read: a layer's tensors.
+    """
+
+    def __init__(self, layers: Sequence[int], read: Callable[[int], State]) -> None:
+        self.total = len(layers)
+        self.notes: dict[str, Any] = {}
+        self._layers, self._read = layers, read
+        self._parts: list[State] = []
+
+    def state(self) -> State:
+        """What the layers so far have given."""
+        names = self._parts[0] if self._parts else {}
+        return {name: torch.cat([part[name] for part in self._parts]) for name in names}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._parts = [state]
+
+    def run(self, progress: Progress) -> None:
+        """Read the layers that are left; a layer's weights go before the next one's come."""
+        for number, layer in enumerate(self._layers[progress.done :], progress.done):
+            progress.checkpoint(number)
+            self._parts.append(self._read(layer))
+        progress.checkpoint(self.total)
 
 
 class WeightsPass:
