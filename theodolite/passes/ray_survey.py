@@ -110,7 +110,7 @@ def survey_on_ray(
 
         stages = [
             Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, workers, say)),
-            survey_facts(model, corpus, seed, fingerprint),
+            survey_facts(model, corpus, seed, fingerprint, extra),
             *map(remote, LATER),
         ]
         return run_into(

@@ -182,17 +182,17 @@ def _run(
     for stage in stages:
         if stage.name in states.notes:
             continue
-        running, done = stage.make(states), 0
-        if unfinished.stage == stage.name and unfinished.done:
-            with _sums_of_this_version(workspace):
-                running.restore(unfinished.state)
-            running.notes.update(unfinished.notes)
-            done = unfinished.done
-        show = functools.partial(show_progress, stage.title)
+        show, done = functools.partial(show_progress, stage.title), 0
         try:
+            running = stage.make(states)
+            if unfinished.stage == stage.name and unfinished.done:
+                with _sums_of_this_version(workspace):
+                    running.restore(unfinished.state)
+                running.notes.update(unfinished.notes)
+                done = unfinished.done
             running.run(Progress(running.total, done, show, save_while(stage.name, running)))
         except BaseException:
-            # Stopped before its first save: the stages before it are whole.
+            # Refused, or stopped before its first save: the stages before it are whole.
             if finished_on_disk < len(states.notes):
                 write(stage.name, 0, {}, {})
             raise

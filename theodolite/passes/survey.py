@@ -14,11 +14,11 @@ import torch
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import no_head_matrix
+from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass, token_text
 from theodolite.passes.run import Run
@@ -66,7 +66,8 @@ def survey(
         The run; from disk, if `out` already holds just this survey.
 
     Raises:
-        UsageError: the corpus does not fit the model, or `out` holds something else.
+        UsageError: the corpus does not fit the model, an accumulator or its columns do not fit the survey, or `out`
+            holds something else.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     check_fit(model, corpus)
@@ -77,23 +78,13 @@ def survey(
         return SurveyPass(model, corpus, seed, batch, extra)
 
     return run_into(
-        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read)),
+        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read), extra),
         lambda states: tabulate(states, extra),
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
-
-
-def _check_names(extra: Sequence[Extra]) -> None:
-    """Their sums are kept, and told apart, by name."""
-    for number, accumulator in enumerate(extra):
-        name = getattr(accumulator, "name", "")
-        if not name:
-            raise UsageError(f"extra: {type(accumulator).__name__} has no name: give its class one")
-        if name in [other.name for other in extra[:number]]:
-            raise UsageError(f"extra: two accumulators are called {name!r}: give each a name of its own")
 
 
 def survey_heads(
@@ -174,15 +165,20 @@ def survey_fingerprint(
     """What decides every byte of a survey.
 
     Raises:
-        UsageError: an added accumulator has no name, or that of another.
+        UsageError: an added accumulator is none, or has no columns, no name, or that of another.
     """
-    _check_names(extra)
+    check_extra(extra)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
 
 
 def survey_stages(
-    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], read: Stage
+    model: OpenModel,
+    corpus: Corpus,
+    seed: int,
+    fingerprint: dict[str, Any],
+    read: Stage,
+    extra: Sequence[Extra] = (),
 ) -> list[Stage]:
     """The stages of a survey, of which `read` is the one that reads the corpus."""
 
@@ -191,13 +187,16 @@ def survey_stages(
             name, TITLES[name], lambda states: later_pass(name, model, corpus, seed, given(name, states))
         )
 
-    return [read, survey_facts(model, corpus, seed, fingerprint), *map(later, LATER)]
+    return [read, survey_facts(model, corpus, seed, fingerprint, extra), *map(later, LATER)]
 
 
-def survey_facts(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> Stage:
-    """The stage that keeps what the tables say of the model and the text."""
+def survey_facts(
+    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], extra: Sequence[Extra] = ()
+) -> Stage:
+    """The stage that keeps what the tables say of the model and the text, and refuses columns that do not fit them."""
 
     def facts(states: States) -> Pass:
+        added_columns(states, extra)
         return _facts_of_text(model, corpus, seed, fingerprint, states.of("corpus.attention"))
 
     return Stage("facts", "", facts)
