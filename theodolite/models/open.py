@@ -279,7 +279,11 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """A small valid input: the first `length` token ids, or an image of noise."""
+    """A small valid input: `length` seeded token ids, (1, length), or an image of noise, (1, channels, height, width).
+
+    Raises:
+        UsageError: the model reads something else.
+    """
     generator = torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
         size, channels = model.config.image_size, model.config.num_channels

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
@@ -164,6 +164,10 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
 def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
     """Stop where hidden states are no numbers any more.
 
+    Args:
+        layer: for the message.
+        hidden: the residual stream, (batch, positions, d).
+
     Raises:
         WorkError: they hold NaN or infinite values.
     """
@@ -171,8 +175,10 @@ def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
         raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32")
 
 
-def next_token_losses(logits: Tensor, ids: Tensor) -> Float[Tensor, "contexts positions"]:
-    """Nats for each next token, in float32 or better, one context at a time."""
+def next_token_losses(
+    logits: Float[Tensor, "contexts positions vocabulary"], ids: Int[Tensor, "contexts positions"]
+) -> Float[Tensor, "contexts predicted"]:
+    """Nats for each next token (T − 1 a context, from position 1 on), in float32 or better, one context at a time."""
     losses = [
         torch.nn.functional.cross_entropy(
             row[:-1].to(torch.promote_types(row.dtype, torch.float32)),

@@ -146,8 +146,16 @@ def attention_paid(
     return weights, visible, received.masked_fill(queries - 1 < least_queries(queries.shape[1]), torch.nan)
 
 
-def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
-    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch."""
+def groups_of(
+    catches: Catches, head: int, length: int
+) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
+    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch.
+
+    Args:
+        catches: of all heads of the layer, in one context.
+        head: whose sinks.
+        length: T, the context's tokens.
+    """
     rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT
