@@ -26,13 +26,11 @@ from theodolite.measure.heads import examples_table, head_arrays, head_columns, 
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.uncertainty import standard_errors
+from theodolite.models.head_weights import EXACT
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
-
-EXACT = "projection"
-"""What `spectrum_of` says of a layer whose query and key matrices give its logits."""
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:

@@ -15,11 +15,8 @@ from theodolite.measure.localization import LayerWeights, layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import HeadWeights, NotAffine
+from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.system.progress import Progress
-
-NO_MATRIX = "none"
-"""What the spectra of a layer are of whose queries and keys are no affine function of its input."""
 
 
 class WeightsPass:
@@ -68,7 +65,7 @@ class WeightsPass:
         head, weights = None, None
         try:
             head = model.head_weights(layer)
-            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
+            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.exact)
         except NotAffine:
             pass
         sigma = None if self.inputs is None else covariance(self.inputs, layer)

@@ -352,7 +352,7 @@ def _layer_spectra(model: OpenModel, layer: int, attention: State) -> dict[str, 
     values: dict[str, Any] = {name: getattr(moments, name) for name in MOMENTS}
     names = regime(moments.xi_symmetric, moments.eta_symmetric)
     norm = qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling
-    if weights.projection != "projection":
+    if not weights.exact:
         # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
         names[:] = UNDEFINED
         norm = nan
