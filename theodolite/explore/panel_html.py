@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.explore.evidence import Evidence, evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.view import HeadView, Sink, Tags
 from theodolite.passes.run import Run
@@ -91,6 +92,7 @@ def sinks_html(view: HeadView, most: float) -> str:
         "sinks.html.j2",
         tokens=tokens,
         most=number(most, 2),
+        threshold=SINK_THRESHOLD,
         sinks=[_sink_sentence(view, index) for index in range(len(view.sinks))],
         learned=f"{learned:.2f}" if learned > 0 else "",
         uncaught=int((view.group == UNCAUGHT).sum()),

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError, WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
 from theodolite.papers.experiment import Experiment
@@ -126,7 +127,10 @@ def _sink(position: int, tokens: list[str]) -> str:
 
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
-        return "none: no key receives more than 0.3 of the attention of the queries that see it, or enough of a span's"
+        return (
+            f"none: no key receives more than {SINK_THRESHOLD} of the attention of the queries that see it, "
+            "or enough of a span's"
+        )
     catches = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
@@ -194,8 +198,9 @@ def _exhibits(
             "attention",
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
-            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than 0.3 of the "
-            "attention of the queries that see them, or, for local sinks, most of the attention of a contiguous span.",
+            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
+            f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
+            "attention of a contiguous span.",
             "strong columns: later tokens attend mostly to that token.",
             source,
             wide=True,
