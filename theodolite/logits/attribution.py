@@ -78,10 +78,9 @@ class PatternPass:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
-            layer_of = {id(module): layer for layer, module in enumerate(self.model.structure.attention)}
 
             def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-                layer = layer_of[id(module)]
+                layer = self.model.structure.layer_of(module)
                 self._scores[layer] = pattern_scores(inputs, self.patterns)
                 progress.report(layer + 1)
                 return attend(inputs)
