@@ -20,7 +20,7 @@ from theodolite.comparison.candidates import candidates_of, trace_head, without_
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.passes.prompts import Focus
+from theodolite.models.prompts import Focus
 from theodolite.passes.survey import survey
 from theodolite.prune import prune_model
 from theodolite.sinks.trace import trace_sinks

@@ -22,8 +22,9 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
-from theodolite.passes.prompts import Focus, prompt_ids, shipped_prompt
-from theodolite.passes.provenance import describe_model, token_texts
+from theodolite.models.prompts import Focus, prompt_ids, shipped_prompt
+from theodolite.models.token_texts import token_texts
+from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank

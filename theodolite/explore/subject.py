@@ -29,8 +29,8 @@ from theodolite.explore.view import (
 )
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
+from theodolite.models.prompts import shipped_prompt
 from theodolite.passes.corpus_pass import LEAST_LENGTH
-from theodolite.passes.prompts import shipped_prompt
 from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.system.wording import counted

@@ -15,7 +15,7 @@ import pandas as pd
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.passes.prompts import Focus, vocabulary_of
+from theodolite.models.prompts import Focus, vocabulary_of
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.passes.survey import survey

@@ -21,8 +21,8 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
+from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_bad_numbers
-from theodolite.passes.provenance import token_text
 from theodolite.system.progress import Progress, ShowProgress
 from theodolite.theory.outliers import (
     LayerBaseline,

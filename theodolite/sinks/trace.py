@@ -23,6 +23,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.tags import traced_heads, traces, written
 from theodolite.models import OpenModel
+from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
@@ -31,7 +32,7 @@ from theodolite.passes.corpus_pass import (
     fingerprint_of,
     refuse_bad_numbers,
 )
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Stage, States, run_into
 from theodolite.system.progress import ShowProgress

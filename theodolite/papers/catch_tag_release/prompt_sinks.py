@@ -12,9 +12,9 @@ from torch import Tensor
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.models.prompts import prompt_ids, shipped_prompt
+from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment
-from theodolite.passes.prompts import prompt_ids, shipped_prompt
-from theodolite.passes.provenance import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.report.exhibit import Exhibit, by_name, exhibit

@@ -15,6 +15,8 @@ import pandas as pd
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.models import OpenModel
+from theodolite.models.prompts import prompt_ids, shipped_prompt
+from theodolite.models.token_texts import token_texts
 from theodolite.papers.catch_tag_release.pruned_models import (
     METHODS,
     SPARSITY,
@@ -28,8 +30,6 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     pruned_measures,
 )
 from theodolite.papers.experiment import Experiment
-from theodolite.passes.prompts import prompt_ids, shipped_prompt
-from theodolite.passes.provenance import token_texts
 from theodolite.prune import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt

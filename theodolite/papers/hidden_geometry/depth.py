@@ -14,9 +14,9 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.judging import judge
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.prompts import vocabulary_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import published
 from theodolite.report.data import Floats
 from theodolite.report.drawing import experiments as drawing

@@ -17,11 +17,11 @@ from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
+from theodolite.models.prompts import vocabulary_of
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing import qk as drawing

@@ -11,6 +11,7 @@ import pandas as pd
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Verdict, judge_layers
+from theodolite.models.prompts import vocabulary_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.localization.walk_fit import (
     MEASURES,
@@ -21,7 +22,6 @@ from theodolite.papers.localization.walk_fit import (
     walk_table,
 )
 from theodolite.papers.localization.walk_increments import LAGS, TextWalk, WalkSums, read_walk, simulated_walk
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
