@@ -162,8 +162,7 @@ def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short."""
-    vocabulary: Any = model.tokenizer or model.vocabulary
-    ids, start, half = repeated_random_tokens(vocabulary, length, contexts, seed)
+    ids, start, half = repeated_random_tokens(model.required_vocabulary(), length, contexts, seed)
     if half < 2:
         return ids, []
     second = range(start + half, start + 2 * half)

@@ -152,6 +152,17 @@ class OpenModel:
             raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
         return self.tokenizer
 
+    def required_vocabulary(self) -> Any:
+        """What random tokens are drawn from: the tokenizer, or the number of token ids.
+
+        Raises:
+            UsageError: the model reads no tokens.
+        """
+        vocabulary = self.tokenizer or self.vocabulary
+        if vocabulary is None:
+            raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
+        return vocabulary
+
     @property
     def vocabulary(self) -> int | None:
         """Rows of the token embedding, or None for a model that reads no tokens."""

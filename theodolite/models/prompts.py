@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -58,7 +57,7 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
         UsageError: the model has no tokenizer, or the prompt is too short.
     """
     if prompt is None:
-        ids, _, _ = repeated_random_tokens(vocabulary_of(model), min(REPEATED, longest), 1, seed)
+        ids, _, _ = repeated_random_tokens(model.required_vocabulary(), min(REPEATED, longest), 1, seed)
         return ids[0]
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
@@ -69,15 +68,3 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
             f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_TOKENS}"
         )
     return torch.tensor(found)
-
-
-def vocabulary_of(model: OpenModel) -> Any:
-    """What random tokens are drawn from: the tokenizer, or the number of token ids.
-
-    Raises:
-        UsageError: the model reads no tokens.
-    """
-    vocabulary = model.tokenizer or model.vocabulary
-    if vocabulary is None:
-        raise UsageError(f"{model.id} reads no tokens: random ones cannot be drawn")
-    return vocabulary

@@ -17,7 +17,6 @@ from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
-from theodolite.models.prompts import vocabulary_of
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
@@ -79,7 +78,9 @@ def _sampled(study: Study) -> Tensor:
     if study.corpus is not None:
         return sample_of(study.corpus.contexts, seed)
     length = study.run.arrays["positional_basis"].shape[1]
-    return Corpus.random_tokens(vocabulary_of(study.require_model()), length, SPLIT_CONTEXTS, seed).contexts
+    return Corpus.random_tokens(
+        study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed
+    ).contexts
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:

@@ -11,7 +11,6 @@ import pandas as pd
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Verdict, judge_layers
-from theodolite.models.prompts import vocabulary_of
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.localization.walk_fit import (
     MEASURES,
@@ -84,7 +83,7 @@ def text_walk(study: Study) -> TextWalk:
 def _walk_moments(study: Study) -> WalkMoments:
     text, seed = text_walk(study), int(study.run.provenance["seed"])
     contexts, length = text.corpus.contexts.shape
-    random = Corpus.random_tokens(vocabulary_of(study.require_model()), length, contexts, seed)
+    random = Corpus.random_tokens(study.require_model().required_vocabulary(), length, contexts, seed)
     random_walk = read_walk(study.require_model(), random, seed)
     sums = {
         TEXT: (text.inputs, text.input_state),
