@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from theodolite.comparison.audit import refuse_shapes, shape_of
+from theodolite.corpus.corpus import LEAST_LENGTH
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
     HeadView,
@@ -30,7 +31,6 @@ from theodolite.explore.view import (
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.prompts import shipped_prompt
-from theodolite.passes.corpus_pass import LEAST_LENGTH
 from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.system.wording import counted

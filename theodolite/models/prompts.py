@@ -9,15 +9,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.corpus.corpus import LEAST_LENGTH, repeated_random_tokens
 from theodolite.errors import UsageError
 from theodolite.models.open import OpenModel
 from theodolite.system.wording import counted
 
 REPEATED = 48
 """Tokens of the default prompt at most: 24 random ones, twice, as for induction heads (Olsson et al. 2022)."""
-
-LEAST_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
     text = prompt.encode("utf-8", "replace").decode()  # a shell can hand over half a surrogate pair
     found = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
-    if len(found) < LEAST_TOKENS:
+    if len(found) < LEAST_LENGTH:
         raise UsageError(
-            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_TOKENS}"
+            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_LENGTH}"
         )
     return torch.tensor(found)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import LEAST_LENGTH, Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -23,9 +23,6 @@ from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
-
-LEAST_LENGTH = 4
-"""Tokens of a context, position 0 included."""
 
 
 class Accumulator(Protocol):

@@ -38,7 +38,7 @@ from theodolite.train.ranks import Ranks
 QUERIES = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
 
-LEAST_LENGTH = 8
+LEAST_LENGTH = QUERIES
 """Tokens that a context of the monitor batch must have at least, for its queries to be distinct."""
 
 RESIDUAL = (
