@@ -256,7 +256,7 @@ def _ids(model: OpenModel, prompt: str | None) -> Int[Tensor, " positions"]:
     ids = prompt_ids(model, prompt or shipped_prompt(PROMPT), 0, 0)
     if prompt is None:
         return ids[-(model.longest or 0) :]
-    if model.longest is not None and len(ids) > model.longest:
+    if not model.has_positions(len(ids)):
         raise UsageError(
             f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
         )

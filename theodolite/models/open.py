@@ -170,6 +170,15 @@ class OpenModel:
             return None
         return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
+    def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
+        """Whether all ids are in its vocabulary."""
+        smallest, largest = ids.aminmax()
+        return self.vocabulary is not None and int(smallest) >= 0 and int(largest) < self.vocabulary
+
+    def has_positions(self, length: int) -> bool:
+        """Whether it has positions for so many tokens."""
+        return self.longest is None or length <= self.longest
+
     @functools.cached_property
     def longest(self) -> int | None:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""

@@ -116,7 +116,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{model.id} reads {model.hf.main_input_name}, not text: only `theodolite spectra` can measure it"
         )
-    if model.longest is not None and length > model.longest:
+    if not model.has_positions(length):
         raise UsageError(
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
@@ -127,8 +127,8 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    smallest, largest = (int(end) for end in corpus.contexts.aminmax())
-    if smallest < 0 or largest >= model.vocabulary:
+    if not model.has_tokens(corpus.contexts):
+        smallest, largest = (int(end) for end in corpus.contexts.aminmax())
         raise UsageError(
             f"token id {min(smallest, 0) or largest} does not fit the {model.vocabulary} tokens of {model.id}: "
             "the tokenizer belongs to another model"

@@ -191,7 +191,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     few = {"input_ids": ids[:1, :LEAST_LENGTH].to(model.device), "use_cache": False}
     inputs = verify_attention(model, structure, few, skip_overflow=True)
     opened = OpenModel.of(model, structure, calls, inputs, id=type(model).__name__)
-    if opened.longest is not None and ids.shape[1] > opened.longest:
+    if not opened.has_positions(ids.shape[1]):
         raise UsageError(
             f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
             "give shorter ones"
