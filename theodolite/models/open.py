@@ -172,8 +172,7 @@ class OpenModel:
 
     def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
         """Whether all ids are in its vocabulary."""
-        smallest, largest = ids.aminmax()
-        return self.vocabulary is not None and int(smallest) >= 0 and int(largest) < self.vocabulary
+        return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
 
     def has_positions(self, length: int) -> bool:
         """Whether it has positions for so many tokens."""

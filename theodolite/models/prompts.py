@@ -66,3 +66,19 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
             f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_LENGTH}"
         )
     return torch.tensor(found)
+
+
+def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
+    """The prompt asked for, or the last tokens that the model has positions for of the shipped one of that name.
+
+    Raises:
+        UsageError: the model has no tokenizer, or the prompt asked for is too short or too long.
+    """
+    if prompt is None:
+        return prompt_ids(model, shipped_prompt(shipped), 0, 0)[-(model.longest or 0) :]
+    ids = prompt_ids(model, prompt, 0, 0)
+    if not model.has_positions(len(ids)):
+        raise UsageError(
+            f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
+        )
+    return ids

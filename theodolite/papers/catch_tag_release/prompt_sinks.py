@@ -10,9 +10,8 @@ import pandas as pd
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
-from theodolite.models.prompts import prompt_ids, shipped_prompt
+from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment
 from theodolite.report.data import evenly
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
-
-
-def _ids(study: Study, name: str) -> Tensor:
-    """The prompt asked for, or the shipped one; of this the last tokens that the model has positions for."""
-    model = study.require_model()
-    longest = model.longest
-    if study.focus.prompt is not None:
-        ids = prompt_ids(model, study.focus.prompt, 0, 0)
-        if longest is not None and len(ids) > longest:
-            raise UsageError(f"the prompt is {len(ids)} tokens long: {model.id} has positions for {longest}")
-        return ids
-    return prompt_ids(model, shipped_prompt(name), 0, 0)[-(longest or 0) :]
 
 
 def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> Outcome:
@@ -271,7 +258,7 @@ def _exhibits(
 
 def _make(default: str, study: Study) -> Outcome:
     model = study.require_model()
-    ids = _ids(study, default)
+    ids = prompt_or_shipped(model, study.focus.prompt, default)
     study.say("tracing the prompt")
     trace = trace_prompt(model, ids, study.focus.layer, study.focus.head)
     return prompt_outcome(trace, token_texts(model, ids), chosen=study.focus.layer is None)
