@@ -30,7 +30,7 @@ from theodolite.models.loading import (
     load,
     load_tokenizer,
     local_folder,
-    refuse_bad_numbers,
+    refuse_nonfinite_weights,
     without_progress_bars,
 )
 from theodolite.models.output_weights import read_output_weights, state_of
@@ -266,7 +266,7 @@ def open_model(
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
-    refuse_bad_numbers(model)
+    refuse_nonfinite_weights(model)
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
     return OpenModel.of(

@@ -158,7 +158,7 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
     return batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
 
 
-def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
+def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
     """Stop where hidden states are no numbers any more.
 
     Raises:

@@ -22,7 +22,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
 from theodolite.models.token_texts import token_text
-from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_bad_numbers
+from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import Progress, ShowProgress
 from theodolite.theory.outliers import (
     LayerBaseline,
@@ -170,7 +170,7 @@ class _OutlierPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self.take_stream(layer, hidden[:, :, None], self.ids, self.first)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:

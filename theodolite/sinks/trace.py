@@ -30,7 +30,7 @@ from theodolite.passes.corpus_pass import (
     batch_of,
     check_fit,
     fingerprint_of,
-    refuse_bad_numbers,
+    refuse_nonfinite_stream,
 )
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
@@ -79,7 +79,7 @@ class TracePass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """See what is left of the tags of all earlier layers."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
             Catches.joined([of_layer.catches for of_layer in caught]) if caught else None

@@ -20,8 +20,7 @@ from theodolite.report.exhibit import Exhibit, by_name, exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
-from theodolite.system.wording import counted, head_name, number
-from theodolite.system.wording import token_text as shown_token
+from theodolite.system.wording import counted, head_name, number, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 

@@ -37,8 +37,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
-from theodolite.system.wording import head_name, with_error
-from theodolite.system.wording import token_text as shown_token
+from theodolite.system.wording import head_name, shown_token, with_error
 
 if TYPE_CHECKING:
     from theodolite.papers.experiment import Study
