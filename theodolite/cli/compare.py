@@ -88,7 +88,7 @@ def compare_command(
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.comparison import command
-        from theodolite.passes.prompts import Focus
+        from theodolite.models.prompts import Focus
 
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")

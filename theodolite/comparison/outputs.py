@@ -31,7 +31,7 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     fingerprint_of,
     next_token_losses,
-    refuse_bad_numbers,
+    refuse_nonfinite_stream,
 )
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
@@ -119,7 +119,7 @@ class OutputsPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """The residual stream says nothing here."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""

@@ -311,7 +311,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
-def refuse_bad_numbers(model: nn.Module, prefix: str = "") -> None:
+def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():

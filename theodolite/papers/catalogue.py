@@ -10,6 +10,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import reading_order
 from theodolite.models import OpenModel
+from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release.averaging_models import AVERAGING
 from theodolite.papers.catch_tag_release.few_shot import FIGURE_3
 from theodolite.papers.catch_tag_release.no_op_option import NO_OP
@@ -41,7 +42,6 @@ from theodolite.papers.localization.monitor_warnings import MONITORED
 from theodolite.papers.localization.propagation_theory import LOCALIZATION_THEORY
 from theodolite.papers.localization.simulated_walks import LOCALIZATION_WALKS
 from theodolite.papers.localization.text_as_walk import TEXT_WALK
-from theodolite.passes.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import LEAST_LENGTH, Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -23,9 +23,6 @@ from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
-
-LEAST_LENGTH = 4
-"""Tokens of a context, position 0 included."""
 
 
 class Accumulator(Protocol):
@@ -119,7 +116,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{model.id} reads {model.hf.main_input_name}, not text: only `theodolite spectra` can measure it"
         )
-    if model.longest is not None and length > model.longest:
+    if not model.has_positions(length):
         raise UsageError(
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
@@ -130,8 +127,8 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    smallest, largest = (int(end) for end in corpus.contexts.aminmax())
-    if smallest < 0 or largest >= model.vocabulary:
+    if not model.has_tokens(corpus.contexts):
+        smallest, largest = (int(end) for end in corpus.contexts.aminmax())
         raise UsageError(
             f"token id {min(smallest, 0) or largest} does not fit the {model.vocabulary} tokens of {model.id}: "
             "the tokenizer belongs to another model"
@@ -161,7 +158,7 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
     return batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
 
 
-def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
+def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
     """Stop where hidden states are no numbers any more.
 
     Args:

@@ -17,15 +17,16 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import no_head_matrix
+from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
+from theodolite.models.token_texts import token_text
 from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import survey_means, tabulate
-from theodolite.passes.weights_pass import NO_MATRIX, WeightsPass
+from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system.progress import Progress
 
 TITLES = {

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
@@ -26,14 +26,12 @@ from theodolite.measure.heads import examples_table, head_arrays, head_columns, 
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.uncertainty import standard_errors
+from theodolite.models.head_weights import EXACT
 from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
-
-EXACT = "projection"
-"""What `spectrum_of` says of a layer whose query and key matrices give its logits."""
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:

@@ -12,16 +12,12 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
-from theodolite.measure.localization import LayerWeights, layer_spectra
+from theodolite.measure.localization import layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import HeadWeights, NotAffine
+from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.system.progress import Progress
-
-NO_MATRIX = "none"
-"""What the spectra of a layer are of whose queries and keys are no affine function of its input."""
-
 
 OUTPUT_TITLE = "reading output weights"
 """What is said while W_O is read."""
@@ -103,30 +99,28 @@ class WeightsPass:
 
     def _read(self, layer: int) -> None:
         model = self.model
-        head, weights = None, None
         try:
-            head = model.head_weights(layer)
-            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
+            weights = model.head_weights(layer)
         except NotAffine:
-            pass
+            weights = None
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
         columns = layer_spectra(weights, sigma, model.heads, model.head_width)
         if self.pos is not None:
-            columns |= self._positional(layer, head)
+            columns |= self._positional(layer, weights)
         for name, values in columns.items():
             if name not in self._state:
                 self._state[name] = torch.full((self.total, *values.shape), math.nan, dtype=values.dtype)
             # Copied: a small tensor that is kept would pin the heap around it.
             self._state[name][layer] = values
-        self.notes["spectrum_of"].append(head.projection if head else NO_MATRIX)
-        self.notes["scaling"].append(head.scaling if head else 1.0)
+        self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
+        self.notes["scaling"].append(weights.scaling if weights else 1.0)
 
-    def _positional(self, layer: int, head: HeadWeights | None) -> State:
-        if head is None:
+    def _positional(self, layer: int, weights: HeadWeights | None) -> State:
+        if weights is None:
             empty = torch.full((self.model.heads,), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None
         assert self.pos is not None
         normed = None if self.normed is None else self.normed[layer]
-        columns = positional_heads(self.pos[layer], self.mean[layer], head.w_q, head.w_k, normed)
+        columns = positional_heads(self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed)
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

@@ -29,8 +29,14 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import Accumulator, CorpusPass, batch_of, check_fit, refuse_bad_numbers
-from theodolite.passes.provenance import token_text
+from theodolite.models.token_texts import token_text
+from theodolite.passes.corpus_pass import (
+    Accumulator,
+    CorpusPass,
+    batch_of,
+    check_fit,
+    refuse_nonfinite_stream,
+)
 from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_stages
 from theodolite.theory.outliers import (
     LayerBaseline,
@@ -193,7 +199,7 @@ class _OutlierPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self._sums[STREAM].update(layer, hidden[:, :, None], self.ids, self.first)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:

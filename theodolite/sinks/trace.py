@@ -24,15 +24,16 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
+from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
     batch_of,
     check_fit,
     fingerprint_of,
-    refuse_bad_numbers,
+    refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
@@ -87,7 +88,7 @@ class TracePass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """See what is left of the tags of all earlier layers."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
             Catches.joined([of_layer.catches for of_layer in caught]) if caught else None
@@ -152,18 +153,18 @@ def trace_sinks(
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
-    A key is a sink of a head where the queries that see it pay it more than 0.3 of their attention on average; a
-    query is caught by the sink that it pays most, if that is more than 0.3 too. Position 0 and the sinks themselves
-    are left out of all that is measured of tags (MATH: η² = between over total sum of squares, within contexts). A
-    context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves it out, and is NaN
-    where there are no others.
+    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
+    on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
+    the sinks themselves are left out of all that is measured of tags (MATH: η² = between over total sum of squares,
+    within contexts). A context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves
+    it out, and is NaN where there are no others.
 
     Args:
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         stretches: count local sinks as well, of kind `stretch` (at position 0 `first`, as any): a key that dominates a
-            contiguous span, at least min(16, T/4) queries, without being paid 0.3 on average, as a line break may its
+            contiguous span, at least min(16, T/4) queries, below the threshold on average, as a line break may its
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
