@@ -149,6 +149,11 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def test_nothing_is_listed_twice_in_the_reference():
+    listed = re.findall(r"^::: (\S+)", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(set(listed)) == sorted(listed)
+
+
 def test_the_table_of_families_is_what_the_tests_hold():
     assert families.page() == families.PAGE.read_text(), "run python -m tools.families"
 

@@ -104,6 +104,33 @@ def test_no_files_import_each_other_in_a_circle():
     assert not cycles(imports)
 
 
+def _imported_by_name(path: Path) -> set[str]:
+    """Literal names given to `import_module` or `__import__`, whose imports the tests above do not see."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
+            if function in ("import_module", "__import__"):
+                names.add(str(node.args[0].value))
+    return names
+
+
+def test_no_import_is_hidden_in_a_string(tmp_path):
+    """But for the tables of public names, of the package and of `train`, which the type checker sees as imports."""
+    hidden = tmp_path / "hidden.py"
+    hidden.write_text("import importlib\nimportlib.import_module('theodolite.cli')\n__import__('os')\n")
+    assert _imported_by_name(hidden) == {"theodolite.cli", "os"}
+    assert not {name for path in PACKAGE.rglob("*.py") for name in _imported_by_name(path)}
+    callers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "import_module(" in path.read_text() or "__import__(" in path.read_text()
+    }
+    assert callers == {"__init__.py", "train/__init__.py"}
+
+
 def test_transformers_is_known_in_few_places():
     users = {
         name for name, path in _modules() if any(i.split(".")[0] == "transformers" for i in _imports(path))

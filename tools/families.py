@@ -109,11 +109,7 @@ def _windowed(inputs: AttentionInputs) -> bool:
 
 def _norm(model: OpenModel) -> str:
     try:
-        return (
-            ""
-            if model.head_weights(0).projection == "projection"
-            else "norm after the projection of queries and keys"
-        )
+        return "" if model.head_weights(0).exact else "norm after the projection of queries and keys"
     except WorkError:
         return "no query-key matrix"
 

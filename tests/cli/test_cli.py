@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from theodolite.cli.app import app, main
 from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
+from theodolite.models import OpenModel
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import allocator
@@ -427,3 +429,38 @@ def test_a_stopped_survey_resumes_to_the_same_tables(number, checkpoint, text, t
     ):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["parts", "whole"]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize(
+    "after_the_passes", ["theodolite.passes.survey.tabulate", "theodolite.report.page.write_report"]
+)
+def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
+    after_the_passes, presses, checkpoint, text, tmp_path, monkeypatch
+):
+    """Oracle: the signal itself, once and twice, while tables are made and while the report is written."""
+    out = tmp_path / "run"
+    words = ["survey", checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 6, "--out", out]
+    module, _, name = after_the_passes.rpartition(".")
+    work = getattr(importlib.import_module(module), name)
+
+    def interrupted(*arguments):
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(after_the_passes, interrupted)
+        status, _, stderr = call(*words)
+    assert status == 130, stderr
+    assert stderr.count("error: interrupted; rerun the command to resume") == 1
+    assert "stopping after this step" in " ".join(stderr.split())
+    assert "Traceback" not in stderr
+
+    def read_again(*_):
+        pytest.fail("a pass was made again")
+
+    monkeypatch.setattr(OpenModel, "forward", read_again)
+    assert call(*words)[0] == 0
+    assert (out / "report" / "index.html").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "text.txt"]

@@ -20,11 +20,12 @@ from theodolite.comparison.candidates import candidates_of, trace_head, without_
 from theodolite.comparison.command import compare_models
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.passes.prompts import Focus
+from theodolite.models.prompts import Focus
 from theodolite.passes.survey import survey
 from theodolite.prune import prune_model
 from theodolite.sinks.trace import trace_sinks
 
+PROMPT_IDS = "theodolite.comparison.candidates.prompt_or_shipped"
 TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 
 
@@ -184,7 +185,7 @@ class Untouched(Work):
 
 
 def test_what_cannot_be_done_is_said_before_any_pass(damaged, tmp_path, monkeypatch):
-    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     config = transformers.GPT2Config.from_pretrained(damaged(), n_layer=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "shallow")
     models = [str(damaged()), str(damaged("noisy"))]
@@ -203,7 +204,7 @@ def test_what_cannot_be_done_is_said_before_any_pass(damaged, tmp_path, monkeypa
 
 def test_without_the_leading_part_of_a_layer_its_sinks_are_gone(damaged, monkeypatch):
     """Planted: W_Q and W_K of layer 0 are the three sinks' own directions, and nothing else is in them."""
-    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     work = Work()
     compared = compare_models([str(damaged()), str(damaged("noisy"))], work, Focus(), layer=0, rank=8)
     names = ["noisy", "noisy, layer 0 without rank 8", "noisy, layer 0 without a random part"]
@@ -265,7 +266,7 @@ def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
 
 
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
-    monkeypatch.setattr("theodolite.comparison.candidates._ids", lambda model, prompt: IDS[0])
+    monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
     seen = trace_head(candidates, open_model, None, 0, 2)
     expected = planted.attention(IDS[0].numpy(), 2)

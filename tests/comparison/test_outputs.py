@@ -142,19 +142,23 @@ def test_wide_streams_are_seen_along_directions_that_keep_lengths():
 def test_stopped_and_gone_on_with_gives_the_same_bytes(damaged, tmp_path):
     model = open_model(damaged("noisy"))
     whole = read_outputs(model, CORPUS, tmp_path / "whole", batch=4)
-    calls = []
+    calls, titles = [], []
 
-    def stop(done: int, total: int) -> None:
-        calls.append(done)
+    def show(what: str, done: int, total: int) -> None:
+        titles.append(what)
+        if what == "reading outputs":
+            calls.append(done)
+
+    def stop(what: str, done: int, total: int) -> None:
+        show(what, done, total)
         if done == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         read_outputs(model, CORPUS, tmp_path / "parts", batch=4, show_progress=stop)
-    again = read_outputs(
-        model, CORPUS, tmp_path / "parts", batch=4, show_progress=lambda *at: calls.append(at[0])
-    )
+    again = read_outputs(model, CORPUS, tmp_path / "parts", batch=4, show_progress=show)
     assert calls == [0, 4, 8, 8, 12, 16]
+    assert list(dict.fromkeys(titles)) == ["reading output weights", "reading outputs", "making tables"]
     names = ("whole", "parts")
     first, second = ((tmp_path / name / "arrays.safetensors").read_bytes() for name in names)
     assert first == second

@@ -22,7 +22,7 @@ from theodolite.explore.panels import TEXT, Selection, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import tag_colours
 from theodolite.models import open_model
-from theodolite.passes.prompts import shipped_prompt
+from theodolite.models.prompts import shipped_prompt
 
 
 def place(layer: int = 0, head: int = 0) -> Selection:

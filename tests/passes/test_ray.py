@@ -254,9 +254,7 @@ def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, t
     monkeypatch.setattr(crew, "Worker", Dying)
     monkeypatch.setattr(crew, "DEATHS", 2)
     monkeypatch.setattr(distribute, "DEATHS", 2)
-    with pytest.raises(
-        WorkError, match="2 workers in a row died when one read contexts 2 to 11: if they ran out"
-    ):
+    with pytest.raises(WorkError, match="2 workers died when each read contexts 2 to 11: if they ran out"):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, actors=1)
     assert not (tmp_path / "run").exists()
 

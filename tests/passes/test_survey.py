@@ -17,8 +17,9 @@ from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
+from theodolite.passes.added_columns import SURVEY_COLUMNS
 from theodolite.passes.run import TABLES, Run
-from theodolite.passes.stages import States
+from theodolite.passes.stages import TABLES_TITLE, States
 from theodolite.passes.survey import TITLES, spectra, survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import tabulate
@@ -304,7 +305,7 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
     model, seen = opened("gpt2"), []
     survey(model, corpus, tmp_path / "whole", show_progress=lambda *step: seen.append(step))
     names = list(dict.fromkeys(what for what, _, _ in seen))
-    assert names == list(TITLES.values())
+    assert names == [*TITLES.values(), TABLES_TITLE]
     assert all((what, total, total) in seen for what, _, total in seen)
     for number, name in enumerate(names):
         for step in (0, 1):
@@ -504,14 +505,45 @@ def test_an_accumulator_of_ones_own_adds_columns(tmp_path, checkpoint, opened, c
     ("columns", "message"),
     [
         ({"layers": {"rank": [0.0] * 4}}, "the table of layers has a column 'rank' already"),
+        ({"heads": {"induction": [0.0] * 12}}, "the table of heads has a column 'induction' already"),
         ({"heads": {"mine": [1.0]}}, "1 values of 'mine' for 12 heads"),
         ({"sinks": {}}, "gives columns of 'sinks': give them of 'layers' or 'heads'"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(columns, message, opened, corpus):
+def test_columns_that_do_not_fit_are_refused_right_after_the_text(columns, message, opened, corpus, tmp_path):
+    """And the text is not read again once they do."""
+
     class Wrong(FourthMoment):
         def columns(self, state):
             return columns
 
+    model, shown = opened("gpt2"), []
+    show = {"show_progress": lambda what, done, total: shown.append(what)}
     with pytest.raises(UsageError, match=message):
-        survey(opened("gpt2"), corpus, extra=[Wrong(opened("gpt2"))])
+        survey(model, corpus, tmp_path / "run", extra=[Wrong(model)], **show)
+    assert set(shown) == {TITLES["corpus"]}
+    shown.clear()
+    survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)], **show)
+    assert TITLES["corpus"] not in shown
+
+
+def test_what_is_no_accumulator_with_columns_is_refused_before_the_first_pass(opened, corpus):
+    class Bare(Extra):
+        name = "bare"
+
+    def read(*_):
+        pytest.fail("a pass was made")
+
+    for wrong, message in (
+        (Bare(4, {}), "Bare has no columns: give its class the method `columns`"),
+        (FourthMoment, "type is no accumulator: derive its class from Extra"),
+        (object(), "object is no accumulator: derive its class from Extra"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            survey(opened("gpt2"), corpus, extra=[wrong], show_progress=read)
+
+
+def test_the_names_that_are_taken_are_those_of_the_tables(opened, corpus):
+    run = survey(opened("gpt2"), corpus)
+    assert sorted(run.layers) == sorted(SURVEY_COLUMNS["layers"])
+    assert sorted(run.heads) == sorted(SURVEY_COLUMNS["heads"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from typer.main import get_command
 
 from tests.cli.test_cli import TEXT, call, wait_for
 from tests.processes import Started, command
 from tests.prune.families import write
+from theodolite.cli.app import app
+from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.report.drawing.pruning import error_map
 
@@ -27,6 +31,14 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+def test_help_gives_the_defaults_of_prune_model():
+    """They are written out there: the help must not wait for the import that knows them."""
+    defaults = inspect.signature(prune_model).parameters
+    options = {option.name: option.help for option in get_command(app).commands["prune"].params}
+    for name in ("rank_ratio", "damping"):
+        assert f"[default: {defaults[name].default}]" in options[name]
 
 
 def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object]:

@@ -150,3 +150,10 @@ def test_rows_of_smoothness_that_a_run_lacks_are_left_out(run: Run) -> None:
     other = replace(run, heads=run.heads.drop(columns=names))
     assert len(inherited_smoothness_traces(other, 10)) == 4
     assert {trace.name for trace in figures.inherited_smoothness(other).data} == {"PPᵀ", "PWPᵀ", "GPT-2"}
+
+
+def test_captions_say_that_attribution_has_a_sample_of_its_own() -> None:
+    """A head's score there is not the one of the head map: the sequences are others."""
+    captions = [exhibit.shows for exhibit in EXHIBITS if exhibit.key.startswith("attribution-")]
+    assert len(captions) == 3
+    assert all("not those of the scores under Heads" in caption for caption in captions)

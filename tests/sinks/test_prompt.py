@@ -8,8 +8,8 @@ import transformers
 
 from theodolite.errors import UsageError
 from theodolite.models import open_model
+from theodolite.models.prompts import shipped_prompt
 from theodolite.papers.catch_tag_release.prompt_sinks import prompt_outcome
-from theodolite.passes.prompts import shipped_prompt
 from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
 
 LENGTH = 24

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests import checkpoints, planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model, output_weights
+from theodolite.models import OpenModel, open_model, output_weights
 from theodolite.passes.run import Run
 from theodolite.sinks.trace import trace_sinks
 
@@ -574,21 +574,22 @@ def test_the_order_and_the_batches_of_contexts_do_not_matter(strong):
 def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):
     model, ids = open_model(strong("bloom")), some_ids()
 
-    def stop_at(contexts: int):
-        def show(done: int, total: int) -> None:
-            if done >= contexts:
+    stops = [("reading output weights", 1), *(("tracing sinks", done) for done in (0, 2, 4))]
+    stops += [("projecting tags", 0), ("projecting tags", 1), ("making tables", 0)]
+    whole = trace_sinks(model, ids, tmp_path / "whole", batch=2)
+    for number, stop_at in enumerate(stops):
+        seen: list[tuple[str, int]] = []
+
+        def stop(what: str, done: int, total: int, seen=seen, stop_at=stop_at) -> None:
+            seen.append((what, done))
+            if (what, done) == stop_at:
                 raise KeyboardInterrupt
 
-        return show
-
-    whole = trace_sinks(model, ids, tmp_path / "whole", batch=2)
-    for contexts in (0, 2, 4):
         with pytest.raises(KeyboardInterrupt):
-            trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=stop_at(contexts))
+            trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=stop)
         assert not (tmp_path / "parts").exists()
-    seen: list[int] = []
-    trace_sinks(model, ids, tmp_path / "parts", batch=2, show_progress=lambda done, total: seen.append(done))
-    assert seen[0] == 4
+        assert number == 0 or seen[0] == stops[number - 1]
+    trace_sinks(model, ids, tmp_path / "parts", batch=2)
     for name in BYTES:
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
     loaded = Run.load(tmp_path / "parts")
@@ -613,8 +614,8 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
     sizes = []
     for count in (2, 8):
 
-        def stop(done: int, total: int, count: int = count) -> None:
-            if done == count:
+        def stop(what: str, done: int, total: int, count: int = count) -> None:
+            if what == "tracing sinks" and done == count:
                 raise KeyboardInterrupt
 
         out = tmp_path / str(count)
@@ -624,18 +625,28 @@ def test_what_is_kept_grows_with_sinks_and_not_with_contexts(planted_run, tmp_pa
     assert abs(sizes[1] - sizes[0]) < 16  # the notes' digits
 
 
-def test_output_weights_are_read_before_the_pass_and_once_more_where_there_are_sinks(strong, monkeypatch):
-    reads: list[int] = []
+def test_output_weights_are_read_under_a_bar_and_once_more_where_there_are_sinks(strong, monkeypatch):
+    """Oracle: every read, with what was shown last; once the tables are made, the model is not asked for anything."""
+    reads: list[tuple[str, int]] = []
+    shown: list[str] = [""]
     read = output_weights.read_output_weights
 
     def counted(hf, structure, layer, *others):
-        reads.append(layer)
+        reads.append((shown[-1], layer))
         return read(hf, structure, layer, *others)
+
+    def show(what: str, done: int, total: int) -> None:
+        shown.append(what)
+        if what == "making tables" and not done:
+            monkeypatch.setattr(OpenModel, "__getattribute__", lambda *_: pytest.fail("the model was asked"))
 
     monkeypatch.setattr("theodolite.models.open.read_output_weights", counted)
     model = open_model(strong("gpt2"))
-    run = trace_sinks(model, some_ids())
-    assert reads == [*range(model.layers), *run.heads["layer"].unique()]
+    layers = range(model.layers)
+    run = trace_sinks(model, some_ids(), show_progress=show)
+    monkeypatch.undo()
+    assert reads[: len(layers)] == [("reading output weights", layer) for layer in layers]
+    assert reads[len(layers) :] == [("projecting tags", layer) for layer in run.heads["layer"].unique()]
 
 
 def test_no_sink_gives_empty_tables_like_others(checkpoint, strong, tmp_path):

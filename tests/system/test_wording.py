@@ -16,7 +16,7 @@ from theodolite.system.wording import (
     number,
     percent,
     percent_with_error,
-    token_text,
+    shown_token,
     visible,
     with_error,
 )
@@ -55,11 +55,11 @@ def test_lone_surrogates_and_direction_overrides_are_named() -> None:
     [(" the", "␣the"), ("\n\n", "↵↵"), ("  ", "␣␣"), ("", "(empty)"), ("a b", "a b"), ("\t", "⇥")],
 )
 def test_a_token_on_its_own_shows_its_spaces(token: str, shown: str) -> None:
-    assert token_text(token) == shown
+    assert shown_token(token) == shown
 
 
 def test_long_tokens_are_cut() -> None:
-    assert token_text("x" * 100) == "x" * 39 + "…"
+    assert shown_token("x" * 100) == "x" * 39 + "…"
 
 
 @pytest.mark.parametrize(

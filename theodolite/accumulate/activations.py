@@ -16,7 +16,7 @@ from torch import Tensor
 from theodolite.accumulate.outliers import MAXIMA, LargeValues
 from theodolite.accumulate.sums import Mergeable, State, cache_sized
 from theodolite.errors import UsageError
-from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
+from theodolite.theory.outliers import LayerBaseline, Thresholds, log_magnitude, massive_activations
 
 MOST_ROWS = 1_000_000
 """Massive activations are few. Thresholds that make so many of them would fill the memory with a list of them."""
@@ -28,6 +28,9 @@ COUNTED = ("contexts", "places", "published", "adaptive", "value_sum", "extreme"
 `places` are values that are massive by either rule, `published` and `adaptive` by each; `extreme` is the largest in
 size, with its sign; `example` is context · length + position of the first place.
 """
+
+ANY_TOKEN = -1
+"""Token id of what is followed at position 0: it is massive there whatever the token."""
 
 Key = tuple[int, int, int, int, int]
 
@@ -174,3 +177,71 @@ def _carriers(state: State) -> Iterator[tuple[Key, CarrierSums]]:
         key = (int(layer), int(part), int(dimension), int(token), int(first))
         counts = (int(contexts), int(places), int(published), int(adaptive))
         yield key, CarrierSums(*counts, total, extreme, int(positions), int(example))
+
+
+class LayerBaselines:
+    """The baseline of each layer, from one batch, position 0 left out. State: `LayerBaseline`'s tensors, stacked."""
+
+    def __init__(self) -> None:
+        self._layers: list[State] = []
+
+    def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
+        """Take in a layer."""
+        tokens = hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
+        self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
+
+    def state(self) -> State:
+        """All layers."""
+        names = self._layers[0] if self._layers else {}
+        return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._layers = by_layer(state)
+
+
+def by_layer(state: State) -> list[State]:
+    """A state whose tensors lead with layers, as one state a layer."""
+    return [dict(zip(state, values, strict=True)) for values in zip(*state.values(), strict=True)]
+
+
+class FollowedActivations:
+    """Every (dimension, token) that is massive in some layer, followed through all of them.
+
+    State: keys (places, 3), dimension, token id and whether it is at position 0; paths (places, 2, N), the value in
+    every layer, and whether it is massive there.
+    """
+
+    def __init__(self, rules: Activations, dimensions: list[int]) -> None:
+        self.rules, self.dimensions = rules, dimensions
+        self._keys: list[list[int]] = []
+        self._paths: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._massive: list[Tensor] = []
+
+    def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
+        """Take in a layer; with the last one, the batch is followed."""
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        published, adaptive = self.rules.massive(layer, hidden.abs())
+        self._values.append(hidden[:, :, 0, self.dimensions].double().cpu())
+        self._massive.append((published | adaptive)[:, :, 0, self.dimensions].cpu())
+        if layer == self.rules.layers - 1:
+            self._follow(ids)
+
+    def _follow(self, ids: Tensor) -> None:
+        values, massive = torch.stack(self._values), torch.stack(self._massive)
+        self._values, self._massive = [], []
+        for context, position, column in massive.any(0).nonzero().tolist():
+            token = int(ids[context, position]) if position else ANY_TOKEN
+            path = (slice(None), context, position, column)
+            self._keys.append([self.dimensions[column], token, int(position == 0)])
+            self._paths.append(torch.stack([values[path], massive[path].double()]))
+
+    def state(self) -> State:
+        """All places so far."""
+        paths = torch.stack(self._paths) if self._paths else torch.empty(0, 2, self.rules.layers).double()
+        return {"keys": torch.tensor(self._keys, dtype=torch.int64).reshape(-1, 3), "paths": paths}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._keys, self._paths = state["keys"].tolist(), list(state["paths"])

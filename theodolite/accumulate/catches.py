@@ -18,9 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
-from theodolite.attention.summary import weights_and_rows
+from theodolite.attention.summary import SINK_THRESHOLD, least_queries, weights_and_rows
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 

@@ -21,7 +21,7 @@ from theodolite.cli.options import (
     say_where,
     short_name,
 )
-from theodolite.cli.screen import bars, one_line_errors, progress, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
@@ -88,7 +88,7 @@ def compare_command(
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
         from theodolite.comparison import command
-        from theodolite.passes.prompts import Focus
+        from theodolite.models.prompts import Focus
 
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
@@ -146,12 +146,12 @@ class _Passes:
         from theodolite.sinks.trace import trace_sinks
 
         folder = self.folder / f"{candidate.folder}-sinks"
-        with progress(f"tracing sinks of {candidate.name}", "contexts", self.stopped) as bar:
-            return trace_sinks(model, corpus, folder, batch=self.batch, show_progress=bar)
+        with bars(self.stopped, of=candidate.name) as show:
+            return trace_sinks(model, corpus, folder, batch=self.batch, show_progress=show)
 
     def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.comparison.outputs import read_outputs
 
         folder = self.folder / f"{candidate.folder}-outputs"
-        with progress(f"reading outputs of {candidate.name}", "contexts", self.stopped) as bar:
-            return read_outputs(model, corpus, folder, batch=self.batch, show_progress=bar)
+        with bars(self.stopped, of=candidate.name) as show:
+            return read_outputs(model, corpus, folder, batch=self.batch, show_progress=show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,6 @@ from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
-
-RANK_RATIO, DAMPING = 0.25, 0.1
-"""The defaults of `prune_model`."""
 
 METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
 """The one method that reads an option. `--seed` also draws texts, so every method reads it."""
@@ -47,14 +44,12 @@ def prune_command(
     ] = None,
     rank_ratio: Annotated[
         float | None,
-        typer.Option(
-            help=f"oats only: share of the kept parameters in the low-rank part [default: {RANK_RATIO}]."
-        ),
+        typer.Option(help="oats only: share of the kept parameters in the low-rank part [default: 0.25]."),
     ] = None,
     damping: Annotated[
         float | None,
         typer.Option(
-            help=f"sparsegpt only: added to the Hessian's diagonal, as a share of its mean [default: {DAMPING}]."
+            help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean [default: 0.1]."
         ),
     ] = None,
     form: Annotated[
@@ -82,6 +77,7 @@ def prune_command(
             unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
             refuse_unread(f"{method} has no such option", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
+        options: dict[str, Any] = {"rank_ratio": rank_ratio, "damping": damping}
         _refuse_existing(out)
         opened = opening.open(model)
         corpus = text.read(opened)
@@ -92,14 +88,13 @@ def prune_command(
                 method,
                 asked,
                 pattern=pattern,
-                rank_ratio=RANK_RATIO if rank_ratio is None else rank_ratio,
                 seed=text.seed,
-                damping=DAMPING if damping is None else damping,
                 out=out,
                 form=form,
                 batch=batch,
                 write_extras=lambda done, folder: write_page(done, folder / "report"),
                 show_progress=show,
+                **{name: value for name, value in options.items() if value is not None},
             )
         _finish(pruned, out, page_at(out / "report"), as_json)
 
@@ -114,13 +109,13 @@ def _numbers(text: str) -> float | list[float]:
 
 def _refuse_existing(out: Path) -> None:
     """Fail before the model is opened; `prune_model` checks again with the folder locked."""
-    from theodolite.prune.checkpoint import refuse_inside
+    from theodolite.prune.checkpoint import exists_already, refuse_inside
 
     refuse_inside(out)
     if out.with_name(out.name + ".partial").is_dir():
         return  # a pruning that was killed, perhaps after it wrote OUT
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UsageError(f"{out} exists already: choose another --out or remove it")
+        raise exists_already(out)
 
 
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:

@@ -22,8 +22,8 @@ from theodolite.system.interrupt import interruptible
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
+    from theodolite.models.prompts import Focus
     from theodolite.papers.experiment import Experiment, Study
-    from theodolite.passes.prompts import Focus
     from theodolite.passes.run import Run
 
 
@@ -69,10 +69,10 @@ def reproduce_command(
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.models.prompts import Focus
         from theodolite.papers import find
         from theodolite.papers.catalogue import check_options
         from theodolite.papers.command import list_as_json, list_experiments, run_experiments
-        from theodolite.passes.prompts import Focus
 
         if name is None:
             print(json.dumps(list_as_json(), ensure_ascii=False)) if as_json else list_experiments(Console())

@@ -23,6 +23,7 @@ from rich.progress import (
 
 from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError, first_line
+from theodolite.system.interrupt import STOPPING
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -80,7 +81,7 @@ def say_dimly(line: str) -> None:
 
 def say_stopping() -> None:
     """Answer the first Ctrl-C."""
-    screen.print("stopping after this batch; press Ctrl-C again to stop at once")
+    screen.print(STOPPING)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from theodolite.cli.options import AsJson, Model, Opening, finish
-from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_stopping
 from theodolite.system.interrupt import interruptible
 
 
@@ -35,7 +35,7 @@ def spectra_command(
             opened = opening.open_weights(model, stopped)
         else:
             opened = opening.open(model)
-        with progress("reading weights", "layers", stopped) as show:
+        with bars(stopped) as show:
             run = spectra(opened, out, show_progress=show)
         page = None if out is None else write_report(run, out / "report")
         finish(run, page, as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, default_folder, finish_trace
-from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_stopping
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
@@ -39,6 +39,6 @@ def trace_command(
         opened = opening.open(model)
         corpus = text.read(opened)
         folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
-        with progress("tracing sinks", "contexts", stopped) as show:
+        with bars(stopped) as show:
             run = trace_sinks(opened, corpus, folder, stretches=stretches, batch=batch, show_progress=show)
         finish_trace(run, folder, as_json)

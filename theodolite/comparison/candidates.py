@@ -14,16 +14,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from jaxtyping import Int
-from torch import Tensor
-
 from theodolite.comparison.audit import refuse_shapes, shape_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.factored import is_factored
-from theodolite.passes.prompts import Focus, prompt_ids, shipped_prompt
-from theodolite.passes.provenance import describe_model, token_texts
+from theodolite.models.prompts import Focus, prompt_or_shipped
+from theodolite.models.token_texts import token_texts
+from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.prune.checkpoint import SETTINGS, Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank
@@ -182,7 +180,7 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
             model.check_place(layer)
         if focus.layer is not None and focus.head is not None:
             model.check_place(focus.layer, focus.head)
-        _ids(model, focus.prompt)
+        prompt_or_shipped(model, focus.prompt, PROMPT)
         with candidate.edit(model):
             pass
 
@@ -240,7 +238,7 @@ def trace_head(
     tokens: list[str] = []
 
     def trace_one(candidate: Candidate, model: OpenModel) -> PromptTrace:
-        ids = _ids(model, prompt)
+        ids = prompt_or_shipped(model, prompt, PROMPT)
         tokens[:] = token_texts(model, ids)
         with candidate.edit(model):
             return trace_prompt(model, ids, layer, head)
@@ -249,14 +247,3 @@ def trace_head(
     return HeadOnPrompt(
         layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)}
     )
-
-
-def _ids(model: OpenModel, prompt: str | None) -> Int[Tensor, " positions"]:
-    ids = prompt_ids(model, prompt or shipped_prompt(PROMPT), 0, 0)
-    if prompt is None:
-        return ids[-(model.longest or 0) :]
-    if model.longest is not None and len(ids) > model.longest:
-        raise UsageError(
-            f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
-        )
-    return ids

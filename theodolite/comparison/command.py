@@ -19,7 +19,7 @@ from theodolite.comparison.outputs import NAME
 from theodolite.comparison.page import LOW_RANK_CLAIM, experiment_of, outcome
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, harmless
-from theodolite.passes.prompts import Focus
+from theodolite.models.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome

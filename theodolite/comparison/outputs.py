@@ -31,13 +31,13 @@ from theodolite.passes.corpus_pass import (
     check_fit,
     fingerprint_of,
     next_token_losses,
-    refuse_bad_numbers,
+    refuse_nonfinite_stream,
 )
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
+from theodolite.passes.stages import ShowStage, Stage, States, run_into
+from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 from theodolite.report.data import evenly
-from theodolite.system.progress import ShowProgress
 from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 
 NAME = "head outputs"
@@ -88,14 +88,24 @@ class Outputs:
 
 
 class OutputsPass(CorpusPass):
-    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context."""
+    """The outputs of every head at the chosen tokens of a corpus, and the loss of every context.
 
-    def __init__(self, model: OpenModel, corpus: Corpus, batch: int) -> None:
+    Args:
+        model, corpus, batch: as for `CorpusPass`.
+        weights: W_O of every head, along the directions in which the stream is seen.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        batch: int,
+        weights: Float[Tensor, "layers heads value_width directions"],
+    ) -> None:
         super().__init__(model, corpus, SEED, batch)
         self.outputs = Outputs(model.layers, model.heads, model.width, *corpus.contexts.shape)
         self._predicts = model.causal and model.hf.get_output_embeddings() is not None
-        directions = _directions(model.width)
-        self._weights = [model.output_weights(layer) @ directions for layer in range(model.layers)]
+        self._weights = weights
         self._first, self._last = 0, 0
 
     @property
@@ -109,7 +119,7 @@ class OutputsPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """The residual stream says nothing here."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
@@ -145,7 +155,7 @@ def read_outputs(
     *,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Read what every head writes on a text, and how well the model predicts it, for `compare`.
 
@@ -155,7 +165,8 @@ def read_outputs(
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
-        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+        show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
+            saved then.
 
     Returns:
         A run with the arrays `written` (layers, heads, tokens, directions), `context` and `position`
@@ -169,20 +180,35 @@ def read_outputs(
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
 
+    provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
+    directions = _directions(model.width)
+
+    def weights(states: States) -> LayersPass:
+        return LayersPass(
+            range(model.layers), lambda layer: {"directed": (model.output_weights(layer) @ directions)[None]}
+        )
+
     def tables(states: States) -> Run:
         empty = pd.DataFrame()
-        described = describe_pass(model, corpus, SEED, fingerprint) | {"wall_seconds": states.seconds}
         arrays = states.of("outputs.outputs") | {"context": outputs.context, "position": outputs.position}
-        return Run(empty, empty, empty, empty, empty, arrays, describe_model(model) | described)
+        described = provenance | {"wall_seconds": states.seconds}
+        return Run(empty, empty, empty, empty, empty, arrays, described)
 
     outputs = Outputs(0, 0, 0, *corpus.contexts.shape)
     return run_into(
-        [Stage("outputs", "reading outputs", lambda states: OutputsPass(model, corpus, batch))],
+        [
+            Stage("weights", OUTPUT_TITLE, weights),
+            Stage(
+                "outputs",
+                "reading outputs",
+                lambda states: OutputsPass(model, corpus, batch, states.of("weights")["directed"]),
+            ),
+        ],
         tables,
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 

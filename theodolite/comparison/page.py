@@ -22,7 +22,7 @@ from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.style import Patch
-from theodolite.system.wording import counted, head_name, listed, number, percent, token_text, visible
+from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token, visible
 
 COMPARED = Heading(
     "sinks/compare",
@@ -196,7 +196,7 @@ def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:
 
 
 def _listed_sinks(positions: Sequence[int], tokens: Sequence[str]) -> str:
-    names = [f"{position} “{token_text(tokens[position])}”" for position in positions]
+    names = [f"{position} “{shown_token(tokens[position])}”" for position in positions]
     return f"{counted(len(names), 'sink')} ({listed(names)})" if names else "no sink"
 
 

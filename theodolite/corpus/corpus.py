@@ -37,6 +37,9 @@ BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white spac
 READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
 STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
+LEAST_LENGTH = 4
+"""Tokens that a context or a prompt must have to be measured, position 0 included."""
+
 
 class Tokenizer(Protocol):
     """What is asked of a tokenizer: the interface of `transformers`, slow or fast."""

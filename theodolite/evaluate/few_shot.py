@@ -51,7 +51,7 @@ def few_shot_answers(
         raise UsageError(f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more")
     drawn = rules.draw(prompts, np.random.default_rng([seed, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, rules, tokenizer)
-    if model.longest is not None and ids.shape[1] > model.longest:
+    if not model.has_positions(ids.shape[1]):
         raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")
     right = right_answers(
         model.hf,

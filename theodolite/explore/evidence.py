@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from theodolite.measure.head_roles import LEARNED_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
+from theodolite.models.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share
 from theodolite.system.wording import number, percent
@@ -66,10 +67,10 @@ def roles_of(rows: list[Evidence]) -> str:
 def spectrum_line(run: Run, layer: int, head: int) -> str:
     """What the spectrum predicts for the head, in a sentence."""
     row = _row(run, layer, head)
-    source = str(row.get("spectrum_of", "projection"))
-    if source == "none":
+    source = str(row.get("spectrum_of", EXACT))
+    if source == NO_MATRIX:
         return "Its queries and keys are not affine in its input, so it has no query-key matrix."
-    if source != "projection":
+    if source != EXACT:
         return (
             "This family normalises queries and keys after projecting them: the eigenvalues are those of the "
             "projection before the norm, and do not predict propagation."

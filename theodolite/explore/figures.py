@@ -17,7 +17,7 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.report.drawing.heads import head_map
-from theodolite.system.wording import for_plotly, token_text
+from theodolite.system.wording import for_plotly, shown_token
 
 FAINTEST = 1e-5
 """Attention below it is drawn as this much on the logarithmic scale: five decades can be told apart."""
@@ -49,7 +49,7 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
     shown = weights[np.isfinite(weights)]
     most = float(shown.max()) if shown.size and shown.max() > 0 else 1.0
     sinks = [sink.position for sink in view.sinks if sink.position >= 0]
-    names = [for_plotly(f"{place} {token_text(token)}") for place, token in enumerate(view.tokens)]
+    names = [for_plotly(f"{place} {shown_token(token)}") for place, token in enumerate(view.tokens)]
     low, high, ticks = _decades(most) if log else (0.0, most, {})
     value = "10^%{z:.2f}" if log else "%{z:.3g}"
     z = np.log10(np.maximum(weights, FAINTEST)) if log else weights
@@ -103,7 +103,7 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
 
 
 def _tick_text(token: str, sink: bool) -> str:
-    text = token_text(token)
+    text = shown_token(token)
     shown = text if len(text) <= NAMED else text[: NAMED - 1] + "…"
     return f"{MARK} {shown}" if sink else shown
 

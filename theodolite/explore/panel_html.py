@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.explore.evidence import Evidence, evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.view import HeadView, Sink, Tags
 from theodolite.passes.run import Run
@@ -21,7 +22,7 @@ from theodolite.report.content import flowing
 from theodolite.report.data import provenance
 from theodolite.report.page import environment
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
-from theodolite.system.wording import counted, head_name, number, percent, token_text, visible
+from theodolite.system.wording import counted, head_name, number, percent, shown_token, visible
 
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
 
@@ -91,6 +92,7 @@ def sinks_html(view: HeadView, most: float) -> str:
         "sinks.html.j2",
         tokens=tokens,
         most=number(most, 2),
+        threshold=SINK_THRESHOLD,
         sinks=[_sink_sentence(view, index) for index in range(len(view.sinks))],
         learned=f"{learned:.2f}" if learned > 0 else "",
         uncaught=int((view.group == UNCAUGHT).sum()),
@@ -155,7 +157,7 @@ def _token(view: HeadView, position: int, style: str) -> Token:
     group = int(view.group[position])
     caught = group not in (UNCAUGHT, LEFT_OUT)
     received = float(view.received[position])
-    hint = f"{position}: {token_text(view.tokens[position])}"
+    hint = f"{position}: {shown_token(view.tokens[position])}"
     hint += " · seen by too few tokens" if math.isnan(received) else f" · receives {received:.3f}"
     hint += f" · sink {mark}" if mark else f" · caught by ▼{group + 1}" if caught else ""
     return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
@@ -172,7 +174,7 @@ def _sink_sentence(view: HeadView, index: int) -> tuple[str, str]:
 
 
 def _token_of(view: HeadView, sink: Sink) -> str:
-    return token_text(view.tokens[sink.position])
+    return shown_token(view.tokens[sink.position])
 
 
 def _background(colour: np.ndarray) -> str:

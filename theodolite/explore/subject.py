@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from theodolite.comparison.audit import refuse_shapes, shape_of
+from theodolite.corpus.corpus import LEAST_LENGTH
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore.view import (
     HeadView,
@@ -29,8 +30,7 @@ from theodolite.explore.view import (
 )
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import LEAST_LENGTH
-from theodolite.passes.prompts import shipped_prompt
+from theodolite.models.prompts import shipped_prompt
 from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
 from theodolite.system.wording import counted
@@ -155,7 +155,7 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.hf.main_input_name}, not text: it takes no prompt")
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
-    if any(not 0 <= token < model.vocabulary for token in ids):
+    if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
         raise UsageError(
             f"the tokenizer of {model.id} gives tokens that its {model.vocabulary} embeddings do not have: it "
             "belongs to another model"

@@ -24,7 +24,7 @@ from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns
 from theodolite.models import OpenModel
 from theodolite.models.query_key_parts import LayerPass, visit_layers
-from theodolite.passes.provenance import token_texts
+from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.sinks.prompt import LEFT_OUT, attention_paid, groups_of

@@ -78,10 +78,9 @@ class PatternPass:
         """One forward pass; what it has found is whole when all layers are."""
         progress.checkpoint(progress.done)
         if self.patterns and not progress.done:
-            layer_of = {id(module): layer for layer, module in enumerate(self.model.structure.attention)}
 
             def score(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-                layer = layer_of[id(module)]
+                layer = self.model.structure.layer_of(module)
                 self._scores[layer] = pattern_scores(inputs, self.patterns)
                 progress.report(layer + 1)
                 return attend(inputs)
@@ -163,8 +162,7 @@ def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
     """Repeated random sequences and the patterns on them; no patterns where they are too short."""
-    vocabulary: Any = model.tokenizer or model.vocabulary
-    ids, start, half = repeated_random_tokens(vocabulary, length, contexts, seed)
+    ids, start, half = repeated_random_tokens(model.required_vocabulary(), length, contexts, seed)
     if half < 2:
         return ids, []
     second = range(start + half, start + 2 * half)

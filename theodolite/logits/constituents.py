@@ -127,11 +127,11 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
             "of several (contexts, positions)"
         )
     contexts = ids.reshape(-1, ids.shape[-1]).long()
-    if model.longest is not None and contexts.shape[1] > model.longest:
+    if not model.has_positions(contexts.shape[1]):
         raise UsageError(
             f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
         )
-    if int(contexts.min()) < 0 or int(contexts.max()) >= model.vocabulary:
+    if not model.has_tokens(contexts):
         raise UsageError(f"ids must be between 0 and {model.vocabulary - 1}, the vocabulary of {model.id}")
     return contexts
 

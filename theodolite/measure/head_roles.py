@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from theodolite.attention.summary import SINK_THRESHOLD
+
 
 @dataclass(frozen=True)
 class HeadRole:
@@ -65,7 +67,8 @@ FIRST_TOKEN_SINK = HeadRole(
     "first-token sink",
     "first-token sink head",
     0.5,
-    "Share of contexts in which the first token is a sink: later queries pay it more than 0.3 on average.",
+    "Share of contexts in which the first token is a sink: later queries pay it more than "
+    f"{SINK_THRESHOLD} on average.",
     explains_low_entropy=0.9,
 )
 LATER_SINK = HeadRole(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.models.head_weights import HeadWeights
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
@@ -34,53 +34,52 @@ MOMENTS = (
 )
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer's query and key factors, and whether they are `exact`: their product gives the logits.
-
-    They are not where the family normalises queries and keys after projecting them: then the spectrum is that of
-    the projections, and what would follow for the logits is left open.
-    """
-
-    w_q: Float[Tensor, "heads width head_width"]
-    w_k: Float[Tensor, "heads width head_width"]
-    scaling: float
-    exact: bool
-
-
 def layer_spectra(
-    weights: LayerWeights | None,
+    weights: HeadWeights | None,
     covariance: Float[Tensor, "width width"] | None,
     heads: int,
     head_width: int,
 ) -> dict[str, Tensor]:
     """What the localization measures need of one layer's weights, H rows each.
 
-    The moments of `MOMENTS` and `form_squared` (H); spectrum (H, d_h, 2), eigenvalues as real and imaginary parts;
-    spectral_norm (H), of the logits' matrix, NaN where that is not known. With a covariance, all but the last also
-    for W_QK Σ, with suffix `_data`.
+    `layer_moments`; spectrum (H, d_h, 2), eigenvalues as real and imaginary parts; spectral_norm (H), as `logit_norm`
+    gives it. With a covariance, all but the last also for W_QK Σ, with suffix `_data`.
 
     Args:
-        weights: None for a layer whose queries and keys are no affine function of its input: all is NaN.
+        weights: None for a layer whose queries and keys are no affine function of its input: all is NaN. Where they
+            are not `exact`, the spectrum is that of the projections, and what would follow for the logits is NaN.
         covariance: of the attention module's input.
         heads, head_width: of a layer that has no weights.
     """
-    nan = torch.full((heads,), math.nan, dtype=torch.float64)
-    found = {"spectral_norm": nan}
-    if weights is not None and weights.exact:
-        found["spectral_norm"] = qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling
+    spectra = {"spectral_norm": logit_norm(weights, heads)}
     for suffix, sigma in (("", None), ("_data", covariance)):
         if suffix and sigma is None:
             continue
+        spectra |= {name + suffix: moment for name, moment in layer_moments(weights, heads, sigma).items()}
         if weights is None:
-            found |= {name + suffix: nan for name in (*MOMENTS, "form_squared")}
-            found["spectrum" + suffix] = nan[:, None, None].expand(heads, head_width, 2)
+            spectra["spectrum" + suffix] = _unknown(heads)[:, None, None].expand(heads, head_width, 2)
         else:
-            moments = qk_moments(weights.w_q, weights.w_k, sigma, temperature=1 / weights.scaling)
-            found |= {name + suffix: getattr(moments, name) for name in (*MOMENTS, "form_squared")}
             spectrum = qk_eigenvalues(weights.w_q, weights.w_k, sigma)
-            found["spectrum" + suffix] = torch.view_as_real(spectrum)
-    return {name: tensor.cpu() for name, tensor in found.items()}
+            spectra["spectrum" + suffix] = torch.view_as_real(spectrum).cpu()
+    return spectra
+
+
+def layer_moments(
+    weights: HeadWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
+) -> dict[str, Float[Tensor, " heads"]]:
+    """The moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
+    names = (*MOMENTS, "form_squared")
+    if weights is None:
+        return dict.fromkeys(names, _unknown(heads))
+    moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
+    return {name: getattr(moments, name).cpu() for name in names}
+
+
+def logit_norm(weights: HeadWeights | None, heads: int) -> Float[Tensor, " heads"]:
+    """‖W_QK‖₂ · scaling, the spectral norm of the logits' matrix; NaN where no matrix gives the logits."""
+    if weights is None or not weights.exact:
+        return _unknown(heads)
+    return (qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling).cpu()
 
 
 def localization_tables(
@@ -126,3 +125,7 @@ def entropy_bound(
     """
     nu = (gram_norm * spectral_norm)[:, None]
     return entropy_lower_bound(nu, visible_keys).mean(dim=-1)
+
+
+def _unknown(heads: int) -> Float[Tensor, " heads"]:
+    return torch.full((heads,), math.nan, dtype=torch.float64)

@@ -25,9 +25,6 @@ OUTLIER_RATIO = 6.0
 
 SHOWN_DIMENSIONS = 5
 
-OutputWeights = Callable[[int], Tensor]
-"""Layer → W_O of its heads, (H, value_width, d)."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -44,25 +41,27 @@ class Written:
     principal_share: Float[Tensor, " heads"]
 
 
-def written(state: State, output_weights: OutputWeights) -> Written:
-    """Through W_O, which is asked for once for each layer that has a sink, and of which one layer is kept at a time."""
+def layers_with_sinks(state: State) -> list[int]:
+    """Whose W_O `written` is given, in order; layer 0 where no layer has a sink, for the shapes of nothing."""
+    return state["by_head.keys"][:, 0].long().unique().tolist() or [0]
+
+
+def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
+    """What the sinks and heads of one layer write: the tensors of `Written`, those of all layers one after another."""
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
     means = torch.stack([sinks["difference"], sinks["value"]]) / torch.where(weights > 0, weights, torch.nan)
-    through, principal, shares = [], [], []
+    w_o = w_o.double().cpu()
     # Both kinds of rows are in the order of their keys: layers, and heads in them.
-    layers = heads["keys"][:, 0].long()
-    for layer in layers.unique().tolist() or [0]:
-        w_o = output_weights(layer).double().cpu()
-        for head in range(len(w_o)):  # one at a time: a head may have many sinks
-            of_head = (sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1)
-            through.append(means[:, of_head] @ w_o[head])
-        in_layer = layers == layer
-        direction, share = _principal(heads["moment"][in_layer], w_o[heads["keys"][in_layer, 1].long()])
-        principal.append(direction)
-        shares.append(share)
-    direction, value = torch.cat(through, dim=1)
-    return Written(direction, value, torch.cat(principal), torch.cat(shares))
+    of_heads = [(sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1) for head in range(len(w_o))]
+    # One head at a time: it may have many sinks.
+    direction, value = torch.cat(
+        [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
+    )
+    in_layer = heads["keys"][:, 0] == layer
+    own = w_o[heads["keys"][in_layer, 1].long()]
+    principal, share = _principal(heads["moment"][in_layer], own)
+    return {"direction": direction, "value": value, "principal": principal, "principal_share": share}
 
 
 def traces(

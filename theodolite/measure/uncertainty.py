@@ -43,8 +43,8 @@ def balanced_halves() -> Float[Tensor, "halves groups"]:
     return (torch.cat([rows, -rows]) > 0).double()
 
 
-def half_sample_error(values: Float[Tensor, "halves ..."]) -> Tensor:
-    """Root mean square of the halves about their own mean; NaN where any half is NaN.
+def half_sample_error(values: Float[Tensor, "halves ..."]) -> Float[Tensor, " ..."]:
+    """Root mean square of the halves about their own mean, in the unit of the values; NaN where any half is NaN.
 
     A half has as much noise again as the whole, so the spread of halves is the standard error of the whole. For a
     mean over G = 8 equal groups it is s/√8, s² the sample variance of the group means. It has 7 degrees of freedom:

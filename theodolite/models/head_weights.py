@@ -34,13 +34,21 @@ AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
 DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not affine is off by a share of order one."""
 
 
+EXACT, BEFORE_NORM = "projection", "projection before norm"
+"""What the weights of a layer's queries and keys are: factors of a matrix that gives its logits, or of one before a
+norm, which does not."""
+
+NO_MATRIX = "none"
+"""The same of a layer whose queries and keys are no affine function of its input."""
+
+
 @dataclass(frozen=True)
 class HeadWeights:
     """Weights of one layer's heads: `query = x W_q + b_q`, logit = `query · key · scaling`, all in float64.
 
     Grouped keys and values are repeated, so that every array leads with the query heads. `projection` is
-    "projection", or "projection before norm" where the family normalises queries and keys after projecting
-    them (Qwen 3, Gemma 3): then no matrix gives the logits, and these are the weights before that norm.
+    `EXACT`, or `BEFORE_NORM` where the family normalises queries and keys after projecting them (Qwen 3, Gemma 3):
+    then no matrix gives the logits, and these are the weights before that norm.
     """
 
     w_q: Float[Tensor, "heads width head_width"]
@@ -51,6 +59,11 @@ class HeadWeights:
     b_v: Float[Tensor, "heads value_width"]
     scaling: float
     projection: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the product of query and key weights gives the logits."""
+        return self.projection == EXACT
 
 
 class _Stopped(Exception):
@@ -100,7 +113,7 @@ def read_head_weights(model: PreTrainedModel, structure: Structure, layer: int, 
     with without_interventions(), tapped(model, stop_at_tap), torch.inference_mode():
         module = copy_in_dtype(structure.attention[layer], torch.float64)
         width = first_tensor(*call).shape[-1]
-        for projection in ("projection", "projection before norm"):
+        for projection in (EXACT, BEFORE_NORM):
             weights = _affine_weights(module, call, width, projection)
             if weights is not None:
                 return weights

@@ -35,7 +35,6 @@ class Hooks(Protocol):
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """While open, every forward pass of `model` calls `hooks`; the model is restored on leaving."""
     structure = model.structure
-    layer_of = {id(module): layer for layer, module in enumerate(structure.attention)}
 
     def entering(call: Callable[[int, Tensor], None], layer: int) -> Callable[..., None]:
         return lambda _module, args, kwargs: call(layer, first_tensor(args, kwargs))
@@ -48,6 +47,6 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
         enter = entering(hooks.attention_input, layer)
         handles.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leaving(layer + 1)))
-    tap = tapped(model.hf, lambda module, inputs: hooks.attention(layer_of[id(module)], inputs))
+    tap = tapped(model.hf, lambda module, inputs: hooks.attention(structure.layer_of(module), inputs))
     with removed_on_leaving(handles), tap:
         yield

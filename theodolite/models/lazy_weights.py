@@ -42,8 +42,8 @@ from theodolite.models.loading import (
     hash_checkpoint,
     local_folder,
     on_meta,
-    refuse_bad_numbers,
     refuse_more_layers,
+    refuse_nonfinite_weights,
     without_progress_bars,
 )
 from theodolite.models.open import OpenModel, check_dtype, open_model, small_input
@@ -286,7 +286,7 @@ class _Reader:
         stored = stored_tensors(module)
         try:
             self.shards.load(name)
-            refuse_bad_numbers(module, name + ".")
+            refuse_nonfinite_weights(module, name + ".")
             self._verify(layer)
             yield
         finally:

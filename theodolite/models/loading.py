@@ -226,7 +226,18 @@ def on_meta(
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
-    """The model of a checkpoint's own architecture, all of whose tensors are there."""
+    """The model of a checkpoint's own architecture, all of whose tensors are there.
+
+    Args:
+        source: a folder or hub name. config: its config.
+        dtype: as `from_pretrained` takes it; "auto": the checkpoint's.
+        device_map: as `from_pretrained` takes it; None: the CPU.
+        revision: of a hub name.
+
+    Raises:
+        UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.
+        WorkError: tensors of the model are missing, or of layers that its config does not have are there.
+    """
     architecture = architecture_of(source, config)
     folder = Path(source).expanduser()
     on_meta(source, architecture, config)  # refuses what is larger than its files, before memory is taken
@@ -300,7 +311,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
-def refuse_bad_numbers(model: nn.Module, prefix: str = "") -> None:
+def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     """Raise `WorkError` where a weight is NaN or infinite; `prefix` leads to the module, where it is a part."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.is_floating_point() and not torch.isfinite(parameter).all():

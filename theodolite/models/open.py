@@ -30,7 +30,7 @@ from theodolite.models.loading import (
     load,
     load_tokenizer,
     local_folder,
-    refuse_bad_numbers,
+    refuse_nonfinite_weights,
     without_progress_bars,
 )
 from theodolite.models.output_weights import read_output_weights, state_of
@@ -152,12 +152,31 @@ class OpenModel:
             raise UsageError(f"{self.id} has no tokenizer beside its weights: save one there")
         return self.tokenizer
 
+    def required_vocabulary(self) -> Any:
+        """What random tokens are drawn from: the tokenizer, or the number of token ids.
+
+        Raises:
+            UsageError: the model reads no tokens.
+        """
+        vocabulary = self.tokenizer or self.vocabulary
+        if vocabulary is None:
+            raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
+        return vocabulary
+
     @property
     def vocabulary(self) -> int | None:
         """Rows of the token embedding, or None for a model that reads no tokens."""
         if self.hf.main_input_name != "input_ids":
             return None
         return int(self.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
+    def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
+        """Whether all ids are in its vocabulary."""
+        return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
+
+    def has_positions(self, length: int) -> bool:
+        """Whether it has positions for so many tokens."""
+        return self.longest is None or length <= self.longest
 
     @functools.cached_property
     def longest(self) -> int | None:
@@ -247,7 +266,7 @@ def open_model(
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
-    refuse_bad_numbers(model)
+    refuse_nonfinite_weights(model)
     structure = find_structure(model, small_input(model, 1))
     calls = capture_calls(model, structure, small_input(model, 1))
     return OpenModel.of(
@@ -279,7 +298,11 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def small_input(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """A small valid input: the first `length` token ids, or an image of noise."""
+    """A small valid input: `length` seeded token ids, (1, length), or an image of noise, (1, channels, height, width).
+
+    Raises:
+        UsageError: the model reads something else.
+    """
     generator = torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
         size, channels = model.config.image_size, model.config.num_channels

@@ -6,6 +6,7 @@ a block is the member of a `ModuleList` that holds one. What does not fit this p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,14 @@ class Structure:
     blocks: tuple[nn.Module, ...]
     heads: int
     head_width: int
+
+    @functools.cached_property
+    def _layers(self) -> dict[nn.Module, int]:
+        return {module: layer for layer, module in enumerate(self.attention)}
+
+    def layer_of(self, attention: nn.Module) -> int:
+        """The layer of an attention module."""
+        return self._layers[attention]
 
 
 def find_structure(model: PreTrainedModel, sample: dict[str, Any]) -> Structure:

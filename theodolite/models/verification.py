@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -63,7 +64,12 @@ def verify_attention(
     return inputs
 
 
-def check_recomputed(where: str, own: Tensor, recomputed: Tensor, largest: Sequence[float]) -> None:
+def check_recomputed(
+    where: str,
+    own: Float[Tensor, "*batch width"],
+    recomputed: Float[Tensor, "*batch width"],
+    largest: Sequence[float],
+) -> None:
     """Compare the output of an attention module with the one recomputed from its queries, keys and values.
 
     Args:

@@ -6,9 +6,9 @@ An experiment reads a `Run` and, where it must, the model; what it gives is plai
 from __future__ import annotations
 
 from theodolite.judging import Verdict
+from theodolite.models.prompts import Focus
 from theodolite.papers.catalogue import ALIASES, EXPERIMENTS, find, reproduce
 from theodolite.papers.experiment import Experiment, Study
-from theodolite.passes.prompts import Focus
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.report.outcome_page import write_index, write_outcome
 

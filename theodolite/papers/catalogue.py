@@ -13,6 +13,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import reading_order
 from theodolite.models import OpenModel
+from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release import (
     averaging_construction,
     averaging_models,
@@ -51,7 +52,6 @@ from theodolite.papers.localization import (
     simulated_walks,
     text_as_walk,
 )
-from theodolite.passes.prompts import Focus
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
 

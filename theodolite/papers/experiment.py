@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.passes.prompts import Focus, vocabulary_of
+from theodolite.models.prompts import Focus
 from theodolite.passes.provenance import describe_model, versions
 from theodolite.passes.run import SCHEMA_VERSION, Run
 from theodolite.passes.survey import survey
@@ -153,7 +153,7 @@ class Study:
         model = self.require_model()
         length, contexts = described["length"], described["contexts"]
         return self._survey_of(
-            Corpus.random_tokens(vocabulary_of(model), length, contexts, self.run.provenance["seed"])
+            Corpus.random_tokens(model.required_vocabulary(), length, contexts, self.run.provenance["seed"])
         )
 
     def _survey_of(self, corpus: Corpus) -> Run:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import LEAST_LENGTH, Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -23,9 +23,6 @@ from theodolite.system.progress import Progress
 
 TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
-
-LEAST_LENGTH = 4
-"""Tokens of a context, position 0 included."""
 
 
 class Accumulator(Protocol):
@@ -119,7 +116,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{model.id} reads {model.hf.main_input_name}, not text: only `theodolite spectra` can measure it"
         )
-    if model.longest is not None and length > model.longest:
+    if not model.has_positions(length):
         raise UsageError(
             f"contexts of {length} tokens are longer than the {model.longest} that {model.id} has positions "
             f"for: use --length {model.longest} or less"
@@ -130,8 +127,8 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         raise UsageError(
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
-    smallest, largest = (int(end) for end in corpus.contexts.aminmax())
-    if smallest < 0 or largest >= model.vocabulary:
+    if not model.has_tokens(corpus.contexts):
+        smallest, largest = (int(end) for end in corpus.contexts.aminmax())
         raise UsageError(
             f"token id {min(smallest, 0) or largest} does not fit the {model.vocabulary} tokens of {model.id}: "
             "the tokenizer belongs to another model"
@@ -161,8 +158,12 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
     return batch or max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
 
 
-def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
+def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
     """Stop where hidden states are no numbers any more.
+
+    Args:
+        layer: for the message.
+        hidden: the residual stream, (batch, positions, d).
 
     Raises:
         WorkError: they hold NaN or infinite values.
@@ -171,8 +172,10 @@ def refuse_bad_numbers(layer: int, hidden: Tensor) -> None:
         raise WorkError(f"hidden states of layer {layer} hold NaN or infinite values: try --dtype float32")
 
 
-def next_token_losses(logits: Tensor, ids: Tensor) -> Float[Tensor, "contexts positions"]:
-    """Nats for each next token, in float32 or better, one context at a time."""
+def next_token_losses(
+    logits: Float[Tensor, "contexts positions vocabulary"], ids: Int[Tensor, "contexts positions"]
+) -> Float[Tensor, "contexts predicted"]:
+    """Nats for each next token (T − 1 a context, from position 1 on), in float32 or better, one context at a time."""
     losses = [
         torch.nn.functional.cross_entropy(
             row[:-1].to(torch.promote_types(row.dtype, torch.float32)),

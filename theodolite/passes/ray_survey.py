@@ -88,7 +88,7 @@ def survey_on_ray(
     Raises:
         UsageError: as `survey`; Ray is missing, no cluster answers, or a node has another checkpoint or other packages;
             the model was changed after it was opened.
-        WorkError: as `survey`; or the same contexts killed three workers in a row.
+        WorkError: as `survey`; or three workers died of the same contexts or the same later pass.
     """
     check_fit(model, corpus)
     if model.interventions:
@@ -110,7 +110,7 @@ def survey_on_ray(
 
         stages = [
             Stage("corpus", TITLES["corpus"], lambda states: _ShardedPass(model, workers, say)),
-            survey_facts(model, corpus, seed, fingerprint),
+            survey_facts(model, corpus, seed, fingerprint, extra),
             *map(remote, LATER),
         ]
         return run_into(

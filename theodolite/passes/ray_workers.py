@@ -34,7 +34,7 @@ LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
 
 DEATHS = 3
-"""Workers in a row that one call may lose before it is given up: a node may be lost twice by chance."""
+"""Workers that one call may lose before it is given up: a node may be lost twice by chance."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -211,7 +211,7 @@ def fetched(answer: Any, doing: str) -> Any:
 def given_up(doing: str) -> WorkError:
     """What is raised for a call that has lost `DEATHS` workers."""
     return WorkError(
-        f"{DEATHS} workers in a row died when one {doing}: if they ran out of memory, use a smaller --batch or larger "
+        f"{DEATHS} workers died when each {doing}: if they ran out of memory, use a smaller --batch or larger "
         "machines"
     )
 

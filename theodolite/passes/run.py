@@ -22,6 +22,7 @@ import pyarrow
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
@@ -42,9 +43,6 @@ TABLES_SINCE = {
 """The schema with which each table came; in a run of an older one it is empty."""
 
 TABLES = tuple(TABLES_SINCE)
-
-Progress = dict[str, Tensor]
-"""Everything that an unfinished survey must keep to go on."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +218,7 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)  # left when the process was killed as it finished
         return run
 
-    def load_progress(self) -> tuple[dict[str, Any], Progress] | None:
+    def load_progress(self) -> tuple[dict[str, Any], State] | None:
         """What an interrupted survey has left: (notes, tensors), or None.
 
         Raises:
@@ -239,7 +237,7 @@ class Workspace:
             )
         return notes, tensors
 
-    def save_progress(self, notes: dict[str, Any], tensors: Progress) -> None:
+    def save_progress(self, notes: dict[str, Any], tensors: State) -> None:
         """Replace what was saved before, at once or not at all."""
         all_notes = {**notes, "fingerprint": self.fingerprint}
         with disk_errors(self.folder):

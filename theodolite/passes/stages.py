@@ -24,6 +24,9 @@ Made = TypeVar("Made")
 ShowStage = Callable[[str, int, int], None]
 """Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
 
+TABLES_TITLE = "making tables"
+"""What is said after the passes, while no model is seen any more."""
+
 
 class Pass(Protocol):
     """Work that needs the model. Its state is tensors; `notes` are what JSON holds, such as why a layer was refused."""
@@ -82,7 +85,7 @@ class Stage:
 
 def run_into(
     stages: Sequence[Stage],
-    tabulate: Callable[[States], Run],
+    tables: Callable[[States], Run],
     out: str | Path | None,
     fingerprint: dict[str, Any],
     *,
@@ -93,7 +96,7 @@ def run_into(
 
     Args:
         stages: in order.
-        tabulate: the run from the states of all stages.
+        tables: the run from the states of all stages.
         out: the run folder to write; None keeps the run in memory.
         fingerprint: what decides every byte of the result.
         checkpoint_seconds: how often progress is saved.
@@ -103,14 +106,53 @@ def run_into(
         UsageError: `out` holds something else.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
+
+    def tabulated(states: States) -> Run:
+        show_progress(TABLES_TITLE, 0, 1)
+        run = tables(states)
+        show_progress(TABLES_TITLE, 1, 1)
+        return run
+
     if out is None:
-        return tabulate(_run(stages, None, checkpoint_seconds, show_progress))
+        return tabulated(run_stages(stages, show_progress))
     workspace = Workspace(Path(out), fingerprint)
     with workspace.locked():
         finished = workspace.finished()
         if finished is not None:
             return finished
-        return workspace.finish(tabulate(_run(stages, workspace, checkpoint_seconds, show_progress)))
+        states = _run(stages, workspace, checkpoint_seconds, show_progress)
+        try:
+            run = tabulated(states)
+        except BaseException:
+            workspace.save_progress(_notes(states, states.seconds), states.tensors)
+            raise
+        return workspace.finish(run)
+
+
+def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:
+    """Run all stages in memory, for tables that are no `Run`.
+
+    Args:
+        stages: in order.
+        show_progress: it may raise to stop.
+
+    Raises:
+        WorkError: hidden states became NaN or infinite.
+    """
+    return _run(stages, None, 0.0, show_progress)
+
+
+def _notes(
+    states: States, seconds: float, stage: str = "", done: int = 0, notes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What is saved beside the tensors: of the finished stages, and of the one under way, if there is one."""
+    return {
+        "seconds": seconds,
+        "finished": states.notes,
+        "stage": stage,
+        "done": done,
+        "notes": notes or {},
+    }
 
 
 def _run(
@@ -126,8 +168,7 @@ def _run(
         nonlocal saved, finished_on_disk
         if workspace is None:
             return
-        seconds = time.monotonic() - started
-        progress = {"seconds": seconds, "finished": states.notes, "stage": name, "done": done, "notes": notes}
+        progress = _notes(states, time.monotonic() - started, name, done, notes)
         workspace.save_progress(progress, states.tensors | joined({name: state}))
         saved, finished_on_disk = time.monotonic(), len(states.notes)
 
@@ -141,17 +182,17 @@ def _run(
     for stage in stages:
         if stage.name in states.notes:
             continue
-        running, done = stage.make(states), 0
-        if unfinished.stage == stage.name and unfinished.done:
-            with _sums_of_this_version(workspace):
-                running.restore(unfinished.state)
-            running.notes.update(unfinished.notes)
-            done = unfinished.done
-        show = functools.partial(show_progress, stage.title)
+        show, done = functools.partial(show_progress, stage.title), 0
         try:
+            running = stage.make(states)
+            if unfinished.stage == stage.name and unfinished.done:
+                with _sums_of_this_version(workspace):
+                    running.restore(unfinished.state)
+                running.notes.update(unfinished.notes)
+                done = unfinished.done
             running.run(Progress(running.total, done, show, save_while(stage.name, running)))
         except BaseException:
-            # Stopped before its first save: the stages before it are whole.
+            # Refused, or stopped before its first save: the stages before it are whole.
             if finished_on_disk < len(states.notes):
                 write(stage.name, 0, {}, {})
             raise

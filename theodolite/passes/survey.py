@@ -14,19 +14,20 @@ import torch
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.logits.attribution import AttributionPass, PatternPass
 from theodolite.logits.shares import SharesPass, split_contexts
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import no_head_matrix
+from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
+from theodolite.models.token_texts import token_text
+from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import survey_means, tabulate
-from theodolite.passes.weights_pass import NO_MATRIX, WeightsPass
-from theodolite.system.progress import Progress, ShowProgress
+from theodolite.passes.weights_pass import WeightsPass
+from theodolite.system.progress import Progress
 
 TITLES = {
     "corpus": "reading contexts",
@@ -66,7 +67,8 @@ def survey(
         The run; from disk, if `out` already holds just this survey.
 
     Raises:
-        UsageError: the corpus does not fit the model, or `out` holds something else.
+        UsageError: the corpus does not fit the model, an accumulator or its columns do not fit the survey, or `out`
+            holds something else.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     check_fit(model, corpus)
@@ -77,23 +79,13 @@ def survey(
         return SurveyPass(model, corpus, seed, batch, extra)
 
     return run_into(
-        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read)),
+        survey_stages(model, corpus, seed, fingerprint, Stage("corpus", TITLES["corpus"], read), extra),
         lambda states: tabulate(states, extra),
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
-
-
-def _check_names(extra: Sequence[Extra]) -> None:
-    """Their sums are kept, and told apart, by name."""
-    for number, accumulator in enumerate(extra):
-        name = getattr(accumulator, "name", "")
-        if not name:
-            raise UsageError(f"extra: {type(accumulator).__name__} has no name: give its class one")
-        if name in [other.name for other in extra[:number]]:
-            raise UsageError(f"extra: two accumulators are called {name!r}: give each a name of its own")
 
 
 def survey_heads(
@@ -132,14 +124,14 @@ def spectra(
     model: OpenModel,
     out: str | Path | None = None,
     *,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """The weight-only part of a survey: spectra, moments and regimes of every head; no text is read.
 
     Args:
         model: from `open_weights`, which reads a layer at a time, or from `open_model`.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        show_progress: told (done, total) layers.
+        show_progress: told (what is being done, steps done, steps in all).
 
     Returns:
         The run; from disk, if `out` already holds just these spectra.
@@ -164,7 +156,7 @@ def spectra(
         out,
         fingerprint,
         checkpoint_seconds=60.0,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 
@@ -174,15 +166,20 @@ def survey_fingerprint(
     """What decides every byte of a survey.
 
     Raises:
-        UsageError: an added accumulator has no name, or that of another.
+        UsageError: an added accumulator is none, or has no columns, no name, or that of another.
     """
-    _check_names(extra)
+    check_extra(extra)
     added = {"extra": [accumulator.name for accumulator in extra]} if extra else {}
     return {**fingerprint_of(model), "corpus": corpus.sha256, "batch": batch, "seed": seed, **added}
 
 
 def survey_stages(
-    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], read: Stage
+    model: OpenModel,
+    corpus: Corpus,
+    seed: int,
+    fingerprint: dict[str, Any],
+    read: Stage,
+    extra: Sequence[Extra] = (),
 ) -> list[Stage]:
     """The stages of a survey, of which `read` is the one that reads the corpus."""
 
@@ -191,13 +188,16 @@ def survey_stages(
             name, TITLES[name], lambda states: later_pass(name, model, corpus, seed, given(name, states))
         )
 
-    return [read, survey_facts(model, corpus, seed, fingerprint), *map(later, LATER)]
+    return [read, survey_facts(model, corpus, seed, fingerprint, extra), *map(later, LATER)]
 
 
-def survey_facts(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> Stage:
-    """The stage that keeps what the tables say of the model and the text."""
+def survey_facts(
+    model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], extra: Sequence[Extra] = ()
+) -> Stage:
+    """The stage that keeps what the tables say of the model and the text, and refuses columns that do not fit them."""
 
     def facts(states: States) -> Pass:
+        added_columns(states, extra)
         return _facts_of_text(model, corpus, seed, fingerprint, states.of("corpus.attention"))
 
     return Stage("facts", "", facts)

@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import CorpusPass, refuse_bad_numbers
+from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 
 SAMPLED_CONTEXTS = 1024
 SAMPLED_BYTES = 1 << 27
@@ -71,7 +71,7 @@ class HeadsPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self.means.update(layer, hidden, self._first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:

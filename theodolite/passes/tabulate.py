@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import SINK_THRESHOLD
 from theodolite.accumulate.extra import Extra
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.errors import UsageError, WorkError
+from theodolite.attention.summary import SINK_THRESHOLD
+from theodolite.errors import WorkError
 from theodolite.logits.attribution import PATTERNS, attribution_table
 from theodolite.logits.shares import shares_tables
 from theodolite.measure.geometry import geometry, outlier_rows
@@ -26,13 +26,12 @@ from theodolite.measure.heads import examples_table, head_arrays, head_columns, 
 from theodolite.measure.localization import entropy_bound, localization_tables
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.uncertainty import standard_errors
+from theodolite.models.head_weights import EXACT
+from theodolite.passes.added_columns import added_columns
 from theodolite.passes.run import Run
 from theodolite.passes.stages import States
 
 OUTLIER_COLUMNS = ["layer", "dimension", "share", "maximum", "maximum_first", *MASSIVE_COUNTS]
-
-EXACT = "projection"
-"""What `spectrum_of` says of a layer whose query and key matrices give its logits."""
 
 
 def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
@@ -71,7 +70,8 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
         tables |= text_tables | {"constituents": shares, "attribution": attribution}
         provenance = provenance | {"constituents_refused": _refused(states)}
     tables["heads"] = _heads_table(states, heads)
-    _add_columns(states, tables, extra)
+    for table, added in added_columns(states, extra).items():
+        tables[table] = tables[table].assign(**added)
     return Run(**tables, arrays=arrays, provenance=provenance)
 
 
@@ -151,26 +151,6 @@ def _heads_table(states: States, columns: dict[str, list[Any]]) -> pd.DataFrame:
         "spectrum_of": [spectrum_of[layer] for layer in layers for _ in heads],
     }
     return pd.DataFrame({**index, **columns})
-
-
-def _add_columns(states: States, tables: dict[str, pd.DataFrame], extra: Sequence[Extra]) -> None:
-    for accumulator in extra:
-        columns = accumulator.columns(states.of(f"corpus.extra.{accumulator.name}"))
-        for table, added in columns.items():
-            if table not in ("layers", "heads"):
-                raise UsageError(
-                    f"{accumulator.name} gives columns of {table!r}: give them of 'layers' or 'heads'"
-                )
-            for name, values in added.items():
-                if name in tables[table]:
-                    raise UsageError(
-                        f"{accumulator.name}: the table of {table} has a column {name!r} already"
-                    )
-                if len(values) != len(tables[table]):
-                    raise UsageError(
-                        f"{accumulator.name}: {len(values)} values of {name!r} for {len(tables[table])} {table}"
-                    )
-                tables[table][name] = values
 
 
 def _telling(labels: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

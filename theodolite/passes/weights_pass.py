@@ -1,8 +1,9 @@
-"""The pass over a model's query and key weights, a layer at a time; no forward pass is made."""
+"""Passes over a model's weights, a layer at a time; no forward pass is made."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,48 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
-from theodolite.measure.localization import LayerWeights, layer_spectra
+from theodolite.measure.localization import layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import HeadWeights, NotAffine
+from theodolite.models.head_weights import NO_MATRIX, HeadWeights, NotAffine
 from theodolite.system.progress import Progress
 
-NO_MATRIX = "none"
-"""What the spectra of a layer are of whose queries and keys are no affine function of its input."""
+OUTPUT_TITLE = "reading output weights"
+"""What is said while W_O is read."""
+
+
+class LayersPass:
+    """What `read` gives of one layer after the other; only that is kept, and not the weights.
+
+    State: the tensors that `read` gives, those of all layers joined along their first dimension.
+
+    Args:
+        layers: in the order in which they are read.
+        read: a layer's tensors.
+    """
+
+    def __init__(self, layers: Sequence[int], read: Callable[[int], State]) -> None:
+        self.total = len(layers)
+        self.notes: dict[str, Any] = {}
+        self._layers, self._read = layers, read
+        self._parts: list[State] = []
+
+    def state(self) -> State:
+        """What the layers so far have given."""
+        names = self._parts[0] if self._parts else {}
+        return {name: torch.cat([part[name] for part in self._parts]) for name in names}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._parts = [state]
+
+    def run(self, progress: Progress) -> None:
+        """Read the layers that are left; a layer's weights go before the next one's come."""
+        for number, layer in enumerate(self._layers[progress.done :], progress.done):
+            progress.checkpoint(number)
+            self._parts.append(self._read(layer))
+        progress.checkpoint(self.total)
 
 
 class WeightsPass:
@@ -65,30 +99,28 @@ class WeightsPass:
 
     def _read(self, layer: int) -> None:
         model = self.model
-        head, weights = None, None
         try:
-            head = model.head_weights(layer)
-            weights = LayerWeights(head.w_q, head.w_k, head.scaling, exact=head.projection == "projection")
+            weights = model.head_weights(layer)
         except NotAffine:
-            pass
+            weights = None
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
         columns = layer_spectra(weights, sigma, model.heads, model.head_width)
         if self.pos is not None:
-            columns |= self._positional(layer, head)
+            columns |= self._positional(layer, weights)
         for name, values in columns.items():
             if name not in self._state:
                 self._state[name] = torch.full((self.total, *values.shape), math.nan, dtype=values.dtype)
             # Copied: a small tensor that is kept would pin the heap around it.
             self._state[name][layer] = values
-        self.notes["spectrum_of"].append(head.projection if head else NO_MATRIX)
-        self.notes["scaling"].append(head.scaling if head else 1.0)
+        self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
+        self.notes["scaling"].append(weights.scaling if weights else 1.0)
 
-    def _positional(self, layer: int, head: HeadWeights | None) -> State:
-        if head is None:
+    def _positional(self, layer: int, weights: HeadWeights | None) -> State:
+        if weights is None:
             empty = torch.full((self.model.heads,), math.nan, dtype=torch.float64)
             return dict.fromkeys(POSITIONAL, empty)
         assert self.mean is not None
         assert self.pos is not None
         normed = None if self.normed is None else self.normed[layer]
-        columns = positional_heads(self.pos[layer], self.mean[layer], head.w_q, head.w_k, normed)
+        columns = positional_heads(self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed)
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

@@ -110,6 +110,11 @@ WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
 
 
+def exists_already(out: Path) -> UsageError:
+    """What to raise where something else lies at OUT."""
+    return UsageError(f"{out} exists already: choose another --out or remove it")
+
+
 def refuse_inside(out: Path) -> None:
     """Refuse to write a checkpoint inside another one.
 
@@ -171,7 +176,7 @@ class UnfinishedPruning:
             if self.out.is_dir() and not any(self.out.iterdir()):
                 self.out.rmdir()
             if self.out.exists() and not self._written():
-                raise UsageError(f"{self.out} exists already: choose another --out or remove it")
+                raise exists_already(self.out)
             for path in sorted(self._workspace.folder.glob("*.safetensors"))[:1]:
                 self._read(path)
             yield
@@ -222,7 +227,7 @@ class UnfinishedPruning:
         if self.out.exists():
             written = Pruned.load(self.out)
             if written.provenance["pruning"]["format"] != form:
-                raise UsageError(f"{self.out} exists already: choose another --out or remove it")
+                raise exists_already(self.out)
             shutil.rmtree(self._workspace.folder, ignore_errors=True)
             return written
         with folder_written_atomically(self.out) as temporary, without_progress_bars():

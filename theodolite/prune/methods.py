@@ -32,6 +32,9 @@ GivenPattern = str | tuple[int, int] | None
 INPUTS_AT_ONCE = 128
 """Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
 
+DAMPING = 0.1
+"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
+
 _SUBBLOCK = 16
 """Inputs per matrix product within a block, where no pattern sets it."""
 
@@ -113,7 +116,7 @@ class HessianFactor:
 
 
 @torch.no_grad()
-def factor_hessian(hessian: Tensor, damping: float = 0.1) -> HessianFactor:
+def factor_hessian(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
     """R of `HessianFactor`, in float64; the damping is raised tenfold until the factorisation succeeds.
 
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
@@ -168,7 +171,7 @@ def sparsegpt(
     pattern: GivenPattern = None,
     *,
     block: int = INPUTS_AT_ONCE,
-    damping: float = 0.1,
+    damping: float = DAMPING,
 ) -> Tensor:
     """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
 

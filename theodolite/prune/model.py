@@ -31,9 +31,11 @@ from theodolite.prune.checkpoint import (
     WriteExtras,
     low_rank_of,
 )
+from theodolite.prune.methods import DAMPING
 from theodolite.prune.moments import InputMoments
+from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.sequential import BlockByBlock
-from theodolite.prune.settings import DAMPING, PruningSettings, RankRatio, Sparsity
+from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
@@ -49,8 +51,8 @@ def prune_model(
     sparsity: Sparsity,
     *,
     pattern: str | None = None,
-    rank_ratio: RankRatio = 0.25,
-    iterations: int = 80,
+    rank_ratio: RankRatio = RANK_RATIO,
+    iterations: int = ITERATIONS,
     seed: int = 0,
     damping: float = DAMPING,
     out: str | Path | None = None,

@@ -31,6 +31,9 @@ from theodolite.prune.patterns import (
     pattern_of,
 )
 
+RANK_RATIO, ITERATIONS = 0.25, 80
+"""Defaults: κ, share of the kept parameters in the low-rank part; alternations, as published."""
+
 _SMALL = 256
 """Matrices with fewer rows or columns get a full SVD in each step."""
 
@@ -91,8 +94,8 @@ def oats(
     weight: Tensor,
     second_moment: Tensor,
     sparsity: float | None = None,
-    rank_ratio: float = 0.25,
-    iterations: int = 80,
+    rank_ratio: float = RANK_RATIO,
+    iterations: int = ITERATIONS,
     pattern: GivenPattern = None,
     *,
     seed: int = 0,
@@ -115,7 +118,7 @@ def oats(
         sparsity: ρ, share of parameters removed, in (0, 1).
         rank_ratio: κ, share of the kept parameters that goes into the low-rank part, in [0, 1]: 0 is Wanda, 1 a
             truncated SVD.
-        iterations: alternations, 80 as published.
+        iterations: alternations.
         pattern: N:M of the sparse part.
         seed: of the random probes for directions that the tracked subspace misses.
 

@@ -19,7 +19,7 @@ from theodolite.errors import WorkError
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import Call
 from theodolite.models.structure import first_tensor
-from theodolite.passes.corpus_pass import refuse_bad_numbers
+from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 
 Hidden = Float[Tensor, "contexts positions width"]
 
@@ -67,7 +67,7 @@ class BlockByBlock:
     def advance(self, layer: int) -> None:
         """Run a block on all contexts; its outputs become the inputs of the next one."""
         for number, output in enumerate(self._outputs(layer)):
-            refuse_bad_numbers(layer + 1, output)
+            refuse_nonfinite_stream(layer + 1, output)
             self._hidden[number] = output
 
     def verify_end(self) -> None:
@@ -78,7 +78,7 @@ class BlockByBlock:
         """
         last = self._model.layers - 1
         ours = self._run(last, 0, self._hidden[0])
-        refuse_bad_numbers(last + 1, ours)
+        refuse_nonfinite_stream(last + 1, ours)
         self._compare(ours, self._model_pass(self._ids[0])[2])
 
     def _outputs(self, layer: int) -> Iterator[Hidden]:

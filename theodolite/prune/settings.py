@@ -28,9 +28,6 @@ RankRatio = float | Callable[[int, str], float]
 
 NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
-DAMPING = 0.1
-"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
-
 
 @dataclass(frozen=True)
 class PruningSettings:

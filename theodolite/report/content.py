@@ -34,7 +34,7 @@ from theodolite.system.wording import (
     number,
     percent,
     rounded_with_error,
-    token_text,
+    shown_token,
     visible,
     with_error,
 )
@@ -192,7 +192,7 @@ def sink_tokens(run: Run) -> Table | None:
     rows.sort(key=lambda row: (-row[0], row[1], row[2]))
     cells = [
         [
-            Cell(token_text(token)),
+            Cell(shown_token(token)),
             Cell("first" if first else f"later (mean {number(position, 3)})", position),
             Cell(number(contexts), contexts),
             Cell(str(heads), float(heads)),

@@ -17,6 +17,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
@@ -110,6 +111,7 @@ def render(run: Run) -> str:
             "glossary": measure_glossary(run),
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
+            "sink_threshold": SINK_THRESHOLD,
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             "outliers": content.outlier_table(run),

@@ -31,7 +31,7 @@ from theodolite.system.wording import (
     number,
     percent,
     percent_with_error,
-    token_text,
+    shown_token,
     with_error,
 )
 from theodolite.theory.regimes import UNDEFINED
@@ -243,7 +243,7 @@ def _later_tokens(run: Run) -> list[str]:
     later = run.sinks[~run.sinks["first"].astype(bool)]
     counts = later.groupby("token", sort=True)["contexts"].sum()
     ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-    return [f"‘{token_text(token)}’" for token, _ in ranked[:3]]
+    return [f"‘{shown_token(token)}’" for token, _ in ranked[:3]]
 
 
 def _outliers(run: Run) -> list[str]:

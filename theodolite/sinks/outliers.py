@@ -9,21 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.activations import COUNTED, KEY, Activations
+from theodolite.accumulate.activations import (
+    ANY_TOKEN,
+    COUNTED,
+    KEY,
+    Activations,
+    FollowedActivations,
+    LayerBaselines,
+    by_layer,
+)
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel
-from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_bad_numbers
-from theodolite.passes.provenance import token_text
-from theodolite.system.progress import Progress, ShowProgress
+from theodolite.models.token_texts import token_text
+from theodolite.passes.corpus_pass import (
+    Accumulator,
+    CorpusPass,
+    batch_of,
+    check_fit,
+    refuse_nonfinite_stream,
+)
+from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_stages
 from theodolite.theory.outliers import (
     LayerBaseline,
     Thresholds,
@@ -38,8 +52,8 @@ FOLLOWED_CONTEXTS = 64
 MASSIVE_SHARE = 0.5
 """A followed activation is massive in a layer where at least this share of its places are."""
 
-ANY_TOKEN = -1
-"""Token id of what is followed at position 0: it is massive there whatever the token."""
+STREAM, HEADS = "stream", "heads"
+"""Whose values: the residual stream's, one part a token; the heads' outputs, H parts."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ def find_outliers(
     *,
     thresholds: Thresholds | None = None,
     seed: int = 0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Outliers:
     """Read a corpus once, and two small samples of it: one for each layer's baseline, one to follow what was found.
 
@@ -93,7 +107,7 @@ def find_outliers(
         corpus: tokens as the model reads them.
         thresholds: of both kinds of rules; None: the published ones, and 1 % of healthy layers.
         seed: of the sample from which the rules from data take each layer's baseline.
-        show_progress: told (contexts done, contexts in all) after every batch.
+        show_progress: told (what is being done, contexts done, contexts in all); it may raise to stop.
 
     Raises:
         UsageError: the corpus does not fit the model, or the thresholds make everything massive.
@@ -102,21 +116,39 @@ def find_outliers(
     check_fit(model, corpus)
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
-    batch = batch_of(corpus, None)
+    baseline_contexts = min(batch_of(corpus, None), contexts)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
-    tokens = contexts * length
-    stream, heads = (
-        Activations(torch.stack([layer.bounds(tokens, thresholds.level) for layer in of]), length, thresholds)
-        for of in _baselines(model, _subset(corpus, order[:batch].sort().values))
-    )
-    _OutlierPass(model, corpus, stream.update, heads.update).run(Progress(contexts, show=show_progress))
     text = token_text(model)
-    state, head_state = stream.state(), heads.state()
+
+    def rules(states: States, values: str) -> Activations:
+        bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
+        return Activations(torch.stack(bounds), length, thresholds)
+
+    def baseline(states: States) -> Pass:
+        some = _subset(corpus, order[:baseline_contexts].sort().values)
+        return _OutlierPass(model, some, {STREAM: LayerBaselines(), HEADS: LayerBaselines()})
+
+    def count(states: States) -> Pass:
+        return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
+
+    def follow(states: States) -> Pass:
+        carriers = _carriers(states.of(f"count.{STREAM}"), text)
+        some = _subset(corpus, torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
+        followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))
+        return _OutlierPass(model, some, {STREAM: followed})
+
+    stages = [
+        Stage("baseline", "sizing layers", baseline),
+        Stage("count", "counting outliers", count),
+        Stage("follow", "following massive activations", follow),
+    ]
+    states = run_stages(stages, show_progress)
+    state, head_state = (states.of(f"count.{values}") for values in (STREAM, HEADS))
     later = contexts * (length - 1)
     carriers = _carriers(state, text)
     dimensions = _dimensions(state, later, thresholds, across_layers=True)
     head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
-    growth = _growth(model, corpus, stream, carriers, text)
+    growth = _growth(states.of(f"follow.{STREAM}"), text)
     return Outliers(
         layers=_layers(state, dimensions, contexts, later),
         dimensions=dimensions.drop(columns="head"),
@@ -128,7 +160,7 @@ def find_outliers(
             "thresholds": dict(vars(thresholds)),
             "contexts": contexts,
             "length": length,
-            "baseline_contexts": min(batch, contexts),
+            "baseline_contexts": baseline_contexts,
             "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
             "corpus": {"name": corpus.name, "sha256": corpus.sha256},
             "model": {"id": model.id, "revision": model.revision, "sha256": model.sha256},
@@ -142,27 +174,24 @@ def _subset(corpus: Corpus, chosen: Tensor) -> Corpus:
     return replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
 
 
-TakeIn = Callable[[int, Tensor, Tensor, int], None]
-"""Takes in (layer, values, ids, first context); values are (batch, positions, parts, width)."""
+class _Sums(Accumulator, Protocol):
+    """What takes in values (batch, positions, parts, width) of one layer and the contexts `first_context …`."""
+
+    def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
+        """Take them in."""
 
 
 class _OutlierPass(CorpusPass):
-    """Hands on the stream, which is one part per token, and the heads' outputs, which are H."""
+    """Sums of the stream, which is one part per token, and if wanted of the heads' outputs, which are H."""
 
-    def __init__(
-        self,
-        model: OpenModel,
-        corpus: Corpus,
-        take_stream: TakeIn,
-        take_heads: TakeIn = lambda layer, output, ids, first: None,
-    ) -> None:
+    def __init__(self, model: OpenModel, corpus: Corpus, sums: dict[str, _Sums]) -> None:
         super().__init__(model, corpus, 0, batch_of(corpus, None))
-        self.take_stream, self.take_heads = take_stream, take_heads
+        self._sums = sums
 
     @property
-    def accumulators(self) -> Mapping[str, Activations]:
-        """None is saved on the way."""
-        return {}
+    def accumulators(self) -> Mapping[str, _Sums]:
+        """By `STREAM` and `HEADS`."""
+        return self._sums
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""
@@ -170,63 +199,19 @@ class _OutlierPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
-        refuse_bad_numbers(layer, hidden)
-        self.take_stream(layer, hidden[:, :, None], self.ids, self.first)
+        refuse_nonfinite_stream(layer, hidden)
+        self._sums[STREAM].update(layer, hidden[:, :, None], self.ids, self.first)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """The model's own output."""
         output = attend(inputs)
-        self.take_heads(layer, output, self.ids, self.first)
+        if HEADS in self._sums:
+            self._sums[HEADS].update(layer, output, self.ids, self.first)
         return output
 
 
-def _baselines(model: OpenModel, corpus: Corpus) -> tuple[list[LayerBaseline], list[LayerBaseline]]:
-    """The baselines of the stream and of the heads' outputs in each layer, from one batch, position 0 left out."""
-    of_stream: list[LayerBaseline] = []
-    of_heads: list[LayerBaseline] = []
-
-    def into(baselines: list[LayerBaseline]) -> TakeIn:
-        def take(layer: int, hidden: Tensor, ids: Tensor, first: int) -> None:
-            tokens = hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
-            baseline = LayerBaseline.of(tokens)
-            baselines.append(LayerBaseline(*(value.cpu() for value in vars(baseline).values())))
-
-        return take
-
-    _OutlierPass(model, corpus, into(of_stream), into(of_heads)).run(Progress(len(corpus.contexts)))
-    return of_stream, of_heads
-
-
-class _FollowingPass(_OutlierPass):
-    """Follows every (dimension, token) that is massive in some layer through all of them, batch by batch."""
-
-    def __init__(self, model: OpenModel, corpus: Corpus, rules: Activations, dimensions: list[int]) -> None:
-        super().__init__(model, corpus, self._follow)
-        self.rules, self.dimensions = rules, dimensions
-        self.values: list[Tensor] = []
-        self.massive: list[Tensor] = []
-        self.followed: dict[tuple[int, int, bool], list[Tensor]] = {}
-
-    def begin(self, first: int, ids: Tensor) -> None:
-        super().begin(first, ids)
-        self.values, self.massive = [], []
-
-    def _follow(self, layer: int, hidden: Tensor, ids: Tensor, first: int) -> None:
-        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        published, adaptive = self.rules.massive(layer, hidden.abs())
-        self.values.append(hidden[:, :, 0, self.dimensions].double().cpu())
-        self.massive.append((published | adaptive)[:, :, 0, self.dimensions].cpu())
-        if layer == self.model.layers:
-            self._follow_batch()
-
-    def _follow_batch(self) -> None:
-        values, massive = torch.stack(self.values), torch.stack(self.massive)
-        for context, position, column in massive.any(0).nonzero().tolist():
-            first = position == 0
-            token = ANY_TOKEN if first else int(self.ids[context, position])
-            path = (slice(None), context, position, column)
-            through_layers = torch.stack([values[path], massive[path].double()])
-            self.followed.setdefault((self.dimensions[column], token, first), []).append(through_layers)
+def _baselines(states: States, values: str) -> list[LayerBaseline]:
+    return [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
 
 
 def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_layers: bool) -> pd.DataFrame:
@@ -321,23 +306,18 @@ GROWTH = [
 ]
 
 
-def _growth(
-    model: OpenModel, corpus: Corpus, rules: Activations, carriers: pd.DataFrame, text: Callable[[int], str]
-) -> pd.DataFrame:
-    """Every carrier through the layers, in contexts that hold an example of each, the most frequent ones first."""
-    if carriers.empty:
-        return pd.DataFrame(columns=GROWTH)
-    chosen = torch.tensor(_followed(carriers, *corpus.contexts.shape))
-    following = _FollowingPass(model, _subset(corpus, chosen), rules, sorted(set(carriers["dimension"])))
-    following.run(Progress(len(chosen)))
-    tables = []
-    for (dimension, token, first), places in sorted(following.followed.items()):
-        value, share = torch.stack(places).mean(0).numpy()
+def _growth(state: State, text: Callable[[int], str]) -> pd.DataFrame:
+    """Every carrier through the layers, from the state of `FollowedActivations`."""
+    keys, of_key = state["keys"].unique(dim=0, return_inverse=True)
+    tables = [pd.DataFrame(columns=GROWTH)] if not len(keys) else []
+    for number, (dimension, token, first) in enumerate(keys.tolist()):
+        places = state["paths"][of_key == number]
+        value, share = places.mean(0).numpy()
         names = {
             "dimension": dimension,
             "token_id": token,
             "token": "any" if first else text(token),
-            "first": first,
+            "first": bool(first),
         }
         rows = {"places": len(places), "layer": range(len(value)), "value": value, "share": share}
         tables.append(pd.DataFrame(names | rows).assign(**life(value, share)))
@@ -364,7 +344,12 @@ def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
 
 
 def _followed(carriers: pd.DataFrame, contexts: int, length: int) -> list[int]:
-    """Contexts with an example of each carrier, the frequent ones first, filled up with evenly spread others."""
+    """Contexts with an example of each carrier, the frequent ones first, filled up with evenly spread others.
+
+    None where there are no carriers.
+    """
+    if carriers.empty:
+        return []
     frequent = carriers.sort_values("contexts", ascending=False, kind="stable")
     # At position 0 all tokens are one carrier.
     named = frequent.assign(token_id=frequent["token_id"].where(~frequent["first"], ANY_TOKEN))

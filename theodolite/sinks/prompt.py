@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.attention import least_queries
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
+from theodolite.attention.summary import least_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -146,8 +146,16 @@ def attention_paid(
     return weights, visible, received.masked_fill(queries - 1 < least_queries(queries.shape[1]), torch.nan)
 
 
-def groups_of(catches: Catches, head: int, length: int) -> tuple[Tensor, Tensor]:
-    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch."""
+def groups_of(
+    catches: Catches, head: int, length: int
+) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
+    """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch.
+
+    Args:
+        catches: of all heads of the layer, in one context.
+        head: whose sinks.
+        length: T, the context's tokens.
+    """
     rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT

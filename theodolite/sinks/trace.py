@@ -1,4 +1,4 @@
-"""Catch, tag, release (Zhang, Khan & Papyan 2025): every sink of a corpus traced through the model, in one pass.
+"""Catch, tag, release (Zhang, Khan & Papyan 2025): every sink of a corpus traced through the model.
 
 The survey says which tokens are sinks. This pass says what they catch, what they write there, and where that is
 still to be seen. `measure/tags.py` turns its sums into tables.
@@ -6,35 +6,37 @@ still to be seen. `measure/tags.py` turns its sums into tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.catches import Catches, attend_and_catch
-from theodolite.accumulate.sums import each_part
+from theodolite.accumulate.sums import State, each_part
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.tags import traced_heads, traces, written
+from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
+from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,
     batch_of,
     check_fit,
     fingerprint_of,
-    refuse_bad_numbers,
+    refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_model, describe_pass, token_text
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
-from theodolite.passes.stages import Stage, States, run_into
-from theodolite.system.progress import ShowProgress
+from theodolite.passes.stages import ShowStage, Stage, States, run_into
+from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 
 Rows = tuple[Tensor, Tensor]
 """Of the sums by sink and by head."""
@@ -50,18 +52,26 @@ class _LayerCatch:
 
 
 class TracePass(CorpusPass):
-    """The sums of a trace; what a context's sinks caught is kept only until its pass is over."""
+    """The sums of a trace; what a context's sinks caught is kept only until its pass is over.
 
-    def __init__(self, model: OpenModel, corpus: Corpus, batch: int, stretches: bool = False) -> None:
+    Args:
+        model, corpus, batch: as for `CorpusPass`.
+        metric: W_O W_Oᵀ of every head, lengths in the residual stream.
+        stretches: whether local sinks count.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        batch: int,
+        metric: Float[Tensor, "layers heads value_width value_width"],
+        stretches: bool = False,
+    ) -> None:
         super().__init__(model, corpus, 0, batch)
         self._stretches = stretches
-        self._metrics: list[Tensor] = []
-        # Of W_O itself nothing is kept: all layers' would be as large as a part of the model, and which of them have
-        # sinks is known only at the end. `trace_tables` reads those once more.
-        for layer in range(model.layers):
-            weights = model.output_weights(layer)
-            self._metrics.append(weights @ weights.mT)
-        self.tags = Tags(model.layers, self._metrics[0].shape[-1])
+        self._metric = metric
+        self.tags = Tags(model.layers, metric.shape[-1])
         self._ids = torch.empty(0)
         self._entering = torch.empty(0)
         self._caught: list[list[_LayerCatch]] = []
@@ -78,7 +88,7 @@ class TracePass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """See what is left of the tags of all earlier layers."""
-        refuse_bad_numbers(layer, hidden)
+        refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
             Catches.joined([of_layer.catches for of_layer in caught]) if caught else None
@@ -100,7 +110,7 @@ class TracePass(CorpusPass):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and take in what its sinks catch and write."""
-        metric = self._metrics[layer].to(inputs.value.device)
+        metric = self._metric[layer].to(inputs.value.device)
         groups = inputs.query.shape[1] // inputs.value.shape[1]
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
@@ -139,26 +149,27 @@ def trace_sinks(
     stretches: bool = False,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
-    show_progress: ShowProgress = lambda done, total: None,
+    show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
-    A key is a sink of a head where the queries that see it pay it more than 0.3 of their attention on average; a
-    query is caught by the sink that it pays most, if that is more than 0.3 too. Position 0 and the sinks themselves
-    are left out of all that is measured of tags (MATH: η² = between over total sum of squares, within contexts). A
-    context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves it out, and is NaN
-    where there are no others.
+    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
+    on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
+    the sinks themselves are left out of all that is measured of tags (MATH: η² = between over total sum of squares,
+    within contexts). A context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves
+    it out, and is NaN where there are no others.
 
     Args:
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         stretches: count local sinks as well, of kind `stretch` (at position 0 `first`, as any): a key that dominates a
-            contiguous span, at least min(16, T/4) queries, without being paid 0.3 on average, as a line break may its
+            contiguous span, at least min(16, T/4) queries, below the threshold on average, as a line break may its
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         checkpoint_seconds: how often progress is saved.
-        show_progress: told (done, total) contexts; it may raise to stop, and progress is saved then.
+        show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
+            saved then.
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
@@ -176,25 +187,54 @@ def trace_sinks(
     fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
     if stretches:
         fingerprint["stretches"] = True
+    provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
+    text = token_text(model)
     return run_into(
-        [Stage("trace", "tracing sinks", lambda states: TracePass(model, corpus, batch, stretches))],
-        lambda states: trace_tables(model, corpus, states, fingerprint),
+        trace_stages(model, corpus, batch, stretches),
+        lambda states: trace_tables(states, provenance, text),
         out,
         fingerprint,
         checkpoint_seconds=checkpoint_seconds,
-        show_progress=lambda what, done, total: show_progress(done, total),
+        show_progress=show_progress,
     )
 
 
-def trace_tables(model: OpenModel, corpus: Corpus, states: States, fingerprint: dict[str, Any]) -> Run:
-    """The tables and arrays of a finished trace."""
-    contexts, length = corpus.contexts.shape
-    state = states.of("trace.tags")
-    in_stream = written(state, model.output_weights)
-    table, arrays = traces(state, in_stream, contexts, length, token_text(model))
+def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) -> list[Stage]:
+    """The passes of a trace: W_O of all layers, the corpus, and W_O once more of the layers that have sinks.
+
+    Of W_O itself nothing is kept in between: all layers' would be as large as a part of the model.
+    """
+
+    def metric(states: States) -> LayersPass:
+        def read(layer: int) -> State:
+            w_o = model.output_weights(layer)
+            return {"metric": (w_o @ w_o.mT)[None]}
+
+        return LayersPass(range(model.layers), read)
+
+    def trace(states: States) -> TracePass:
+        return TracePass(model, corpus, batch, states.of("metric")["metric"], stretches)
+
+    def write(states: States) -> LayersPass:
+        tags = states.of("trace.tags")
+        return LayersPass(
+            layers_with_sinks(tags), lambda layer: written(tags, layer, model.output_weights(layer))
+        )
+
+    return [
+        Stage("metric", OUTPUT_TITLE, metric),
+        Stage("trace", "tracing sinks", trace),
+        Stage("written", "projecting tags", write),
+    ]
+
+
+def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int], str]) -> Run:
+    """The tables and arrays of a finished trace; `text` is that of a token id."""
+    contexts, length = (provenance["corpus"][name] for name in ("contexts", "length"))
+    state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
+    table, arrays = traces(state, in_stream, contexts, length, text)
     heads, head_arrays = traced_heads(state, in_stream, contexts)
     empty = pd.DataFrame()
-    described = describe_pass(model, corpus, 0, fingerprint) | {"wall_seconds": states.seconds}
     return Run(
         layers=empty,
         heads=heads,
@@ -202,7 +242,7 @@ def trace_tables(model: OpenModel, corpus: Corpus, states: States, fingerprint: 
         outliers=empty,
         examples=empty,
         arrays=arrays | head_arrays,
-        provenance=describe_model(model) | described,
+        provenance=provenance | {"wall_seconds": states.seconds},
         traces=table,
     )
 

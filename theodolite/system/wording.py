@@ -43,7 +43,7 @@ def visible(text: object, limit: int | None = None) -> str:
     return "".join(_visible_character(character) for character in source)
 
 
-def token_text(text: object) -> str:
+def shown_token(text: object) -> str:
     """A token on its own, in a table or a label: spaces at either end are shown as ␣."""
     shown = visible(text, TOKEN_LIMIT)
     if not shown:

@@ -25,7 +25,7 @@ from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns
-from theodolite.measure.localization import entropy_bound
+from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import capture_calls
 from theodolite.models.hooks import Hooks, hooked
@@ -33,25 +33,14 @@ from theodolite.models.structure import find_structure
 from theodolite.models.training_model import evaluation_mode, unwrap
 from theodolite.models.verification import verify_attention
 from theodolite.theory.regimes import UNDEFINED, regime
-from theodolite.theory.spectrum import qk_moments, qk_spectral_norm
 from theodolite.train.ranks import Ranks
 
 QUERIES = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
 
-LEAST_LENGTH = 8
+LEAST_LENGTH = QUERIES
 """Tokens that a context of the monitor batch must have at least, for its queries to be distinct."""
 
-MOMENTS = (
-    "trace",
-    "trace_of_square",
-    "frobenius_squared",
-    "xi",
-    "eta",
-    "xi_symmetric",
-    "eta_symmetric",
-    "r",
-)
 RESIDUAL = (
     "contexts",
     "norm_sum",
@@ -64,7 +53,12 @@ RESIDUAL = (
 )
 """Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
 
-SPECTRA = (*MOMENTS, "spectral_norm", "regime", "entropy_bound")
+SPECTRA = (
+    *(name for name in MOMENTS if name not in ("mean", "variance")),
+    "spectral_norm",
+    "regime",
+    "entropy_bound",
+)
 """Columns of the heads table that only a look with `spectra` has."""
 
 
@@ -197,7 +191,7 @@ def _opened(model: PreTrainedModel, ids: Tensor) -> OpenModel:
     few = {"input_ids": ids[:1, :LEAST_LENGTH].to(model.device), "use_cache": False}
     inputs = verify_attention(model, structure, few, skip_overflow=True)
     opened = OpenModel.of(model, structure, calls, inputs, id=type(model).__name__)
-    if opened.longest is not None and ids.shape[1] > opened.longest:
+    if not opened.has_positions(ids.shape[1]):
         raise UsageError(
             f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
             "give shorter ones"
@@ -336,25 +330,18 @@ def _spectra(model: OpenModel, attention: State) -> dict[str, list[Any]]:
     """`SPECTRA` of every head; NaN where queries and keys are no affine function of what attention reads."""
     columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
     for layer in range(model.layers):
-        for name, values in _layer_spectra(model, layer, attention).items():
-            columns[name].extend(values.tolist())
+        try:
+            weights = model.head_weights(layer)
+        except WorkError:
+            weights = None
+        values: dict[str, Any] = dict(layer_moments(weights, model.heads))
+        values["regime"] = regime(values["xi_symmetric"], values["eta_symmetric"])
+        if weights is not None and not weights.exact:
+            # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
+            values["regime"][:] = UNDEFINED
+        norm = values["spectral_norm"] = logit_norm(weights, model.heads)
+        gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
+        values["entropy_bound"] = entropy_bound(gram_norm, norm, visible_keys)
+        for name in SPECTRA:
+            columns[name].extend(values[name].tolist())
     return columns
-
-
-def _layer_spectra(model: OpenModel, layer: int, attention: State) -> dict[str, Any]:
-    nan = torch.full((model.heads,), float("nan"), dtype=torch.float64)
-    try:
-        weights = model.head_weights(layer)
-    except WorkError:
-        undefined = regime(nan, nan)
-        return dict.fromkeys(SPECTRA, nan) | {"regime": undefined}
-    moments = qk_moments(weights.w_q, weights.w_k, temperature=1 / weights.scaling)
-    values: dict[str, Any] = {name: getattr(moments, name) for name in MOMENTS}
-    names = regime(moments.xi_symmetric, moments.eta_symmetric)
-    norm = qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling
-    if weights.projection != "projection":
-        # A norm between projection and logit: the spectrum is the projections', and says nothing of the logits.
-        names[:] = UNDEFINED
-        norm = nan
-    bound = entropy_bound(float(attention["gram_norm"][layer]), norm, attention["visible_keys"][layer])
-    return values | {"spectral_norm": norm, "regime": names, "entropy_bound": bound}

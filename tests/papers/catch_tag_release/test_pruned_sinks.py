@@ -12,6 +12,7 @@ import torch
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
+from theodolite.models.prompts import Focus
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import pruned_models as compressed
 from theodolite.papers.catch_tag_release import pruned_sinks, pruning_sweep
@@ -25,7 +26,6 @@ from theodolite.papers.catch_tag_release.pruned_models import (
 )
 from theodolite.papers.catch_tag_release.pruning_sweep import front
 from theodolite.papers.experiment import Study, of_nothing
-from theodolite.passes.prompts import Focus
 from theodolite.report.outcome import Outcome
 
 

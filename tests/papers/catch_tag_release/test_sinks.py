@@ -14,6 +14,7 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
+from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release.tag_ablation import ablated
 from theodolite.papers.catch_tag_release.traced_sinks import (
     _clustered,
@@ -24,7 +25,6 @@ from theodolite.papers.catch_tag_release.traced_sinks import (
     traced_outcome,
 )
 from theodolite.papers.experiment import Study
-from theodolite.passes.prompts import Focus
 from theodolite.passes.survey import spectra
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.drawing.traces import release_map, release_scatter

@@ -80,7 +80,7 @@ def test_streams_are_the_hidden_states_of_the_model(opened):
     """Oracle: `output_hidden_states` of transformers (its last one is after the final norm, so it is left out)."""
     model = opened("gpt2")
     hidden = random_stream(model, 24, 3)
-    ids = Corpus.random_tokens(model.tokenizer or model.vocabulary, 24, 1, 3).contexts
+    ids = Corpus.random_tokens(model.required_vocabulary(), 24, 1, 3).contexts
     with torch.inference_mode():
         theirs = model.hf.base_model(input_ids=ids, output_hidden_states=True).hidden_states
     for layer in range(model.layers):

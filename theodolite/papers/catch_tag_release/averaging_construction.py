@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.papers.catch_tag_release.averaging_training import LENGTH, draw
 from theodolite.papers.experiment import experiment
@@ -38,7 +39,7 @@ RATE = (20.0, 30.0)
 CONVERGED = Criterion("at most", 1e-6, "“→” read as: a millionth of the numbers' size at s_tag = 30 (ours)")
 DECAY = Criterion("at most", -0.99, "“𝒪(e^{−s_tag})”: a slope of −1; the hundredth of leeway is ours")
 UNMOVED = Criterion("at most", 1e-12, "“does not influence”: equal but for rounding")
-SINK = Criterion("at least", 0.3, "mean attention that makes a sink in the literature")
+SINK = Criterion("at least", SINK_THRESHOLD, "mean attention that makes a sink in the literature")
 OUTLIER = Criterion(
     "at least", 6.0, "six times the other coordinates, as |x| ≥ 6 with numbers of size 1 (ours)"
 )

@@ -72,7 +72,7 @@ def measured(trained: TrainedModels) -> pd.DataFrame:
     """One row per seed, on sequences not used in training.
 
     error is the mean square, left the same over the target's variance, which predicting 0 would leave (1).
-    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences in which it exceeds 0.3. outlier: RMS of
+    sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. outlier: RMS of
     the residual stream's largest coordinate over the median of the others, over tokens after [SEP]. tag_share: share of
     the tag direction (difference of means of what the first layer writes after and before [SEP]) in its largest
     coordinate. eta: between over total sum of squares of what it writes, tokens grouped by before and after [SEP];

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from theodolite.accumulate.attention import SINK_THRESHOLD, least_queries
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.summary import SINK_THRESHOLD, least_queries
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge

@@ -16,7 +16,7 @@ from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
-from theodolite.system.wording import counted, head_name, listed, number, percent, token_text
+from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 
 SUN = "Sun et al. 2024"
@@ -237,7 +237,7 @@ def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
 
 
 def _name(token: str, first: bool) -> str:
-    return "position 0" if first else f"“{token_text(token)}”"
+    return "position 0" if first else f"“{shown_token(token)}”"
 
 
 def _carrier_names(tokens: pd.DataFrame) -> str:

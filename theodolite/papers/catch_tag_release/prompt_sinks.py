@@ -8,19 +8,18 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from theodolite.errors import UsageError
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.models.prompts import prompt_or_shipped
+from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment, experiment
-from theodolite.passes.prompts import prompt_ids, shipped_prompt
-from theodolite.passes.provenance import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
-from theodolite.system.wording import counted, head_name, number
-from theodolite.system.wording import token_text as shown_token
+from theodolite.system.wording import counted, head_name, number, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 
@@ -29,18 +28,6 @@ if TYPE_CHECKING:
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
-
-
-def _ids(study: Study, name: str) -> Tensor:
-    """The prompt asked for, or the shipped one; of this the last tokens that the model has positions for."""
-    model = study.require_model()
-    longest = model.longest
-    if study.focus.prompt is not None:
-        ids = prompt_ids(model, study.focus.prompt, 0, 0)
-        if longest is not None and len(ids) > longest:
-            raise UsageError(f"the prompt is {len(ids)} tokens long: {model.id} has positions for {longest}")
-        return ids
-    return prompt_ids(model, shipped_prompt(name), 0, 0)[-(longest or 0) :]
 
 
 def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> Outcome:
@@ -125,7 +112,10 @@ def _sink(position: int, tokens: list[str]) -> str:
 
 def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     if not len(trace.sinks):
-        return "none: no key receives more than 0.3 of the attention of the queries that see it, or enough of a span's"
+        return (
+            f"none: no key receives more than {SINK_THRESHOLD} of the attention of the queries that see it, "
+            "or enough of a span's"
+        )
     catches = [
         f"{_sink(int(position), tokens)} catches {counted(int((trace.group == number_of).sum()), 'token')}"
         for number_of, position in enumerate(trace.sinks)
@@ -193,8 +183,9 @@ def _exhibits(
             "attention",
             f"Catch: attention of {head}",
             drawing.attention(trace.attention.numpy(), tokens, sinks),
-            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than 0.3 of the "
-            "attention of the queries that see them, or, for local sinks, most of the attention of a contiguous span.",
+            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
+            f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
+            "attention of a contiguous span.",
             "strong columns: later tokens attend mostly to that token.",
             source,
             wide=True,
@@ -273,7 +264,7 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
     )
     def on_prompt(study: Study, outcome: Outcome) -> None:
         model, focus = study.require_model(), study.focus
-        ids = _ids(study, prompt)
+        ids = prompt_or_shipped(model, focus.prompt, prompt)
         study.say("tracing the prompt")
         trace = trace_prompt(model, ids, focus.layer, focus.head)
         outcome.take(prompt_outcome(trace, token_texts(model, ids), chosen=focus.layer is None))

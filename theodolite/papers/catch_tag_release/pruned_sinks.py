@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pandas as pd
 
-from theodolite.errors import UsageError
 from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel
+from theodolite.models.prompts import prompt_or_shipped
+from theodolite.models.token_texts import token_texts
 from theodolite.papers.catch_tag_release.pruned_models import (
     METHODS,
     SPARSITY,
@@ -27,8 +28,6 @@ from theodolite.papers.catch_tag_release.pruned_models import (
     pruned_measures,
 )
 from theodolite.papers.experiment import Study, experiment
-from theodolite.passes.prompts import prompt_ids, shipped_prompt
-from theodolite.passes.provenance import token_texts
 from theodolite.prune import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
@@ -37,8 +36,7 @@ from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
-from theodolite.system.wording import head_name, with_error
-from theodolite.system.wording import token_text as shown_token
+from theodolite.system.wording import head_name, shown_token, with_error
 
 DENSE = "dense"
 CONTROL_SEED = 0
@@ -52,13 +50,7 @@ SPARED = Criterion("at least", 0.9, "an untargeted control leaves nine tenths (o
 def _prompt(study: Study) -> Prompt:
     """The prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
     model, focus = study.require_model(), study.focus
-    text = shipped_prompt("inference") if focus.prompt is None else focus.prompt
-    ids = prompt_ids(model, text, 0, 0)
-    longest = model.longest
-    if longest is not None and len(ids) > longest:
-        if focus.prompt is not None:
-            raise UsageError(f"the prompt is {len(ids)} tokens long: {model.id} has positions for {longest}")
-        ids = ids[-longest:]
+    ids = prompt_or_shipped(model, focus.prompt, "inference")
     if focus.layer is not None and focus.head is not None:
         return Prompt(ids, focus.layer, focus.head)
     strongest = study.cached("strongest head", lambda: trace_prompt(model, ids))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.judging import (
     FAILS,
@@ -62,7 +63,10 @@ def traced_outcome(run: Run) -> Outcome:
         )
     tables = {"sinks": traces, "heads": heads}
     if not len(traces):
-        reason = "no key of any head is a sink in this text: no query pays one more than 0.3 on average"
+        reason = (
+            "no key of any head is a sink in this text: "
+            f"no query pays one more than {SINK_THRESHOLD} on average"
+        )
         claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
         return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
     later = traces[traces["kind"] == "later"]

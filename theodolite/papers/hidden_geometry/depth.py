@@ -15,7 +15,6 @@ from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import published
 from theodolite.report.data import Floats
 from theodolite.report.drawing import experiments as drawing
@@ -38,7 +37,7 @@ class _Streams(Hooks):
 
 def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
     """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
-    ids = Corpus.random_tokens(vocabulary_of(model), length, 1, seed).contexts
+    ids = Corpus.random_tokens(model.required_vocabulary(), length, 1, seed).contexts
     streams = _Streams()
     with hooked(model, streams):
         model.forward(ids)

@@ -21,7 +21,6 @@ from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys,
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing import qk as drawing
@@ -76,7 +75,9 @@ def _sampled(study: Study) -> Tensor:
     if study.corpus is not None:
         return sample_of(study.corpus.contexts, seed)
     length = study.run.arrays["positional_basis"].shape[1]
-    return Corpus.random_tokens(vocabulary_of(study.require_model()), length, SPLIT_CONTEXTS, seed).contexts
+    return Corpus.random_tokens(
+        study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed
+    ).contexts
 
 
 def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:

@@ -21,6 +21,8 @@ from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
+from theodolite.models.prompts import REPEATED, prompt_ids
+from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.attribution import (
     CLAIMS,
@@ -31,8 +33,6 @@ from theodolite.papers.hidden_geometry.attribution import (
     refusals,
     top_head_verdicts,
 )
-from theodolite.passes.prompts import REPEATED, prompt_ids
-from theodolite.passes.provenance import token_texts
 from theodolite.passes.run import Run
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.exhibit import Exhibit

@@ -15,7 +15,7 @@ import torch
 from theodolite.errors import WorkError
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
-from theodolite.models.head_weights import no_head_matrix
+from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
 from theodolite.report.data import Floats, evenly, need
@@ -234,7 +234,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         "heads far above 1, which compare tokens coordinate by coordinate.",
         f"{SONG}, section 5.1; the random bases are ours",
     )
-    named = sorted({layer.projection for layer in layers} - {"projection"})
+    named = sorted({layer.projection for layer in layers} - {EXACT})
     shortened = f" (weights as in: {', '.join(named)})" if named else ""
     shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
     outcome.readings += _readings(table, corner)

@@ -76,7 +76,7 @@ def from_increments(study: Study) -> Prediction:
             weights = model.head_weights(layer)
         except WorkError:
             weights = None
-        if weights is None or weights.projection != "projection":
+        if weights is None or not weights.exact:
             curves.append(torch.full((model.heads, length), torch.nan, dtype=torch.float64))
             names += [UNDEFINED] * model.heads
             etas.append(torch.full((model.heads,), torch.nan, dtype=torch.float64))

@@ -36,7 +36,7 @@ from theodolite.papers.localization.locater_training import LocaterTraining, Rec
 from theodolite.papers.training.training_loop import threads as using
 from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, folder_purpose
-from theodolite.system.interrupt import interruptible
+from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.train.penalty import Gradient
 
 ROUND = 5000
@@ -116,16 +116,12 @@ def train_grid(
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    with interruptible(
-        lambda: say("stopping after this step; press Ctrl-C again to stop at once")
-    ) as pressed:
+    with interruptible(lambda: say(STOPPING)) as pressed:
         if side_by_side == 1:
             failed = _train_all(settings, job, pressed, say)
         else:
             shares = [settings[first::side_by_side] for first in range(side_by_side)]
             failed = _train_in_processes([share for share in shares if share], job, pressed, say)
-        if pressed():
-            raise KeyboardInterrupt
     if failed:
         raise WorkError("; ".join(failed))
 

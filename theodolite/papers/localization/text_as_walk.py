@@ -21,7 +21,6 @@ from theodolite.papers.localization.walk_fit import (
     walk_table,
 )
 from theodolite.papers.localization.walk_increments import LAGS, TextWalk, WalkSums, read_walk, simulated_walk
-from theodolite.passes.prompts import vocabulary_of
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
@@ -84,7 +83,7 @@ def text_walk(study: Study) -> TextWalk:
 def _walk_moments(study: Study) -> WalkMoments:
     text, seed = text_walk(study), int(study.provenance["seed"])
     contexts, length = text.corpus.contexts.shape
-    random = Corpus.random_tokens(vocabulary_of(study.require_model()), length, contexts, seed)
+    random = Corpus.random_tokens(study.require_model().required_vocabulary(), length, contexts, seed)
     random_walk = read_walk(study.require_model(), random, seed)
     sums = {
         TEXT: (text.inputs, text.input_state),

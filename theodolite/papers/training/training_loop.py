@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
 from theodolite.system.files import disk_errors, folder_purpose, write_atomically
-from theodolite.system.interrupt import interruptible
+from theodolite.system.interrupt import STOPPING, interruptible
 
 CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0  # Euclidean norm of the whole gradient
@@ -69,11 +69,11 @@ def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
     begin = _restore(loop.checkpoint, model, optimizer, loop.identity)
     _claim(loop.checkpoint, loop.identity)
 
-    def say() -> None:
-        console.print("stopping after this step; press Ctrl-C again to stop at once")
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with interruptible(say) as pressed, Progress(*columns, console=console) as progress:
+    with (
+        interruptible(lambda: console.print(STOPPING)) as pressed,
+        Progress(*columns, console=console) as progress,
+    ):
         if not begin:
             loop.done(0, math.nan)
         task = progress.add_task("training", total=loop.steps, completed=begin)
@@ -91,8 +91,6 @@ def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
                 loop.saved(step + 1, loss)
             if stop:
                 raise KeyboardInterrupt
-        if pressed():  # after the last step had asked
-            raise KeyboardInterrupt
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loop: TrainingLoop, step: int) -> float:

@@ -25,8 +25,8 @@ PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the fi
 
 
 def line(
-    x: ArrayLike,
-    y: ArrayLike,
+    x: Any,
+    y: Any,
     name: str,
     colour: str,
     *,

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
 from theodolite.report.style import Patch
-from theodolite.system.wording import for_plotly, token_text
+from theodolite.system.wording import for_plotly, shown_token
 
 LABELLED = 64
 """Tokens that can all be written at an axis; of more, only some are."""
@@ -31,7 +31,7 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
     unmarked = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in sinks)]
     ticks = sorted({*unmarked, *sinks})
     names = [
-        f"{MARK} {token_text(tokens[i])}" if i in written else MARK if i in sinks else token_text(tokens[i])
+        f"{MARK} {shown_token(tokens[i])}" if i in written else MARK if i in sinks else shown_token(tokens[i])
         for i in ticks
     ]
     return {
@@ -46,7 +46,7 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
 
 
 def _numbered(tokens: Sequence[str]) -> list[str]:
-    return [for_plotly(f"{position}: {token_text(token)}") for position, token in enumerate(tokens)]
+    return [for_plotly(f"{position}: {shown_token(token)}") for position, token in enumerate(tokens)]
 
 
 def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:

@@ -21,7 +21,7 @@ from theodolite.measure.constituents import Constituents, share_sums
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.theory import TILE_GAP, TILE_HEADROOM, TILES_ACROSS
-from theodolite.system.wording import for_plotly, number, percent, token_text
+from theodolite.system.wording import for_plotly, number, percent, shown_token
 from theodolite.theory.decomposition import PARTS
 
 MOST_POSITIONS = 128
@@ -170,7 +170,7 @@ def qk_panels(
     if len(tokens) != length:
         raise UsageError(f"{len(tokens)} tokens for a context of {length}")
     positions = range(first, min(length, first + MOST_POSITIONS))
-    texts = [token_text(tokens[position]) for position in positions]
+    texts = [shown_token(tokens[position]) for position in positions]
     names = [f"{position} {for_plotly(text)}" for position, text in zip(positions, texts, strict=True)]
     short = [for_plotly(text if len(text) <= NAMED else text[: NAMED - 1] + "…") for text in texts]
     limit = _limit([panel.values for panel in panels.values() if panel.name != ATTENTION])

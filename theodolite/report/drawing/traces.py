@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from theodolite.measure.tags import NAMED
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.system.wording import for_plotly, head_name, number, percent, token_text
+from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 SHOWN_SINKS = 40
 ROW = 22  # pixels
@@ -29,7 +29,7 @@ KIND_NAMES = {
 
 def sink_name(row: pd.Series) -> str:
     """`L4H1 “↵”`: a head and its sink."""
-    token = f"“{token_text(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
+    token = f"“{shown_token(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
     return f"{head_name(row['layer'], row['head'])} {token}"
 
 

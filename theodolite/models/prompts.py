@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.corpus import repeated_random_tokens
+from theodolite.corpus.corpus import LEAST_LENGTH, repeated_random_tokens
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel
+from theodolite.models.open import OpenModel
 from theodolite.system.wording import counted
 
 REPEATED = 48
 """Tokens of the default prompt at most: 24 random ones, twice, as for induction heads (Olsson et al. 2022)."""
-
-LEAST_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -58,26 +55,30 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
         UsageError: the model has no tokenizer, or the prompt is too short.
     """
     if prompt is None:
-        ids, _, _ = repeated_random_tokens(vocabulary_of(model), min(REPEATED, longest), 1, seed)
+        ids, _, _ = repeated_random_tokens(model.required_vocabulary(), min(REPEATED, longest), 1, seed)
         return ids[0]
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
     text = prompt.encode("utf-8", "replace").decode()  # a shell can hand over half a surrogate pair
     found = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
-    if len(found) < LEAST_TOKENS:
+    if len(found) < LEAST_LENGTH:
         raise UsageError(
-            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_TOKENS}"
+            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_LENGTH}"
         )
     return torch.tensor(found)
 
 
-def vocabulary_of(model: OpenModel) -> Any:
-    """What random tokens are drawn from: the tokenizer, or the number of token ids.
+def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
+    """The prompt asked for, or the last tokens that the model has positions for of the shipped one of that name.
 
     Raises:
-        UsageError: the model reads no tokens.
+        UsageError: the model has no tokenizer, or the prompt asked for is too short or too long.
     """
-    vocabulary = model.tokenizer or model.vocabulary
-    if vocabulary is None:
-        raise UsageError(f"{model.id} reads no tokens: random ones cannot be drawn")
-    return vocabulary
+    if prompt is None:
+        return prompt_ids(model, shipped_prompt(shipped), 0, 0)[-(model.longest or 0) :]
+    ids = prompt_ids(model, prompt, 0, 0)
+    if not model.has_positions(len(ids)):
+        raise UsageError(
+            f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
+        )
+    return ids

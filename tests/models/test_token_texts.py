@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from theodolite import open_model
-from theodolite.passes.provenance import token_texts
+from theodolite.models.token_texts import token_texts
 
 
 @pytest.mark.parametrize(

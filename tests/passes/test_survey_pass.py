@@ -49,9 +49,14 @@ class Shards:
         return total.state()
 
 
+def trace_pass(model: OpenModel, corpus: Corpus) -> TracePass:
+    weights = [model.output_weights(layer) for layer in range(model.layers)]
+    return TracePass(model, corpus, 1, torch.stack([w_o @ w_o.mT for w_o in weights]), stretches=True)
+
+
 def merge_tags(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
     assert isinstance(total, TracePass)
-    other = TracePass(total.model, total.corpus, 1, stretches=True)
+    other = trace_pass(total.model, total.corpus)
     other.restore(state)
     total.tags.merge(other.tags)
 
@@ -75,7 +80,7 @@ def shards(read: tuple[OpenModel, Corpus], request: pytest.FixtureRequest) -> Sh
     model, corpus = read
     if request.param == "survey":
         return Shards(lambda: SurveyPass(model, corpus, 0, 1), merge_all)
-    return Shards(lambda: TracePass(model, corpus, 1, stretches=True), merge_tags)
+    return Shards(lambda: trace_pass(model, corpus), merge_tags)
 
 
 @given(order=st.permutations(range(CONTEXTS)), cuts=st.sets(st.integers(1, CONTEXTS - 1)))
