@@ -67,7 +67,7 @@ def verdicts(judged: list) -> dict[str, str]:
 
 def test_verdicts_on_a_planted_activation(studied, found):
     """Token 77 alone, 6 times in 690 tokens, in one dimension from layer 2 on; 5 of 8 sinks are such tokens."""
-    _, outcome = studied
+    study, outcome = studied
     assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
     assert "0.625" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
@@ -80,7 +80,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
 
 
 def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
-    _, outcome = studied
+    study, outcome = studied
     figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
     assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
     for exhibit in outcome.exhibits:
