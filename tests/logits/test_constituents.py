@@ -4,93 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from tests import checkpoints
 from theodolite import constituents
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.logits.shares import SPLIT_CONTEXTS, sample_of
-from theodolite.models import open_model
-from theodolite.passes.survey import spectra, survey
+from theodolite.passes.survey import spectra
 from theodolite.theory.decomposition import PARTS, decompose, decompose_apart
 
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return Corpus.random_tokens(checkpoints.VOCABULARY, LENGTH, 12)
-
-
-@pytest.fixture(scope="module")
-def surveyed(opened, corpus):
-    cache = {}
-
-    def run(family):
-        if family not in cache:
-            cache[family] = survey(opened(family), corpus)
-        return cache[family]
-
-    return run
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "gemma2"])
-def test_shares_of_a_survey_are_those_of_its_contexts(family, opened, corpus, surveyed):
-    """Oracle: the public constituents of the sampled contexts, whole matrices, by definition in numpy."""
-    model, run = opened(family), surveyed(family)
-    sample = sample_of(corpus.contexts, 0)
-    assert len(sample) == SPLIT_CONTEXTS == run.provenance["counts"]["split_contexts"]
-    assert run.provenance["constituents_refused"] == {}
-    layer = 1
-    split = constituents(model, sample, layer, decomposition=run)
-    logits = torch.cat([split.logits.flatten(2, 3), split.additive[:, :, None]], dim=2).numpy()
-    visible = split.visible.numpy()
-    for head in range(model.heads):
-        shares, total = np.zeros(26), 0.0
-        for context in range(len(sample)):
-            for i in range(1, LENGTH):
-                seen = visible[context, head, i].copy()
-                seen[0] = False
-                row = logits[context, head, :, i][:, seen]
-                if row.size:
-                    row = row - row.mean(-1, keepdims=True)
-                    shares += row @ row.sum(0)
-                    total += float((row.sum(0) ** 2).sum())
-        rows = run.constituents[(run.constituents["layer"] == layer) & (run.constituents["head"] == head)]
-        assert list(zip(rows["query"], rows["key"], strict=True)) == [
-            *((a, b) for a in PARTS for b in PARTS),
-            ("additive", ""),
-        ]
-        np.testing.assert_allclose(rows["share"], shares / total, atol=2e-5)
-        assert (rows["standard_error"] >= 0).all()
-        row = run.heads[(run.heads["layer"] == layer) & (run.heads["head"] == head)].iloc[0]
-        share = (shares / total)[:25].reshape(5, 5)
-        none = [0, 4]  # mean and bias
-        position = share[1, 1] + share[1, none].sum() + share[none, 1].sum()
-        context = share[2:4, 2:4].sum() + share[2:4][:, none].sum() + share[none][:, 2:4].sum()
-        assert row["share_position"] == pytest.approx(position, abs=2e-5)
-        assert row["share_context"] == pytest.approx(context, abs=2e-5)
-        assert row["share_cross"] == pytest.approx(share[1, 2:4].sum() + share[2:4, 1].sum(), abs=2e-5)
-        assert row["share_additive"] == pytest.approx((shares / total)[25], abs=2e-5)
-    columns = ["share_position", "share_context", "share_cross", "share_constant", "share_additive"]
-    np.testing.assert_allclose(run.heads[columns].sum(axis=1), 1, atol=1e-5)
-
-
-def test_a_layer_that_cannot_be_split_is_noted_and_the_survey_goes_on(checkpoint, corpus):
-    model = open_model(checkpoint("gpt2"))
-    model.hf.transformer.h[1].ln_1 = nn.Sequential(model.hf.transformer.h[1].ln_1, nn.Tanh())
-    run = survey(model, corpus)
-    refused = run.provenance["constituents_refused"]
-    assert list(refused) == ["1"]
-    assert "layer 1 (transformer.h.1.attn): its logits cannot be split" in refused["1"]
-    assert set(run.constituents["layer"]) == {0, 2}
-    assert 1 not in set(run.attribution["layer"])
-    assert run.heads[run.heads["layer"] == 1]["share_position"].isna().all()
-    assert run.heads[run.heads["layer"] != 1]["share_position"].notna().all()
 
 
 def test_a_prompt_is_split_around_the_runs_mean_and_positional_basis(opened, corpus, surveyed):

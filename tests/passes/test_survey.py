@@ -13,37 +13,20 @@ from safetensors.torch import load_file, save_file
 from scipy.fft import dctn
 
 from tests import checkpoints, dense
-from theodolite.accumulate.extra import Extra
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.added_columns import SURVEY_COLUMNS
-from theodolite.passes.run import TABLES, Run
-from theodolite.passes.stages import TABLES_TITLE, States
-from theodolite.passes.survey import TITLES, spectra, survey
+from theodolite.passes.run import Run
+from theodolite.passes.stages import TABLES_TITLE
+from theodolite.passes.survey import TITLES, survey
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.passes.tabulate import tabulate
 from theodolite.system.checksums import read_checked, write_checked
 from theodolite.theory.regimes import regime_margins
 
 LENGTH = 40
 
 
-@pytest.fixture(scope="module")
-def texts() -> tuple[list[str], list[str]]:
-    generator = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "of", "the", "to", "and"]
-    labels = ["a", "b", "c"] * 4
-    chosen = [" ".join(generator.choice(words[i % 3 :], 40)) for i in range(len(labels))]
-    return chosen, labels
-
-
-@pytest.fixture(scope="module")
-def corpus(texts) -> Corpus:
-    return Corpus.from_texts(texts[0], checkpoints.byte_tokenizer(), LENGTH, labels=texts[1], contexts=12)
-
-
-def _kept(model: OpenModel, corpus: Corpus) -> dense.Dense:
+def kept_whole(model: OpenModel, corpus: Corpus) -> dense.Dense:
     structure = model.structure
     return dense.run(model.hf, corpus.contexts, list(structure.attention), list(structure.blocks))
 
@@ -53,7 +36,7 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
     model = opened(family)
     run = survey(model, corpus, batch=5)
     reference = open_model(checkpoint(family))
-    kept = _kept(reference, corpus)
+    kept = kept_whole(reference, corpus)
     tolerance = 2e-3 if family == "gpt_oss" else 2e-5
     for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
         np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
@@ -63,7 +46,7 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
         np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
 
 
-def _gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
+def gpt2_weights(state: dict[str, torch.Tensor], layer: int, head: int) -> list[np.ndarray]:
     fused = state[f"transformer.h.{layer}.attn.c_attn.weight"].double().numpy()  # Conv1D: (in, out)
     width = fused.shape[0]
     return [fused[:, part * width + 8 * head : part * width + 8 * head + 8] for part in range(3)]
@@ -73,10 +56,10 @@ def test_localization_columns_equal_dense_matrices(checkpoint, opened, corpus):
     """Oracle: d×d matrices, numpy's eigenvalues, weights by parameter name, covariance by np.cov."""
     run = survey(opened("gpt2"), corpus)
     reference = open_model(checkpoint("gpt2"))
-    kept = _kept(reference, corpus)
+    kept = kept_whole(reference, corpus)
     state = reference.hf.state_dict()
     for row in run.heads.itertuples():
-        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        w_q, w_k, _ = gpt2_weights(state, row.layer, row.head)
         sigma = np.cov(kept.inputs[row.layer][:, 1:].reshape(-1, 32).T, bias=True)
         for suffix, w in (("", w_q @ w_k.T), ("_data", w_q @ w_k.T @ sigma)):
             got = {
@@ -108,10 +91,10 @@ def test_positional_columns_of_heads_equal_dense_matrices(checkpoint, opened, co
     few = Corpus("few", corpus.contexts[:8], corpus.labels[:8], corpus.label_names, 0)
     run = survey(opened("gpt2"), few)
     reference = open_model(checkpoint("gpt2"))
-    kept = _kept(reference, few)
+    kept = kept_whole(reference, few)
     state = reference.hf.state_dict()
     for row in run.heads.itertuples():
-        w_q, w_k, _ = _gpt2_weights(state, row.layer, row.head)
+        w_q, w_k, _ = gpt2_weights(state, row.layer, row.head)
         w = w_q @ w_k.T
         x = kept.hidden[row.layer][:, 1:]
         mean = x.mean((0, 1))
@@ -141,12 +124,12 @@ def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, 
     """Oracle: logits from parameter names; attention on repeated tokens from eager attention."""
     run = survey(opened("gpt2"), corpus)
     reference = open_model(checkpoint("gpt2"))
-    kept = _kept(reference, corpus)
+    kept = kept_whole(reference, corpus)
     state = reference.hf.state_dict()
     for layer in range(3):
         bias = state[f"transformer.h.{layer}.attn.c_attn.bias"].double().numpy()
         for head in range(4):
-            w_q, w_k, _ = _gpt2_weights(state, layer, head)
+            w_q, w_k, _ = gpt2_weights(state, layer, head)
             query = kept.inputs[layer] @ w_q + bias[8 * head : 8 * head + 8]
             key = kept.inputs[layer] @ w_k + bias[32 + 8 * head : 32 + 8 * head + 8]
             logits = np.einsum("cd,ctd->ct", query[:, -1], key) / 8**0.5
@@ -182,7 +165,7 @@ def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoin
     """Oracle: Zhai et al.'s bound, written out here, with ν from dense matrices and the keys that a query sees."""
     model = open_model(_weak(checkpoint, family, tmp_path / "weak"))
     run = survey(model, corpus)
-    kept = _kept(model, corpus)
+    kept = kept_whole(model, corpus)
     for row in run.heads.itertuples():
         weights = model.head_weights(row.layer)
         w = weights.w_q[row.head] @ weights.w_k[row.head].T * weights.scaling
@@ -227,24 +210,6 @@ def test_a_changed_config_is_another_model(checkpoint, corpus, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="holds a run of another model"):
         survey(open_model(folder), corpus, tmp_path / "run")
-
-
-@pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_of_nothing_is_refused(opened, corpus, batch):
-    with pytest.raises(UsageError, match="reads nothing"):
-        survey(opened("gpt2"), corpus, batch=batch)
-
-
-def test_spectra_are_written_once(opened, tmp_path):
-    first = spectra(opened("gpt2"), tmp_path / "run")
-    again = spectra(opened("gpt2"), tmp_path / "run")
-    assert again.heads.equals(first.heads)
-    with pytest.raises(UsageError, match="holds a run of another model"):
-        spectra(opened("llama2"), tmp_path / "run")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="exists and is no run: choose another --out"):
-        spectra(opened("gpt2"), tmp_path / "other")
 
 
 def test_result_does_not_depend_on_how_contexts_are_batched(opened, corpus):
@@ -337,22 +302,6 @@ def test_every_pass_can_be_interrupted_and_resumed(tmp_path, opened, corpus):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
 
 
-def test_tables_are_a_function_of_saved_states(tmp_path, opened, corpus, monkeypatch):
-    """From a progress file alone, no model at hand: the run that the survey gave."""
-    kept = []
-    monkeypatch.setattr(
-        "theodolite.passes.survey.tabulate", lambda states, extra: kept.append(states) or tabulate(states)
-    )
-    run = survey(opened("gpt2"), corpus)
-    write_checked(tmp_path / "states", kept[0].tensors, {"notes": kept[0].notes, "seconds": kept[0].seconds})
-    tensors, told = read_checked(tmp_path / "states")
-    again = tabulate(States(tensors, told["notes"], told["seconds"]))
-    for table in TABLES:
-        assert getattr(again, table).equals(getattr(run, table)), table
-    assert all(torch.equal(again.arrays[name], run.arrays[name]) for name in run.arrays)
-    assert again.provenance == run.provenance
-
-
 def test_progress_without_sums_that_came_later_is_refused_in_a_line(tmp_path, opened, corpus):
     """As a version left it that did not keep them yet."""
 
@@ -387,37 +336,6 @@ def test_progress_of_another_survey_is_refused(tmp_path, opened, corpus):
         survey(opened("gpt2"), corpus, tmp_path / "run", seed=1)
 
 
-@pytest.mark.parametrize(
-    ("length", "top", "message"),
-    [
-        (200, 10, "longer than the 128"),
-        (16, 5000, "does not fit the 300 tokens"),
-        (2, 10, "use --length 4 or more"),
-    ],
-)
-def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
-    corpus = Corpus.random_tokens(top, length, 3)
-    corpus.contexts[0, 0] = top - 1
-    with pytest.raises(UsageError, match=message):
-        survey(opened("gpt2"), corpus)
-
-
-def test_hidden_states_that_overflow_are_reported(tmp_path):
-    model = checkpoints.build("gpt2")
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_proj.bias.fill_(3e38)
-        model.transformer.h[1].attn.c_proj.bias.fill_(3e38)
-    model.save_pretrained(tmp_path)
-    checkpoints.byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(WorkError, match="layer"):
-        survey(open_model(tmp_path), Corpus.random_tokens(300, 16, 3))
-
-
-def test_vision_models_are_refused_by_a_survey(opened, corpus):
-    with pytest.raises(UsageError, match="reads pixel_values, not text"):
-        survey(opened("vit"), corpus)
-
-
 def test_run_on_disk_is_the_run_in_memory(tmp_path, opened, corpus):
     run = survey(opened("bloom"), corpus, tmp_path / "run")
     loaded = Run.load(tmp_path / "run")
@@ -447,103 +365,3 @@ def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, 
         tiled = np.linalg.norm(np.tile(pos, (len(x), 1)), 2)
         whole = np.linalg.norm((x - x.mean((0, 1))).reshape(-1, 32), 2)
         assert run.layers.relative_norm[layer] == pytest.approx(tiled / whole, rel=1e-6)
-
-
-class FourthMoment(Extra):
-    """Of the residual stream by layer, and the mean squared query by head."""
-
-    name = "moments"
-
-    def __init__(self, model: OpenModel) -> None:
-        super().__init__(model.layers + 1, {"fourth": (), "count": (), "query": (model.heads,)})
-
-    def stream(self, layer: int, hidden: torch.Tensor) -> None:
-        self.add("fourth", layer, hidden.double().pow(4).sum())
-        self.add("count", layer, torch.tensor(float(hidden.numel())))
-
-    def attention(self, layer: int, inputs) -> None:
-        self.add("query", layer, inputs.query.double().square().sum(dim=(0, 2, 3)))
-
-    def columns(self, state):
-        return {
-            "layers": {"fourth": (state["fourth"] / state["count"]).tolist()},
-            "heads": {"query_squared": state["query"][:-1].flatten().tolist()},
-        }
-
-
-def test_an_accumulator_of_ones_own_adds_columns(tmp_path, checkpoint, opened, corpus):
-    """Oracle: dense hidden states, and queries from weights by parameter name. Stopped in between, twice used."""
-    model = opened("gpt2")
-    extra = [FourthMoment(model)]
-    with pytest.raises(UsageError, match="two accumulators are called 'moments'"):
-        survey(model, corpus, batch=2, extra=[*extra, FourthMoment(model)])
-
-    def stop(what, done, total):
-        if done >= 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        survey(model, corpus, tmp_path / "run", batch=2, extra=extra, show_progress=stop)
-    run = survey(model, corpus, tmp_path / "run", batch=2, extra=extra)
-    reference = open_model(checkpoint("gpt2"))
-    dense_states = _kept(reference, corpus)
-    for layer, hidden in enumerate(dense_states.hidden):
-        assert run.layers.fourth[layer] == pytest.approx((hidden**4).mean(), rel=1e-5)
-    state = reference.hf.state_dict()
-    for row in run.heads.itertuples():
-        w_q, _, _ = _gpt2_weights(state, row.layer, row.head)
-        bias = state[f"transformer.h.{row.layer}.attn.c_attn.bias"].double().numpy()
-        query = dense_states.inputs[row.layer] @ w_q + bias[8 * row.head : 8 * row.head + 8]
-        assert row.query_squared == pytest.approx((query**2).sum(), rel=1e-4)
-    assert run.provenance["fingerprint"]["extra"] == ["moments"]
-    plain = survey(model, corpus, batch=2)
-    assert plain.layers.equals(run.layers.drop(columns="fourth"))
-    assert survey(model, corpus, batch=2, extra=extra).layers.equals(run.layers)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"layers": {"rank": [0.0] * 4}}, "the table of layers has a column 'rank' already"),
-        ({"heads": {"induction": [0.0] * 12}}, "the table of heads has a column 'induction' already"),
-        ({"heads": {"mine": [1.0]}}, "1 values of 'mine' for 12 heads"),
-        ({"sinks": {}}, "gives columns of 'sinks': give them of 'layers' or 'heads'"),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused_right_after_the_text(columns, message, opened, corpus, tmp_path):
-    """And the text is not read again once they do."""
-
-    class Wrong(FourthMoment):
-        def columns(self, state):
-            return columns
-
-    model, shown = opened("gpt2"), []
-    show = {"show_progress": lambda what, done, total: shown.append(what)}
-    with pytest.raises(UsageError, match=message):
-        survey(model, corpus, tmp_path / "run", extra=[Wrong(model)], **show)
-    assert set(shown) == {TITLES["corpus"]}
-    shown.clear()
-    survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)], **show)
-    assert TITLES["corpus"] not in shown
-
-
-def test_what_is_no_accumulator_with_columns_is_refused_before_the_first_pass(opened, corpus):
-    class Bare(Extra):
-        name = "bare"
-
-    def read(*_):
-        pytest.fail("a pass was made")
-
-    for wrong, message in (
-        (Bare(4, {}), "Bare has no columns: give its class the method `columns`"),
-        (FourthMoment, "type is no accumulator: derive its class from Extra"),
-        (object(), "object is no accumulator: derive its class from Extra"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            survey(opened("gpt2"), corpus, extra=[wrong], show_progress=read)
-
-
-def test_the_names_that_are_taken_are_those_of_the_tables(opened, corpus):
-    run = survey(opened("gpt2"), corpus)
-    assert sorted(run.layers) == sorted(SURVEY_COLUMNS["layers"])
-    assert sorted(run.heads) == sorted(SURVEY_COLUMNS["heads"])

@@ -1,0 +1,80 @@
+"""Shares of logits over a sample of a corpus, against whole matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.logits.conftest import LENGTH
+from theodolite import constituents
+from theodolite.logits.shares import SPLIT_CONTEXTS, sample_of
+from theodolite.models import open_model
+from theodolite.passes.survey import survey
+from theodolite.theory.decomposition import PARTS
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "gemma2"])
+def test_shares_of_a_survey_are_those_of_its_contexts(family, opened, corpus, surveyed):
+    """Oracle: the public constituents of the sampled contexts, whole matrices, by definition in numpy."""
+    model, run = opened(family), surveyed(family)
+    sample = sample_of(corpus.contexts, 0)
+    assert len(sample) == SPLIT_CONTEXTS == run.provenance["counts"]["split_contexts"]
+    assert run.provenance["constituents_refused"] == {}
+    layer = 1
+    split = constituents(model, sample, layer, decomposition=run)
+    logits = torch.cat([split.logits.flatten(2, 3), split.additive[:, :, None]], dim=2).numpy()
+    visible = split.visible.numpy()
+    for head in range(model.heads):
+        shares, total = np.zeros(26), 0.0
+        for context in range(len(sample)):
+            for i in range(1, LENGTH):
+                seen = visible[context, head, i].copy()
+                seen[0] = False
+                row = logits[context, head, :, i][:, seen]
+                if row.size:
+                    row = row - row.mean(-1, keepdims=True)
+                    shares += row @ row.sum(0)
+                    total += float((row.sum(0) ** 2).sum())
+        rows = run.constituents[(run.constituents["layer"] == layer) & (run.constituents["head"] == head)]
+        assert list(zip(rows["query"], rows["key"], strict=True)) == [
+            *((a, b) for a in PARTS for b in PARTS),
+            ("additive", ""),
+        ]
+        np.testing.assert_allclose(rows["share"], shares / total, atol=2e-5)
+        assert (rows["standard_error"] >= 0).all()
+        row = run.heads[(run.heads["layer"] == layer) & (run.heads["head"] == head)].iloc[0]
+        share = (shares / total)[:25].reshape(5, 5)
+        none = [0, 4]  # mean and bias
+        position = share[1, 1] + share[1, none].sum() + share[none, 1].sum()
+        context = share[2:4, 2:4].sum() + share[2:4][:, none].sum() + share[none][:, 2:4].sum()
+        assert row["share_position"] == pytest.approx(position, abs=2e-5)
+        assert row["share_context"] == pytest.approx(context, abs=2e-5)
+        assert row["share_cross"] == pytest.approx(share[1, 2:4].sum() + share[2:4, 1].sum(), abs=2e-5)
+        assert row["share_additive"] == pytest.approx((shares / total)[25], abs=2e-5)
+    columns = ["share_position", "share_context", "share_cross", "share_constant", "share_additive"]
+    np.testing.assert_allclose(run.heads[columns].sum(axis=1), 1, atol=1e-5)
+
+
+def test_a_layer_that_cannot_be_split_is_noted_and_the_survey_goes_on(checkpoint, corpus):
+    model = open_model(checkpoint("gpt2"))
+    model.hf.transformer.h[1].ln_1 = nn.Sequential(model.hf.transformer.h[1].ln_1, nn.Tanh())
+    run = survey(model, corpus)
+    refused = run.provenance["constituents_refused"]
+    assert list(refused) == ["1"]
+    assert "layer 1 (transformer.h.1.attn): its logits cannot be split" in refused["1"]
+    assert set(run.constituents["layer"]) == {0, 2}
+    assert 1 not in set(run.attribution["layer"])
+    assert run.heads[run.heads["layer"] == 1]["share_position"].isna().all()
+    assert run.heads[run.heads["layer"] != 1]["share_position"].notna().all()
+
+
+def test_a_sample_is_drawn_by_its_seed_and_stays_in_order():
+    contexts = torch.arange(40)[:, None].repeat(1, LENGTH)
+    sample = sample_of(contexts, 3)
+    assert len(sample) == SPLIT_CONTEXTS
+    assert sample[:, 0].diff().gt(0).all()
+    assert torch.equal(sample, sample_of(contexts, 3))
+    assert not torch.equal(sample, sample_of(contexts, 4))
+    assert len(sample_of(contexts[:3], 0)) == 3

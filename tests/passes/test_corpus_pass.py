@@ -1,0 +1,94 @@
+"""What a pass over a text refuses, and what it hands to those who take part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import checkpoints
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError, WorkError
+from theodolite.models import OpenModel, open_model
+from theodolite.passes.corpus_pass import Accumulator, CorpusPass
+from theodolite.passes.survey import survey
+from theodolite.system.progress import Progress
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_of_nothing_is_refused(opened, corpus, batch):
+    with pytest.raises(UsageError, match="reads nothing"):
+        survey(opened("gpt2"), corpus, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("length", "top", "message"),
+    [
+        (200, 10, "longer than the 128"),
+        (16, 5000, "does not fit the 300 tokens"),
+        (2, 10, "use --length 4 or more"),
+    ],
+)
+def test_a_corpus_that_does_not_fit_is_refused(opened, length, top, message):
+    corpus = Corpus.random_tokens(top, length, 3)
+    corpus.contexts[0, 0] = top - 1
+    with pytest.raises(UsageError, match=message):
+        survey(opened("gpt2"), corpus)
+
+
+def test_hidden_states_that_overflow_are_reported(tmp_path):
+    model = checkpoints.build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias.fill_(3e38)
+        model.transformer.h[1].attn.c_proj.bias.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    checkpoints.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(WorkError, match="layer"):
+        survey(open_model(tmp_path), Corpus.random_tokens(300, 16, 3))
+
+
+def test_vision_models_are_refused_by_a_survey(opened, corpus):
+    with pytest.raises(UsageError, match="reads pixel_values, not text"):
+        survey(opened("vit"), corpus)
+
+
+class Sums(CorpusPass):
+    """Sums the streams by layer, and keeps which contexts it was given."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus, batch: int) -> None:
+        super().__init__(model, corpus, 0, batch)
+        self.sums = torch.zeros(model.layers + 1, model.width, dtype=torch.float64)
+        self.given: list[int] = []
+
+    @property
+    def accumulators(self) -> dict[str, Accumulator]:
+        return {}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        self.given += range(first, first + len(ids))
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self.sums[layer] += hidden.double().sum((0, 1))
+
+
+@pytest.mark.parametrize(("batch", "stop"), [(5, 0), (5, 10), (12, 0)])
+def test_every_context_is_read_once(opened, corpus, batch, stop):
+    """Oracle: the model's own hidden states, but for the last, which has been through the final norm."""
+    model = opened("gpt2")
+    with torch.no_grad():
+        hidden = model.hf(corpus.contexts, output_hidden_states=True).hidden_states
+    running = Sums(model, corpus, batch)
+
+    def show(done: int, total: int) -> None:
+        if stop and done == stop and len(running.given) == stop:
+            raise KeyboardInterrupt
+
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            running.run(Progress(running.total, 0, show))
+    running.run(Progress(running.total, stop))
+    assert running.given == list(range(12))
+    for layer in range(model.layers):
+        torch.testing.assert_close(
+            running.sums[layer], hidden[layer].double().sum((0, 1)), rtol=1e-5, atol=1e-4
+        )
