@@ -17,7 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS, Study, find, reproduce
 from theodolite.papers.claims import claims
-from theodolite.papers.hidden_geometry import smoothness
+from theodolite.papers.hidden_geometry import addition_check
 from theodolite.papers.hidden_geometry.context_basis import gap_errors
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
@@ -104,7 +104,7 @@ def test_what_the_text_cannot_decide_is_not_decided(run):
 
 
 def test_additions_are_known_by_their_tokens(run, monkeypatch):
-    monkeypatch.setattr(smoothness, "why_not_an_adder", lambda study: None)
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda study: None)
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
     assert reproduce("geometry/figure5", rough).verdicts[0].answer == HOLDS
