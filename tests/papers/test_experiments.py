@@ -113,7 +113,13 @@ def test_additions_are_known_by_their_tokens(run, monkeypatch):
 
 
 def test_table_3_takes_the_rows_that_the_run_has(run):
+    """Oracle: columns written down; PPᵀ is that of Table 3, its rows not normalised."""
     missing = reproduce("geometry/table3", run)
+    first = missing.tables["shares"].iloc[0]
+    for k in (1, 3, 5, 10):
+        assert first[f"K = {k}"] == pytest.approx(run.layers[f"pp_low_frequency_{k}"].mean())
+    rough = changed(run, pp_low_frequency_10=0.3, low_frequency_10=0.9)
+    assert reproduce("geometry/table3", rough).verdicts[0].answer == FAILS
     assert answers(missing) == [HOLDS, UNTESTABLE, UNTESTABLE]
     assert [row.here for row in missing.readings[1:]] == ["missing in this run"] * 2
     shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
@@ -191,7 +197,12 @@ def test_robustness_is_measured_on_another_text(opened):
     random = Corpus.random_tokens(model.tokenizer, 48, 12, 0)
     assert outcome.runs["random"]["corpus"]["sha256"] == random.sha256
     assert study.random_run() is study.other_run()  # made once
-    assert reproduce("geometry/figure8", run, model).verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
+    depth = reproduce("geometry/figure8", run, model)
+    assert depth.verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
+    largest = depth.tables["cosines"].iloc[0, 1:].abs().max()  # of means over tokens
+    what, value = depth.verdicts[1].evidence.split(": ")[:2]
+    assert "largest |mean cosine| with layer 0" in what
+    assert float(value.split(" ±")[0]) == pytest.approx(largest, abs=0.1)
 
 
 def test_bases_overlap_with_themselves_and_with_random_ones_by_chance(run):

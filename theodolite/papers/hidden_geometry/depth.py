@@ -92,7 +92,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     far = int(np.abs(others).argmax()) + 1
     outcome.claim(
         "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
-        f"largest mean |cosine| with layer 0, at layer {far}",
+        f"largest |mean cosine| with layer 0, at layer {far}",
         Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far])),
         criteria.UNRELATED,
     )

@@ -42,7 +42,7 @@ QUANTITIES = {
 CUTOFFS = (1, 3, 5, 10)
 _NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
-    "PPᵀ": ("", published.LOW_FREQUENCY),
+    "PPᵀ": ("pp_", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
     "QK matrix": ("qk_", published.LOW_FREQUENCY_QK),
 }
@@ -209,12 +209,12 @@ def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
     "geometry/table3",
     "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
     "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
-    needs=("layers.low_frequency_10",),
+    needs=("layers.pp_low_frequency_10", "arrays.positional_basis"),
 )
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
     claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
-    outcome.verdicts.append(smooth_verdict(run, claim))
+    outcome.verdicts.append(smooth_verdict(run, claim, column="pp_low_frequency_10"))
     shares_here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
     for name, (prefix, paper) in ROWS_OF_TABLE_3.items():
@@ -248,7 +248,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         "Smoothness, from positions to logits",
         drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
         "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
-        "matrix of normalised positions (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
+        "matrix PPᵀ of positions, not normalised (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
         "shares near 1 at K = 10 in all rows.",
         f"{SONG}, Table 3",
         wide=True,
