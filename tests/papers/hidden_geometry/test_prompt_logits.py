@@ -24,8 +24,8 @@ from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus, prompt_ids
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
-from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry import addition_check
+from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import share_grids
 from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
 from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
