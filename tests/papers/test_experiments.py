@@ -17,7 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import ALIASES, EXPERIMENTS, Study, find, reproduce
 from theodolite.papers.claims import claims
-from theodolite.papers.hidden_geometry import smoothness
+from theodolite.papers.hidden_geometry import addition_check
 from theodolite.papers.hidden_geometry.context_basis import gap_errors
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
@@ -46,7 +46,7 @@ def answers(outcome: Outcome) -> list[str]:
 @pytest.mark.parametrize("name", FROM_THE_RUN)
 def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
     outcome = reproduce(name, run)
-    assert outcome.verdicts
+    assert outcome.verdicts or name == "geometry/theorem2"  # theory, whatever the run
     for verdict in outcome.verdicts:
         assert verdict.answer in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
         assert any(c.isdigit() for c in verdict.evidence) or "missing in this run" in verdict.evidence
@@ -104,7 +104,7 @@ def test_what_the_text_cannot_decide_is_not_decided(run):
 
 
 def test_additions_are_known_by_their_tokens(run, monkeypatch):
-    monkeypatch.setattr(smoothness, "why_not_an_adder", lambda study: None)
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda study: None)
     tokens = pd.DataFrame({"token": list("12345+678=\n")})
     rough = replace(changed(run, low_frequency_10=0.5), examples=tokens)
     assert reproduce("geometry/figure5", rough).verdicts[0].answer == HOLDS
@@ -113,7 +113,13 @@ def test_additions_are_known_by_their_tokens(run, monkeypatch):
 
 
 def test_table_3_takes_the_rows_that_the_run_has(run):
+    """Oracle: columns written down; PPᵀ is that of Table 3, its rows not normalised."""
     missing = reproduce("geometry/table3", run)
+    first = missing.tables["shares"].iloc[0]
+    for k in (1, 3, 5, 10):
+        assert first[f"K = {k}"] == pytest.approx(run.layers[f"pp_low_frequency_{k}"].mean())
+    rough = changed(run, pp_low_frequency_10=0.3, low_frequency_10=0.9)
+    assert reproduce("geometry/table3", rough).verdicts[0].answer == FAILS
     assert answers(missing) == [HOLDS, UNTESTABLE, UNTESTABLE]
     assert [row.here for row in missing.readings[1:]] == ["missing in this run"] * 2
     shares = {f"{row}_low_frequency_{k}": 0.1 * k for row in ("pwp", "qk") for k in (1, 3, 5, 10)}
@@ -191,7 +197,12 @@ def test_robustness_is_measured_on_another_text(opened):
     random = Corpus.random_tokens(model.tokenizer, 48, 12, 0)
     assert outcome.runs["random"]["corpus"]["sha256"] == random.sha256
     assert study.random_run() is study.other_run()  # made once
-    assert reproduce("geometry/figure8", run, model).verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
+    depth = reproduce("geometry/figure8", run, model)
+    assert depth.verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
+    largest = depth.tables["cosines"].iloc[0, 1:].abs().max()  # of means over tokens
+    what, value = depth.verdicts[1].evidence.split(": ")[:2]
+    assert "largest |mean cosine| with layer 0" in what
+    assert float(value.split(" ±")[0]) == pytest.approx(largest, abs=0.1)
 
 
 def test_bases_overlap_with_themselves_and_with_random_ones_by_chance(run):

@@ -100,6 +100,7 @@ def _layers(layers: int) -> pd.DataFrame:
             "low_frequency_3": 0.9 + 0.05 * depth,
             "low_frequency_5": 0.96 + 0.02 * depth,
             "low_frequency_10": 0.98 + 0.015 * depth,
+            **{f"pp_low_frequency_{cutoff}": 0.9 + 0.01 * cutoff - 0.05 * depth for cutoff in CUTOFFS},
             "incoherence_mean": 0.04 + 0.03 * depth,
             "incoherence_max": 0.2 + 0.1 * depth,
             "incoherence_random": np.full(layers, 0.03),
@@ -118,9 +119,8 @@ def _layers(layers: int) -> pd.DataFrame:
 
 def _with_clusters(layers: pd.DataFrame) -> pd.DataFrame:
     depth = np.linspace(0, 1, len(layers))
-    smooth = {f"pp_low_frequency_{cutoff}": 0.9 + 0.01 * cutoff - 0.05 * depth for cutoff in CUTOFFS}
     return layers.assign(
-        silhouette=0.1 + 0.3 * depth, cluster_ari=0.2 + 0.6 * depth, incoherence_max_random=0.15, **smooth
+        silhouette=0.1 + 0.3 * depth, cluster_ari=0.2 + 0.6 * depth, incoherence_max_random=0.15
     )
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from theodolite.accumulate.sums import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import Estimates
+from theodolite.judging import Estimate, Estimates
 from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
@@ -92,13 +92,18 @@ def mean_over_layers(
     return float(values[finite].mean()), float(values[finite].std()), error
 
 
+def layer_average(run: Run, name: str) -> tuple[Estimate, float]:
+    """The `mean_over_layers` of a column as an estimate, and the standard deviation over layers."""
+    mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
+    if not math.isfinite(error):
+        return Estimate(mean), deviation
+    return Estimate(mean, error, GROUPS, "groups of contexts"), deviation
+
+
 def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
-    """A column's `mean_over_layers` with its standard error; None where `column` gives none."""
-    values = column(run.layers, name)
-    if values is None:
-        return None
-    mean, _, error = mean_over_layers(values, error_of(run, name))
-    return mean, error
+    """A column's mean over layers with its standard error; None where `column` gives none."""
+    mean, _ = layer_average(run, name)
+    return (mean.value, mean.error) if math.isfinite(mean.value) else None
 
 
 def layer_numbers(run: Run) -> Floats:

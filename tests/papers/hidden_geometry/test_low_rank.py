@@ -11,7 +11,8 @@ import torch
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.papers import reproduce
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, noise_share
-from theodolite.papers.hidden_geometry.tables import _verdicts_2
+from theodolite.papers.hidden_geometry.tables import robust_verdicts
+from theodolite.report.outcome import Outcome
 
 
 def _planted(run, rank: int, screenot_rank):
@@ -58,9 +59,9 @@ def test_no_rank_is_no_low_rank(run):
     assert _answers(nothing) == [UNTESTABLE, UNTESTABLE]
     assert "no rank found" in reproduce("geometry/table4", nothing).verdicts[0].evidence
     assert reproduce("geometry/figure3", nothing).verdicts[0].answer == UNTESTABLE
-    kept = _verdicts_2(_planted(run, 6, 6.0), nothing)[
-        0
-    ]  # a change of the mean rank by 6, of which nothing is known
+    outcome = Outcome()
+    robust_verdicts(outcome, _planted(run, 6, 6.0), nothing)
+    kept = outcome.verdicts[0]  # a change of the mean rank by 6, of which nothing is known
     assert kept.answer == UNTESTABLE
     assert "no rank found in 0 layers here" in kept.evidence
     one = _planted(run, 6, np.array([0.0] + [6.0] * (layers - 1)))

@@ -24,9 +24,10 @@ from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus, prompt_ids
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
+from theodolite.papers.hidden_geometry import addition_check
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import share_grids
-from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, _smooth_verdict
+from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
 from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
@@ -234,13 +235,14 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
     assert table.loc[(0, 3), "low_frequency_10"] == pytest.approx(sums.smooth[0][3, 3] / 8)
 
 
-def test_roughness_is_claimed_of_additions_only(run):
+def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     """Oracle: shares on either side of 0.6, and text that is no addition."""
-    additions = replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")}))
-    assert _smooth_verdict(additions, 0.5, 16, 32).answer == HOLDS
-    assert _smooth_verdict(additions, 0.7, 16, 32).answer == FAILS
-    assert _smooth_verdict(additions, 0.5, 16, 12).answer == UNTESTABLE
-    assert _smooth_verdict(run, 0.5, 16, 32).answer == UNTESTABLE
+    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda study: None)
+    additions = Study(replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")})))
+    assert rough_verdict(additions, 0.5, 16, 32).answer == HOLDS
+    assert rough_verdict(additions, 0.7, 16, 32).answer == FAILS
+    assert rough_verdict(additions, 0.5, 16, 12).answer == UNTESTABLE
+    assert rough_verdict(Study(run), 0.5, 16, 32).answer == UNTESTABLE
 
 
 def test_a_prompt_is_read_as_the_model_reads_it(opened):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
-from theodolite.judging import HOLDS, Estimate, judge
+from theodolite.judging import HOLDS, OPEN, UNTESTABLE, Estimate, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.training.tasks import QUICK_TEST, Additions
@@ -68,3 +69,14 @@ def why_not_an_adder(study: Study) -> str | None:
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
     verdict = judge("", what, Estimate(share, binomial_error(share, QUICK_TEST)), criteria.ADDS)
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
+
+
+def of_an_adder(study: Study, verdict: Verdict, measured: str) -> Verdict:
+    """A verdict on what the paper says of models trained on addition: not testable where the model is none."""
+    if not reads_additions(study.run):
+        why = f"the corpus of this run contains no addition problems ({measured})"
+        why += ": survey a model trained on addition on addition problems"
+        return replace(verdict, answer=UNTESTABLE, evidence=why)
+    if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
+        return replace(verdict, answer=UNTESTABLE, evidence=f"{unknown} ({measured})")
+    return verdict

@@ -7,17 +7,16 @@ import math
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Estimate, Estimates, Verdict, judge
+from theodolite.judging import Estimate, Estimates
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
-from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
 from theodolite.report.drawing import contexts as drawing
-from theodolite.report.exhibit import Exhibit, by_layer
+from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number
 
 DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32
@@ -28,28 +27,28 @@ POSITIONS_PER_CONTEXT = 2  # at most, or the contexts would vanish beside them
 LEAST_LAYERS = 5  # below that, a rank correlation with depth says nothing
 
 
-def chosen_contexts(labels: np.ndarray) -> tuple[list[int], list[int]]:
-    """Kept contexts of the four most frequent labels, at most 32 each, grouped: (places, label of each place)."""
+def frequent_labels(labels: np.ndarray, most: int, least: int = 2) -> list[int]:
+    """The labels that at least so many contexts have, the most frequent first."""
     present, counts = np.unique(labels[labels >= 0], return_counts=True)
-    frequent = sorted(zip(-counts, present, strict=True))[:DOCUMENTS]
-    places, of = [], []
-    for _, label in frequent:
-        contexts = np.flatnonzero(labels == label)[:CONTEXTS_PER_DOCUMENT].tolist()
-        places += contexts
-        of += [int(label)] * len(contexts)
-    return places, of
+    ordered = sorted(zip(-counts, present, strict=True))[:most]
+    return [int(label) for count, label in ordered if -count >= least]
 
 
-def _unit(rows: Floats) -> Floats:
-    norms = np.linalg.norm(rows, axis=-1, keepdims=True)
-    return rows / np.where(norms > 0, norms, 1.0)
+def chosen_contexts(
+    labels: np.ndarray, most: int = DOCUMENTS, each: int = CONTEXTS_PER_DOCUMENT, least: int = 1
+) -> tuple[list[int], list[int]]:
+    """Kept contexts of the most frequent labels, so many of `each`, grouped: (places, label of each place)."""
+    chosen = frequent_labels(labels, most, least)
+    pairs = [(int(place), label) for label in chosen for place in np.flatnonzero(labels == label)[:each]]
+    return [place for place, _ in pairs], [label for _, label in pairs]
 
 
-def _grams(run: Run, positions: list[int], places: list[int]) -> Floats:
-    """[P̄, C̄][P̄, C̄]ᵀ at every layer: (N, n + m, n + m)."""
-    basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
-    vectors = _unit(np.concatenate([basis[:, positions], contexts[:, places]], axis=1).astype(np.float64))
-    return vectors @ vectors.transpose(0, 2, 1)
+def cosines(rows: Floats) -> Floats:
+    """Of (…, n, d): the cosines of all pairs, (…, n, n); those of a row of zeros are 0."""
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
+    unit = rows / np.where(norms > 0, norms, 1.0)
+    gram: Floats = unit @ unit.swapaxes(-1, -2)
+    return gram
 
 
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
@@ -99,65 +98,56 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     places, of = chosen_contexts(need(run, "context_label"))
     shown = min(SHOWN_POSITIONS, POSITIONS_PER_CONTEXT * len(places))
     positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
-    grams = _grams(run, positions, places)
+    basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
+    grams = cosines(np.concatenate([basis[:, positions], contexts[:, places]], axis=1))
     blocks = _blocks(grams, len(positions), of)
+    count, cosine = len(set(of)), {name: number(float(blocks[name].mean())) for name in blocks}
+    outcome.read("labels and contexts", f"{count} labels, {len(places)} contexts", "4 documents of 32")
+    outcome.read("mean cosine within a label", cosine["within"])
+    outcome.read("mean cosine between labels", cosine["between"])
+    outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
+    outcome.verdicts.append(smooth_verdict(run, "The position–position part is smooth (Fig. 2, i)"))
+    outcome.claim(
+        "The position–context part has values close to 0 (Fig. 2, ii)",
+        "mean |cosine|",
+        layer_estimates(run, "incoherence_mean"),
+        criteria.incoherent(run.provenance["model"]["width"]),
+    )
+    gap = (blocks["within"] - blocks["between"]).to_numpy()
+    outcome.claim(
+        "The context–context part shows strong cluster patterns (Fig. 2, iii)",
+        "mean cosine within labels less that between",
+        Estimates(gap, gap_errors(grams, len(positions), of), len(of), "contexts"),
+        criteria.CLUSTERS,
+    )
+    _deepens(outcome, gap)
+    outcome.tables["blocks"] = blocks
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
-    middle = len(grams) // 2
-    figure = Exhibit(
+    outcome.figure(
         "gram",
         "Normalised Gram matrix of positions and contexts",
-        drawing.gram_by_label(grams[middle], labels, positions),
-        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {len(set(of))} labels, "
+        drawing.gram_by_label(grams[len(grams) // 2], labels, positions),
+        f"Cosines between all pairs of {len(positions)} positions and {len(places)} contexts of {count} labels, "
         "grouped by label.",
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
         "block per label (bottom right).",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
-        choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
+        choice=by_layer(
+            len(grams), lambda layer: drawing.gram_by_label(grams[layer], labels, positions), grid=True
+        ),
         wide=True,
     )
-    readings = [
-        Reading("labels and contexts", f"{len(set(of))} labels, {len(places)} contexts", "4 documents of 32"),
-        Reading("mean cosine within a label", number(float(blocks["within"].mean()))),
-        Reading("mean cosine between labels", number(float(blocks["between"].mean()))),
-        Reading(
-            "mean |cosine| of positions and contexts",
-            number(float(blocks["position_context"].mean())),
-            "“values close to 0”",
-        ),
-    ]
-    outcome.readings += readings
-    outcome.verdicts += _verdicts(run, blocks, gap_errors(grams, len(positions), of))
-    outcome.tables |= {"blocks": blocks}
-    outcome.exhibits += [figure]
 
 
-def _verdicts(run: Run, blocks: pd.DataFrame, errors: Floats) -> list[Verdict]:
-    gap = (blocks["within"] - blocks["between"]).to_numpy()
-    width = run.provenance["model"]["width"]
-    verdicts = [
-        smooth_verdict(run, "The position–position part is smooth (Fig. 2, i)"),
-        judge(
-            "The position–context part has values close to 0 (Fig. 2, ii)",
-            "mean |cosine|",
-            layer_estimates(run, "incoherence_mean"),
-            criteria.incoherent(width),
-        ),
-        judge(
-            "The context–context part shows strong cluster patterns (Fig. 2, iii)",
-            "mean cosine within labels less that between",
-            Estimates(gap, errors),
-            criteria.CLUSTERS,
-        ),
-    ]
+def _deepens(outcome: Outcome, gap: Floats) -> None:
     claim = "The blocks become progressively clear with depth (appendix C.3)"
     if not np.isfinite(gap).all():
-        return [*verdicts, Verdict(claim, UNTESTABLE, "no label has two contexts")]
+        outcome.cannot_test(claim, "no label has two contexts")
+        return
     correlation = float(rank_correlation(np.arange(float(len(gap))), gap))
     if len(gap) < LEAST_LAYERS or math.isnan(correlation):
-        return [
-            *verdicts,
-            Verdict(claim, UNTESTABLE, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can"),
-        ]
+        outcome.cannot_test(claim, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
+        return
     what = f"rank correlation of (within − between) with depth over {len(gap)} layers"
-    error = error_under_independence(len(gap))
-    return [*verdicts, judge(claim, what, Estimate(correlation, error), criteria.DEEPENS)]
+    estimate = Estimate(correlation, error_under_independence(len(gap)))
+    outcome.claim(claim, what, estimate, criteria.DEEPENS)

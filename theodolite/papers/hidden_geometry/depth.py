@@ -1,4 +1,4 @@
-"""Whether residual connections explain the geometry: norms and cosines between layers on random tokens (Fig. 8)."""
+"""Norms and cosines between layers on random tokens: do residual connections explain the geometry? (Fig. 8)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import Estimate, judge
+from theodolite.judging import Estimate
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.experiment import Study, experiment
@@ -18,9 +18,8 @@ from theodolite.papers.hidden_geometry import criteria
 from theodolite.report import published
 from theodolite.report.data import Floats
 from theodolite.report.drawing import experiments as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
 
 
@@ -73,56 +72,49 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     ratios = norms / norms[0] if norms[0] > 0 else np.full_like(norms, np.nan)
     # The relative errors of a quotient add up at most.
     ratio_errors = ratios * (errors / norms + errors[0] / norms[0])
-    far = int(np.abs(cosines[0, 1:]).argmax()) + 1
     last = len(norms) - 1
-    verdicts = [
-        judge(
-            "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
-            f"norm at layer {last} over layer 0, {length - 1} random tokens",
-            Estimate(float(ratios[last]), float(ratio_errors[last])),
-            criteria.TENFOLD,
-        ),
-        judge(
-            "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
-            f"largest mean |cosine| with layer 0, at layer {far}",
-            Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far])),
-            criteria.UNRELATED,
-        ),
-    ]
-    readings = [
-        Reading(
-            f"norm of layer {layer} over layer 0",
-            with_error(ratios[layer], ratio_errors[layer]),
-            f"GPT-2: {paper:g}",
-        )
-        for layer, paper in ((1, published.NORM_RATIO_FIRST), (last, published.NORM_RATIO_LAST))
-    ]
-    near = f"{number(cosines[0, 1:].min())} to {number(cosines[0, 1:].max())}"
-    readings.append(Reading("mean cosine of layer 0 with the others", near, "“close to 0”"))
-    table = pd.DataFrame({"layer": range(len(norms)), "norm": norms, "norm_se": errors, "norm_ratio": ratios})
-    matrix = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in range(len(norms))])
-    figures = [
-        Exhibit(
-            "norms",
-            "Mean norm at every layer",
-            drawing.layer_norms(
-                norms, errors, {1: published.NORM_RATIO_FIRST, last: published.NORM_RATIO_LAST}
-            ),
-            "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
-            "layer 0 times the ratios printed for GPT-2.",
-            "a steep rise: each block's update outgrows its input.",
-            f"{SONG}, Fig. 8, left",
-        ),
-        Exhibit(
-            "cosines",
-            "Cosine between layers",
-            drawing.layer_cosines(cosines),
-            "Mean cosine between a token's vectors at every two layers.",
-            "a first row near 0: the residual connection does not carry the embedding along unchanged.",
-            f"{SONG}, Fig. 8, right",
-        ),
-    ]
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"norms": table, "cosines": matrix}
-    outcome.exhibits += figures
+    printed = {1: published.NORM_RATIO_FIRST, last: published.NORM_RATIO_LAST}
+    for layer, ratio in printed.items():
+        shown = with_error(ratios[layer], ratio_errors[layer])
+        outcome.read(f"norm of layer {layer} over layer 0", shown, f"GPT-2: {ratio:g}")
+    others = cosines[0, 1:]
+    outcome.read(
+        "mean cosine of layer 0 with the others",
+        f"{number(others.min())} to {number(others.max())}",
+        "“close to 0”",
+    )
+    outcome.claim(
+        "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
+        f"norm at layer {last} over layer 0, {length - 1} random tokens",
+        Estimate(float(ratios[last]), float(ratio_errors[last])),
+        criteria.TENFOLD,
+    )
+    far = int(np.abs(others).argmax()) + 1
+    outcome.claim(
+        "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
+        f"largest |mean cosine| with layer 0, at layer {far}",
+        Estimate(float(abs(cosines[0, far])), float(cosine_errors[0, far])),
+        criteria.UNRELATED,
+    )
+    layers = range(len(norms))
+    outcome.tables["norms"] = pd.DataFrame(
+        {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
+    )
+    outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
+    outcome.figure(
+        "norms",
+        "Mean norm at every layer",
+        drawing.layer_norms(norms, errors, printed),
+        "Mean norm of the vectors of one sequence of random tokens, position 0 left out; diamonds are this model's "
+        "layer 0 times the ratios printed for GPT-2.",
+        "a steep rise: each block's update outgrows its input.",
+        f"{SONG}, Fig. 8, left",
+    )
+    outcome.figure(
+        "cosines",
+        "Cosine between layers",
+        drawing.layer_cosines(cosines),
+        "Mean cosine between a token's vectors at every two layers.",
+        "a first row near 0: the residual connection does not carry the embedding along unchanged.",
+        f"{SONG}, Fig. 8, right",
+    )

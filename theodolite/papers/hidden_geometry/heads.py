@@ -7,15 +7,14 @@ import math
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent
 
 MOSTLY = 0.8
@@ -26,6 +25,22 @@ TOGETHER = Criterion(
     "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
 )
 EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
+
+TRENDS = (
+    (
+        "The argmax property is satisfied especially in early layers (appendix D.2)",
+        "layer",
+        "its layer",
+        EARLIER,
+    ),
+    (
+        "Local attention is a consequence of smoothness (section 4.2)",
+        "previous_token",
+        "the attention that it pays to the previous token",
+        TOGETHER,
+    ),
+)
+"""Claim, column of the heads table, its name, criterion: of the rank correlation over heads."""
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
@@ -49,29 +64,6 @@ def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
     return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
 
 
-def _together(claim: str, what: str, x: Floats, y: Floats, criterion: Criterion) -> Verdict:
-    correlation, count = _over_heads(x, y)
-    if math.isnan(correlation):
-        return Verdict(claim, UNTESTABLE, f"{what}: {count} heads with both, or no difference between them")
-    return judge(
-        claim, f"{what}, {count} heads", Estimate(correlation, error_under_independence(count)), criterion
-    )
-
-
-def _map(run: Run, name: str) -> Exhibit:
-    grid = head_grid(run, name)
-    assert grid is not None
-    return Exhibit(
-        name.replace("_", "-"),
-        f"The argmax property of every head, {MEANT[name]}",
-        drawing.head_values(grid, "share of positions"),
-        "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, P̃ = pos + μ"
-        f"{BEHIND.get(name, '')}.",
-        "heads above 0.8, mostly in early layers.",
-        f"{SONG}, Fig. 25 and appendix D.2",
-    )
-
-
 def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
     """Rank correlation over heads of each share with local attention, entropy and depth."""
     rows: list[tuple[str, str, float, int]] = []
@@ -81,32 +73,6 @@ def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
             correlation, count = (math.nan, 0) if other is None else _over_heads(values, other)
             rows.append((name, measure, correlation, count))
     return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
-
-
-def _verdicts(run: Run, shares: Floats) -> list[Verdict]:
-    what = "rank correlation of the head's share with"
-    return [
-        judge(
-            "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
-            f"share of {len(shares)} heads above {MOSTLY:g}",
-            float((shares > MOSTLY).mean()),
-            MANY_HEADS,
-        ),
-        _together(
-            "The argmax property is satisfied especially in early layers (appendix D.2)",
-            f"{what} its layer",
-            shares,
-            need_column(run.heads, "layer"),
-            EARLIER,
-        ),
-        _together(
-            "Local attention is a consequence of smoothness (section 4.2)",
-            f"{what} the attention that it pays to the previous token",
-            shares,
-            need_column(run.heads, "previous_token"),
-            TOGETHER,
-        ),
-    ]
 
 
 @experiment(
@@ -119,21 +85,46 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     run = study.run
     shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
     published = shares["argmax_property"]
-    correlations = _correlations(run, shares)
-    readings = [
-        Reading(
+    for name, values in shares.items():
+        outcome.read(
             f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
             percent(float((values > MOSTLY).mean())),
             "GPT-2: more than 43 %" if name == "argmax_property" else "",
         )
-        for name, values in shares.items()
-    ]
-    readings += [
-        Reading(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
-        for name, measure, correlation, _ in correlations.itertuples(index=False)
-        if (label := LOCALITY.get(measure))
-    ]
-    scatter = Exhibit(
+    correlations = _correlations(run, shares)
+    for name, measure, correlation, _ in correlations.itertuples(index=False):
+        if label := LOCALITY.get(measure):
+            outcome.read(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
+    outcome.claim(
+        "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
+        f"share of {len(published)} heads above {MOSTLY:g}",
+        float((published > MOSTLY).mean()),
+        MANY_HEADS,
+    )
+    of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
+    for claim, measure, what, criterion in TRENDS:
+        correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
+        what = f"rank correlation of the head's share with {what}"
+        if math.isnan(correlation):
+            outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
+            continue
+        estimate = Estimate(float(correlation), error_under_independence(int(count)))
+        outcome.claim(claim, f"{what}, {count:g} heads", estimate, criterion)
+    outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
+    outcome.tables["correlations"] = correlations
+    for name in shares:
+        grid = head_grid(run, name)
+        assert grid is not None
+        outcome.figure(
+            name.replace("_", "-"),
+            f"The argmax property of every head, {MEANT[name]}",
+            drawing.head_values(grid, "share of positions"),
+            "Share of the positions t at which the largest of the entries t' ≤ t of row t of P̃WP̃ᵀ is the t-th, "
+            f"P̃ = pos + μ{BEHIND.get(name, '')}.",
+            "heads above 0.8, mostly in early layers.",
+            f"{SONG}, Fig. 25 and appendix D.2",
+        )
+    outcome.figure(
         "locality",
         "The argmax property against local attention",
         drawing.head_scatter(
@@ -148,9 +139,3 @@ def figure_25(study: Study, outcome: Outcome) -> None:
         "a rise to the right, if local attention followed from position.",
         f"{SONG}, section 4.2; the comparison is ours",
     )
-    names = ["layer", "head", *shares, *(name for name in LOCALITY if name in run.heads)]
-    tables = {"heads": run.heads[names].copy(), "correlations": correlations}
-    outcome.readings += readings
-    outcome.verdicts += _verdicts(run, published)
-    outcome.tables |= tables
-    outcome.exhibits += [*(_map(run, name) for name in shares), scatter]

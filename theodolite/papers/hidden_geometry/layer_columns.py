@@ -1,14 +1,14 @@
-"""What experiments share: columns with their standard errors, the smoothness verdict, exhibits made from a figure."""
+"""What several tables and figures share: quotients of columns, the closest published model, the smoothness verdict."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import Floats, error_of, mean_over_layers, need, provenance, value_of
+from theodolite.report.data import Floats, layer_average, need, provenance
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
@@ -27,14 +27,18 @@ def closest_model(run: Run) -> str:
 
 
 def smooth_verdict(
-    run: Run, claim: str, criterion: Criterion = criteria.SMOOTH, least: int = criteria.LEAST_POSITIONS
+    run: Run,
+    claim: str,
+    criterion: Criterion = criteria.SMOOTH,
+    least: int = criteria.LEAST_POSITIONS,
+    column: str = "low_frequency_10",
 ) -> Verdict:
     """Judge the mean share of energy in the 10 × 10 lowest frequencies; below `least` positions it says nothing."""
     positions = need(run, "positional_basis").shape[1] - 1
-    mean, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
+    mean, _ = layer_average(run, column)
     chance = (10 / positions) ** 2
     if positions < least:
-        why = f"share of energy at K = 10: {mean:.3f}, but {positions} positions have only {positions} frequencies"
-        return Verdict(claim, UNTESTABLE, f"{why}: use contexts of {least + 1} tokens or more")
+        why = f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
+        return Verdict(claim, UNTESTABLE, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
-    return judge(claim, what, Estimate(mean, error), criterion)
+    return judge(claim, what, mean, criterion)

@@ -92,9 +92,8 @@ def _of_rank(run: Run, claim: str, ranks: Floats, every: bool) -> Verdict:
         what = f"highest rank of {count} layers, at layer {worst}, of {possible} possible"
         return judge(claim, what, Estimate(float(ranks[worst]), float(errors[worst])), criteria.RANK)
     mean, _, error = mean_over_layers(ranks, errors)
-    return judge(
-        claim, f"mean rank over {count} layers, of {possible} possible", Estimate(mean, error), criteria.RANK
-    )
+    what = f"mean rank over {count} layers, of {possible} possible"
+    return judge(claim, what, Estimate(mean, error), criteria.RANK)
 
 
 def _of_energy(run: Run, claim: str, every: bool) -> Verdict:

@@ -16,7 +16,15 @@ from theodolite.papers.hidden_geometry.layer_columns import closest_model, smoot
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import Floats, error_of, layer_estimates, mean_over_layers, need, value_of
+from theodolite.report.data import (
+    Floats,
+    error_of,
+    layer_average,
+    layer_estimates,
+    mean_over_layers,
+    need,
+    value_of,
+)
 from theodolite.report.drawing import experiments as drawing
 from theodolite.report.drawing import geometry
 from theodolite.report.exhibit import by_layer
@@ -262,9 +270,11 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     for index in range(singular_values.shape[1]):
         table[f"singular_value_{index + 1}"] = singular_values[:, index]
     outcome.tables["spectrum"] = table
-    smooth, _, error = mean_over_layers(value_of(run, "low_frequency_10"), error_of(run, "low_frequency_10"))
+    smooth, _ = layer_average(run, "low_frequency_10")
     outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
-    outcome.read("energy of the 10 × 10 lowest frequencies", with_error(smooth, error), "GPT-2: 99.7 %")
+    outcome.read(
+        "energy of the 10 × 10 lowest frequencies", with_error(smooth.value, smooth.error), "GPT-2: 99.7 %"
+    )
     outcome.claim(
         "A few singular values dominate (Fig. 3, left)",
         f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}",

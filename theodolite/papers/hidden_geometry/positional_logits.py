@@ -1,4 +1,4 @@
-"""All heads' logits between positions: the QK matrix of the positional basis (Figs. 19 and 22).
+"""The QK matrix of the positional basis of every head, as for models trained on addition (Figs. 19 and 22).
 
 Splits the model's logits with the run's mean and positional basis.
 """
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import OPEN, UNTESTABLE, Verdict, judge
+from theodolite.judging import UNTESTABLE, Verdict, judge
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.addition_check import reads_additions, why_not_an_adder
+from theodolite.papers.hidden_geometry.addition_check import of_an_adder
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, number
 from theodolite.theory.decomposition import PARTS, decompose_around
 
@@ -80,19 +80,6 @@ def _sampled(study: Study) -> Tensor:
     ).contexts
 
 
-def _smooth_verdict(run: Run, share: float, heads: int, positions: int) -> Verdict:
-    claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
-    what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
-    if not reads_additions(run):
-        why = f"the corpus of this run contains no addition problems ({what}: {number(share)})"
-        return Verdict(claim, UNTESTABLE, f"{why}: survey a model trained on addition on addition problems")
-    if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
-        return Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
-    chance = (10 / positions) ** 2
-    what += f" (positions in random order: {chance:.2g})"
-    return judge(claim, what, share, criteria.UNLIKE_LANGUAGE)
-
-
 @experiment(
     "geometry/figure19",
     "QK matrix of the positional basis of every head, as for models trained on addition",
@@ -119,12 +106,21 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     ]
     table = pd.DataFrame(rows)
     median = float(table["low_frequency_10"].median())
+    outcome.read(
+        "share of energy at K = 10 of pos-pos, median over heads", number(median), "“visibly discontinuous”"
+    )
+    if sums.refused:
+        reason = next(iter(sums.refused.values()))
+        outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
+    outcome.verdicts.append(rough_verdict(study, median, len(table), positions))
+    outcome.tables["smoothness"] = table
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
-    figure = Exhibit(
+    names = [f"head {head}" for head in heads]
+    outcome.figure(
         "positional-logits",
         "QK matrix of the positional basis, every head",
-        maps.weight_maps(tiles[0], [f"head {head}" for head in heads], len(shown)),
+        maps.weight_maps(tiles[0], names, len(shown)),
         f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
         "too. "
@@ -134,24 +130,19 @@ def figure_19(study: Study, outcome: Outcome) -> None:
         choice=by_name(
             "block",
             [f"block {layer}" for layer in drawn],
-            lambda place: maps.weight_patch(tiles[place]),
+            lambda place: maps.weight_maps(tiles[place], names, len(shown)),
         ),
         wide=True,
     )
-    readings = [
-        Reading(
-            "share of energy at K = 10 of pos-pos, median over heads",
-            number(median),
-            "“visibly discontinuous”",
-        )
-    ]
-    if sums.refused:
-        reason = next(iter(sums.refused.values()))
-        readings.append(Reading("layers that cannot be split", f"{len(sums.refused)}: {reason}"))
-    verdict = _smooth_verdict(run, median, len(table), positions)
-    if verdict.answer not in OPEN and (unknown := why_not_an_adder(study)):
-        verdict = Verdict(verdict.claim, UNTESTABLE, f"{unknown} ({verdict.evidence})")
-    outcome.readings += readings
-    outcome.verdicts += [verdict]
-    outcome.tables |= {"smoothness": table}
-    outcome.exhibits += [figure]
+
+
+def rough_verdict(study: Study, share: float, heads: int, positions: int) -> Verdict:
+    """Judge the median `share` of low frequencies over heads, where the model was trained on addition."""
+    claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
+    what = f"share of energy at K = 10 of pos-pos, median of {counted(heads, 'head')}"
+    if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
+        verdict = Verdict(claim, UNTESTABLE, f"{positions} positions have only {positions} frequencies")
+    else:
+        chance = f"(positions in random order: {(10 / positions) ** 2:.2g})"
+        verdict = judge(claim, f"{what} {chance}", share, criteria.UNLIKE_LANGUAGE)
+    return of_an_adder(study, verdict, f"{what}: {number(share)}")

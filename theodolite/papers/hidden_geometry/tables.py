@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.comparison.stream import overlap
-from theodolite.judging import UNTESTABLE, Estimate, Verdict, judge
+from theodolite.judging import Estimate
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, quotient, smooth_verdict
@@ -18,19 +18,17 @@ from theodolite.papers.hidden_geometry.low_rank import found_ranks, low_rank_ver
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
-    Floats,
     column,
     error_of,
+    layer_average,
     layer_estimates,
-    mean_over_layers,
     need,
     need_column,
     value_of,
 )
 from theodolite.report.drawing import experiments as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
@@ -44,7 +42,7 @@ QUANTITIES = {
 CUTOFFS = (1, 3, 5, 10)
 _NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
-    "PPᵀ": ("", published.LOW_FREQUENCY),
+    "PPᵀ": ("pp_", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
     "QK matrix": ("qk_", published.LOW_FREQUENCY_QK),
 }
@@ -58,43 +56,53 @@ ROWS_OF_TABLE_3 = {
     needs=_NEEDS,
 )
 def table_1(study: Study, outcome: Outcome) -> None:
-    run, this_run = study.run, "this run"
-    rows: dict[str, dict[str, tuple[float, float]]] = {this_run: {}}
-    readings, errors = [], {}
-    model = closest_model(run)
+    run, model = study.run, closest_model(study.run)
+    this_run: dict[str, tuple[float, float]] = {}
+    errors = {}
     for quantity, (name, field) in QUANTITIES.items():
-        mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
-        errors[quantity] = error
-        if math.isfinite(mean):
-            rows[this_run][quantity] = (mean, deviation)
-        paper = getattr(published.AVERAGES[model], field)
+        mean, deviation = layer_average(run, name)
+        errors[f"{quantity} se"] = mean.error
+        here, paper = MISSING, getattr(published.AVERAGES[model], field)
+        if math.isfinite(mean.value):
+            this_run[quantity] = (mean.value, deviation)
+            here = f"{with_error(mean.value, mean.error)} ({number(deviation)})"
         decimals = 3 if field == "incoherence" else 2  # as printed
-        readings.append(
-            Reading(
-                f"{quantity}, mean (sd) over layers",
-                f"{with_error(mean, error)} ({number(deviation)})" if math.isfinite(mean) else MISSING,
-                f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})",
-            )
+        outcome.read(
+            f"{quantity}, mean (sd) over layers", here, f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})"
         )
+    rows = {"this run": this_run}
     for row in published.TABLE_1:
-        rows[f"{row.model} · {row.text}"] = {
-            quantity: getattr(row, field)
-            for quantity, (_, field) in QUANTITIES.items()
-            if math.isfinite(getattr(row, field)[0])
-        }
+        cells = {quantity: getattr(row, field) for quantity, (_, field) in QUANTITIES.items()}
+        rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
     table = pd.DataFrame(
         [
             {"row": name}
             | {
-                f"{q}{s}": cells.get(q, (math.nan,) * 2)[i]
+                f"{q}{end}": cells.get(q, (math.nan, math.nan))[place]
                 for q in QUANTITIES
-                for i, s in enumerate(("", " sd"))
+                for place, end in enumerate(("", " sd"))
             }
-            | {f"{q} se": errors[q] if name == this_run else math.nan for q in QUANTITIES}
             for name, cells in rows.items()
         ]
     )
-    figure = Exhibit(
+    outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
+    outcome.verdicts.append(
+        low_rank_verdict(run, "The positional basis is a low-rank component (Table 1)", every=False)
+    )
+    outcome.claim(
+        "The positional basis is a significant component (Table 1, section 3.1)",
+        "relative norm",
+        layer_estimates(run, "relative_norm"),
+        criteria.SIGNIFICANT,
+    )
+    _separation(outcome, run)
+    outcome.claim(
+        "Position and context are incoherent (Table 1, section 5)",
+        f"mean |cosine| over {len(run.layers)} layers",
+        layer_average(run, "incoherence_mean")[0],
+        criteria.incoherent(need(run, "positional_basis").shape[2]),
+    )
+    outcome.figure(
         "table1",
         "Averages over layers, against the published ones",
         drawing.averages(rows, list(QUANTITIES)),
@@ -104,51 +112,18 @@ def table_1(study: Study, outcome: Outcome) -> None:
         f"{SONG}, Table 1",
         wide=True,
     )
-    outcome.readings += readings
-    outcome.verdicts += _verdicts_1(run)
-    outcome.tables |= {"averages": table}
-    outcome.exhibits += [figure]
 
 
-def _verdicts_1(run: Run) -> list[Verdict]:
-    width, layers = need(run, "positional_basis").shape[2], len(run.layers)
-    return [
-        low_rank_verdict(run, "The positional basis is a low-rank component (Table 1)", every=False),
-        judge(
-            "The positional basis is a significant component (Table 1, section 3.1)",
-            "relative norm",
-            layer_estimates(run, "relative_norm"),
-            criteria.SIGNIFICANT,
-        ),
-        _separation(run),
-        judge(
-            "Position and context are incoherent (Table 1, section 5)",
-            f"mean |cosine| over {layers} layers",
-            _mean(run, "incoherence_mean"),
-            criteria.incoherent(width),
-        ),
-    ]
-
-
-def _mean(run: Run, name: str) -> Estimate:
-    mean, _, error = mean_over_layers(value_of(run, name), error_of(run, name))
-    return Estimate(mean, error)
-
-
-def _separation(run: Run) -> Verdict:
+def _separation(outcome: Outcome, run: Run) -> None:
     claim = "Inter-cluster similarity is far below intra-cluster similarity (Table 1)"
-    within, _, error_within = mean_over_layers(
-        value_of(run, "similarity_within"), error_of(run, "similarity_within")
-    )
-    between, _, error_between = mean_over_layers(
-        value_of(run, "similarity_between"), error_of(run, "similarity_between")
-    )
-    if not math.isfinite(within * between):
-        return Verdict(claim, UNTESTABLE, "the text has no labels, or no two contexts with the same one")
-    numbers = (np.asarray(x, dtype=np.float64) for x in (within, error_within, between, error_between))
+    within, between = (layer_average(run, f"similarity_{name}")[0] for name in ("within", "between"))
+    if not math.isfinite(within.value * between.value):
+        outcome.cannot_test(claim, "the text has no labels, or no two contexts with the same one")
+        return
+    numbers = np.array([within.value, within.error, between.value, between.error])
     ratio, error = map(float, quotient(*numbers))
-    what = f"intra {within:.3f} over inter {between:.3f}, means over {len(run.layers)} layers"
-    return judge(claim, what, Estimate(ratio, error), criteria.SEPARATION)
+    what = f"intra {within.value:.3f} over inter {between.value:.3f}, means over {len(run.layers)} layers"
+    outcome.claim(claim, what, Estimate(ratio, error, within.n, within.of), criteria.SEPARATION)
 
 
 @experiment(
@@ -159,157 +134,122 @@ def _separation(run: Run) -> Verdict:
     options=("other",),
 )
 def table_2(study: Study, outcome: Outcome) -> None:
-    first, second = study.run, study.other_run()
-    names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in (first, second)]
+    first, second = runs = study.run, study.other_run()
+    names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in runs]
     if names[0] == names[1]:
-        names = [names[0], f"{names[1]} (second text)"]
-    layers = need_column(first.layers, "layer")
+        names[1] += " (second text)"
+    model = closest_model(first)
+    paper = next((row for row in published.TABLE_2 if row.model == model), published.TABLE_2[1])
+    printed = (
+        (f"{paper.model}: {paper.trained_rank:g}", percent(published.LOW_FREQUENCY[10]) + " (GPT-2)"),
+        (f"{paper.model} on {paper.text}: {paper.rank[0]:g}", percent(paper.low_frequency)),
+    )
+    for run, name, (rank_printed, share_printed) in zip(runs, names, printed, strict=True):
+        mean, _ = layer_average(run, "rank")
+        outcome.read(f"mean rank on {name}", with_error(mean.value, mean.error), rank_printed)
+        share, _ = layer_average(run, "low_frequency_10")
+        outcome.read(f"share of energy at K = 10 on {name}", percent(share.value), share_printed)
     shared, chance = overlap(first, second)
+    outcome.read(
+        "overlap of the leading positional directions, as many as the rank",
+        f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
+    )
+    robust_verdicts(outcome, first, second)
+    layers = need_column(first.layers, "layer")
     table = pd.DataFrame({"layer": layers.astype(int)})
-    for run, title in zip((first, second), ("", "other_"), strict=True):
-        for name in ("rank", "low_frequency_10"):
-            table[title + name] = value_of(run, name)
-            table[f"{title}{name}_se"] = error_of(run, name)
+    for run, prefix in zip(runs, ("", "other_"), strict=True):
+        for column_name in ("rank", "low_frequency_10"):
+            table[prefix + column_name] = value_of(run, column_name)
+            table[f"{prefix}{column_name}_se"] = error_of(run, column_name)
     table["overlap"] = shared
-    readings = [
-        Reading(
-            f"{what} on {name}",
-            with_error(mean, error) if measure == "rank" else percent(mean),
-            paper,
+    outcome.tables["robustness"] = table
+    for column_name, y, title in (
+        ("rank", "dimensions", "Rank of the positional basis"),
+        ("low_frequency_10", "share of energy", "Smoothness"),
+    ):
+        curves = {
+            name: (value_of(run, column_name), error_of(run, column_name))
+            for run, name in zip(runs, names, strict=True)
+        }
+        outcome.figure(
+            column_name.replace("_", "-"),
+            f"{title} on both texts",
+            drawing.two_texts(layers, curves, y, share=column_name != "rank"),
+            "The measure at every layer, on the text of the run and on the other text; bars are standard errors.",
+            "two curves that stay close.",
+            f"{SONG}, Table 2",
         )
-        for run, name, papers in zip((first, second), names, _papers_2(study), strict=True)
-        for (what, measure), paper in zip(
-            (("mean rank", "rank"), ("share of energy at K = 10", "low_frequency_10")), papers, strict=True
-        )
-        for mean, _, error in [mean_over_layers(value_of(run, measure), error_of(run, measure))]
-    ]
-    readings.append(
-        Reading(
-            "overlap of the leading positional directions, as many as the rank",
-            f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
-        )
-    )
-    figures = [
-        _two_texts(first, second, names, "rank", "dimensions", "Rank of the positional basis"),
-        _two_texts(first, second, names, "low_frequency_10", "share of energy", "Smoothness"),
-    ]
-    runs = {} if second is first else {"other": second.provenance}
-    outcome.readings += readings
-    outcome.verdicts += _verdicts_2(first, second)
-    outcome.tables |= {"robustness": table}
-    outcome.exhibits += figures
-    outcome.runs |= runs
+    if second is not first:
+        outcome.runs["other"] = second.provenance
 
 
-def _papers_2(study: Study) -> list[list[str]]:
-    model = closest_model(study.run)
-    row = next((row for row in published.TABLE_2 if row.model == model), published.TABLE_2[1])
-    trained = percent(published.LOW_FREQUENCY[10]) + " (GPT-2)"
-    return [
-        [f"{row.model}: {row.trained_rank:g}", trained],
-        [f"{row.model} on {row.text}: {row.rank[0]:g}", percent(row.low_frequency)],
-    ]
-
-
-def _two_texts(first: Run, second: Run, names: list[str], name: str, y: str, title: str) -> Any:
-    curves = {
-        title: (value_of(run, name), error_of(run, name))
-        for run, title in zip((first, second), names, strict=True)
-    }
-    return Exhibit(
-        name.replace("_", "-"),
-        f"{title} on both texts",
-        drawing.two_texts(need_column(first.layers, "layer"), curves, y, share=name != "rank"),
-        "The measure at every layer, on the text of the run and on the other text; bars are standard errors.",
-        "two curves that stay close.",
-        f"{SONG}, Table 2",
-    )
-
-
-def _verdicts_2(first: Run, second: Run) -> list[Verdict]:
+def robust_verdicts(outcome: Outcome, first: Run, second: Run) -> None:
+    """Judge whether rank and smoothness are the same on the second text."""
     claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
-        return [
-            Verdict(claim, UNTESTABLE, "the run itself is on random tokens: pass another text with --other")
-        ]
+        outcome.cannot_test(claim, "the run itself is on random tokens: pass another text with --other")
+        return
     missing = [int(np.isnan(found_ranks(run)).sum()) for run in (first, second)]
     if why := no_room(first):
-        rank = Verdict(claim, UNTESTABLE, why)
+        outcome.cannot_test(claim, why)
     elif any(missing):
-        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
-        rank = Verdict(claim, UNTESTABLE, why)
+        layers = len(first.layers)
+        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {layers}"
+        outcome.cannot_test(claim, why)
     else:
-        ranks = [mean_over_layers(value_of(run, "rank"), error_of(run, "rank")) for run in (first, second)]
-        change, error = abs(ranks[1][0] - ranks[0][0]), math.hypot(ranks[0][2], ranks[1][2])
-        what = f"mean rank {ranks[0][0]:.3g} here, {ranks[1][0]:.3g} on the other text; change"
-        rank = judge(claim, what, Estimate(change, error), criteria.RANK_CHANGE)
+        here, other = (layer_average(run, "rank")[0] for run in (first, second))
+        what = f"mean rank {here.value:.3g} here, {other.value:.3g} on the other text; change"
+        change = Estimate(abs(other.value - here.value), math.hypot(here.error, other.error))
+        outcome.claim(claim, what, change, criteria.RANK_CHANGE)
     smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
-    return [rank, smooth_verdict(second, smooth)]
+    outcome.verdicts.append(smooth_verdict(second, smooth))
 
 
 @experiment(
     "geometry/table3",
     "Low-frequency shares of PPᵀ, PWPᵀ and the QK matrix",
     "PWPᵀ and the QK matrix inherit the smoothness of the positional basis (Table 3)",
-    needs=("layers.low_frequency_10",),
+    needs=("layers.pp_low_frequency_10", "arrays.positional_basis"),
 )
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
+    claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
+    outcome.verdicts.append(smooth_verdict(run, claim, column="pp_low_frequency_10"))
     shares_here: dict[str, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
-    readings, verdicts = (
-        [],
-        [
-            smooth_verdict(
-                run, "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
-            )
-        ],
-    )
     for name, (prefix, paper) in ROWS_OF_TABLE_3.items():
-        frame = run.heads if prefix else run.layers
-        columns = {cutoff: column(frame, f"{prefix}low_frequency_{cutoff}") for cutoff in CUTOFFS}
-        values = {
-            cutoff: float(np.nanmean(shares)) for cutoff, shares in columns.items() if shares is not None
-        }
-        shares_here[name] = values
+        over = "layers" if name == "PPᵀ" else "heads"
+        columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
+        shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
+        shares_here[name] = shares
         rows.append(
-            {"row": name, "where": "this run"} | {f"K = {k}": values.get(k, math.nan) for k in CUTOFFS}
+            {"row": name, "where": "this run"} | {f"K = {k}": shares.get(k, math.nan) for k in CUTOFFS}
         )
         rows.append({"row": name, "where": "GPT-2, Table 3"} | {f"K = {k}": paper[k] for k in CUTOFFS})
-        shown = ", ".join(percent(values[k]) for k in CUTOFFS if k in values) or "missing in this run"
-        over = "heads" if prefix else "layers"
-        readings.append(
-            Reading(
-                f"{name}, K = 1, 3, 5, 10, mean over {over}",
-                shown,
-                "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
-            )
+        outcome.read(
+            f"{name}, K = 1, 3, 5, 10, mean over {over}",
+            ", ".join(map(percent, shares.values())) or "missing in this run",
+            "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
         )
-        if prefix:
-            verdicts.append(_inherited(run, name, columns[10]))
-    figure = Exhibit(
+        if over == "layers":
+            continue
+        claim = f"{name} inherits the smoothness of the positional basis (section 4.2, Table 3)"
+        if columns[10] is None:
+            why = f"missing in this run: survey again for the low-frequency shares of {name}"
+            outcome.cannot_test(claim, why)
+            continue
+        finite = columns[10][np.isfinite(columns[10])]
+        # Heads are not drawn independently: their spread is shown, and no standard error is claimed.
+        what = f"share of energy at K = 10, mean over {len(finite)} heads (sd {finite.std():.2g})"
+        outcome.claim(claim, what, float(finite.mean()), criteria.SMOOTH)
+    outcome.tables["shares"] = pd.DataFrame(rows)
+    outcome.figure(
         "table3",
         "Smoothness, from positions to logits",
         drawing.shares_by_cutoff(shares_here, {name: paper for name, (_, paper) in ROWS_OF_TABLE_3.items()}),
         "Share of the energy of the two-dimensional cosine transform in its K × K lowest frequencies: of the Gram "
-        "matrix of normalised positions (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
+        "matrix PPᵀ of positions, not normalised (mean over layers), and of PWPᵀ and the QK matrix (means over heads).",
         "shares near 1 at K = 10 in all rows.",
         f"{SONG}, Table 3",
         wide=True,
     )
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"shares": pd.DataFrame(rows)}
-    outcome.exhibits += [figure]
-
-
-def _inherited(run: Run, name: str, shares: Floats | None) -> Verdict:
-    claim = f"{name} inherits the smoothness of the positional basis (section 4.2, Table 3)"
-    if shares is None:
-        return Verdict(
-            claim, UNTESTABLE, f"missing in this run: survey again for the low-frequency shares of {name}"
-        )
-    finite = shares[np.isfinite(shares)]
-    # Heads are not drawn independently: their spread is shown, and no standard error is claimed.
-    what = f"share of energy at K = 10, mean over {len(finite)} heads (sd {finite.std():.2g})"
-    return judge(claim, what, float(finite.mean()), criteria.SMOOTH)

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 
 from theodolite.errors import WorkError
-from theodolite.judging import Criterion, Verdict, judge
+from theodolite.judging import Criterion
 from theodolite.models import OpenModel
 from theodolite.models.head_weights import EXACT, no_head_matrix
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry.decoupling import CORNERS, Decoupling, decouple
-from theodolite.report.data import Floats, evenly, need
+from theodolite.report.data import evenly, need
 from theodolite.report.drawing import theory as drawing
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import head_name, number, percent
 
 CORNER = 20
@@ -114,61 +115,54 @@ def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
     return table
 
 
-def _median(table: pd.DataFrame, name: str) -> str:
-    return percent(float(table[name].median()))
-
-
-def _verdicts(table: pd.DataFrame, corner: int, shortened: str) -> list[Verdict]:
+def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -> None:
     low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
     diagonal = table["diagonal_ratio"] >= TIMES
     # Where hardly anything survives, where it lies is chance.
     concentrated = (table[f"corner_surviving_{corner}"] >= CONCENTRATED.limit) & (
         table["surviving"] >= LEAST_SURVIVING
     )
+    median = table.median(numeric_only=True)
     heads = f"share of {len(table)} heads{shortened}"
-    energy = f"median of that energy {percent(float(table[f'corner_energy_{corner}'].median()))}, "
-    energy += f"{number(float(table['corner_ratio'].median()))} times that of random rotations"
-    return [
-        judge(
-            "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
-            f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
-            f"random rotations, and more by {DEVIATIONS:g} of their sd ({energy})",
-            float(low_rank.mean()),
-            MAJORITY,
-        ),
-        judge(
-            "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
-            f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
-            f"{_median(table, 'diagonal')}, at random {_median(table, 'diagonal_random')})",
-            float(diagonal.mean()),
-            MAJORITY,
-        ),
-        judge(
-            f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
-            f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
-            f"{corner} × {corner} corner",
-            float(concentrated.mean()),
-            CONCENTRATED,
-        ),
-    ]
+    outcome.claim(
+        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)",
+        f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
+        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy "
+        f"{percent(median[f'corner_energy_{corner}'])}, {number(median['corner_ratio'])} times that of random "
+        "rotations)",
+        float(low_rank.mean()),
+        MAJORITY,
+    )
+    outcome.claim(
+        "A diagonal component in the majority of attention heads (eq. 9, section 5.1)",
+        f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
+        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})",
+        float(diagonal.mean()),
+        MAJORITY,
+    )
+    outcome.claim(
+        f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)",
+        f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
+        f"{corner} × {corner} corner",
+        float(concentrated.mean()),
+        CONCENTRATED,
+    )
 
 
-def _maps(layers: list[_Layer]) -> Any:
+def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
     heads = evenly(len(layers[0].split.diagonal), SHOWN_HEADS)
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [
-        drawing.weight_tiles(
-            layer.split.rotated_map[heads].cpu().numpy(), layer.split.diagonal_map[heads].cpu().numpy()
-        )
-        for layer in chosen
-    ]
     side = chosen[0].split.diagonal_map.shape[1]
-    middle = len(chosen) // 2
-    # The picker opens with its middle entry.
-    return Exhibit(
+
+    def draw(place: int) -> go.Figure:
+        maps = chosen[place].split.rotated_map, chosen[place].split.diagonal_map
+        tiles = drawing.weight_tiles(*(each[heads].cpu().numpy() for each in maps))
+        return drawing.weight_maps(tiles, [f"head {head}" for head in heads], side)
+
+    outcome.figure(
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
-        drawing.weight_maps(tiles[middle], [f"head {head}" for head in heads], side),
+        draw(len(chosen) // 2),  # the picker opens with its middle entry
         f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
         "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
         "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
@@ -176,19 +170,34 @@ def _maps(layers: list[_Layer]) -> Any:
         "blue gathered in the top left corner, and a strong red diagonal where a head compares tokens coordinate by "
         "coordinate.",
         f"{SONG}, Fig. 4; Figs. 26 to 29",
-        choice=by_name(
-            "layer",
-            [f"block {layer.block}" for layer in chosen],
-            lambda place: drawing.weight_patch(tiles[place]),
-        ),
+        choice=by_name("layer", [f"block {layer.block}" for layer in chosen], draw),
         wide=True,
     )
 
 
-def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Floats:
-    grid = np.full(shape, np.nan)
-    grid[table["layer"], table["head"]] = values
-    return grid
+def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
+    median = table.median(numeric_only=True)
+    outcome.read(
+        f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
+        ", ".join(percent(median[f"corner_energy_{k}"]) for k in CORNERS),
+    )
+    outcome.read(
+        "the same in random bases", ", ".join(percent(median[f"corner_energy_{k}_random"]) for k in CORNERS)
+    )
+    outcome.read(
+        "entries above the threshold, median over heads (in random bases)",
+        f"{number(median['surviving'])} ({number(median['surviving_random'])})",
+    )
+    outcome.read(
+        f"share of their energy in the {corner} × {corner} corner, median over heads",
+        percent(median[f"corner_surviving_{corner}"]),
+        f"“concentrated in the top left (K ≈ {CORNER})”",
+    )
+    best = table.loc[table["corner_ratio"].idxmax()]
+    outcome.read(
+        "head with the largest corner, over random",
+        f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
+    )
 
 
 @experiment(
@@ -199,76 +208,44 @@ def _grid(table: pd.DataFrame, values: pd.Series, shape: tuple[int, int]) -> Flo
 )
 def figure_4(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
-    layers, without = _split(model, _basis(study))
+    basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
+    layers, without = _split(model, basis)
     if not layers:
         raise no_head_matrix(model.id)
     corner = corner_of(model.width)
-    table = _table(layers, corner)
-    shape = (model.layers, model.heads)
-    notes = [["" for _ in range(shape[1])] for _ in range(shape[0])]
+    table = outcome.tables["heads"] = _table(layers, corner)
+    _read(outcome, table, corner)
+    named = sorted({layer.projection for layer in layers} - {EXACT})
+    shortened = f" (weights as in: {', '.join(named)})" if named else ""
+    shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
+    _judge(outcome, table, corner, shortened)
+    _maps(outcome, layers)
+    notes = [[""] * model.heads for _ in range(model.layers)]
+    ratios = {name: np.full((model.layers, model.heads), np.nan) for name in ("corner", "diagonal")}
     for row in table.to_dict("records"):
-        notes[row["layer"]][row["head"]] = (
+        head = row["layer"], row["head"]
+        notes[head[0]][head[1]] = (
             f"{percent(row[f'corner_energy_{corner}'])} of the off-diagonal energy, random "
             f"{percent(row[f'corner_energy_{corner}_random'])}<br>diagonal {percent(row['diagonal'])}, random "
             f"{percent(row['diagonal_random'])}<br>{row['surviving']} entries survive"
         )
-    ratio = Exhibit(
+        for name, grid in ratios.items():
+            grid[head] = row[f"{name}_ratio"]
+    outcome.figure(
         "corner",
         f"The {corner} × {corner} corner of every head, over random rotations",
-        drawing.head_values(
-            _grid(table, table["corner_ratio"], shape), "times random", decades=True, notes=notes
-        ),
+        drawing.head_values(ratios["corner"], "times random", decades=True, notes=notes),
         f"Share of the off-diagonal energy in the {corner} × {corner} corner of the positional basis, over the mean of "
         "the same share in random bases; no threshold.",
         "heads far above 1: their weights read position.",
         f"{SONG}, section 5.1; the random rotations are ours",
     )
-    diagonal = Exhibit(
+    outcome.figure(
         "diagonal",
         "The diagonal of every head, over random bases",
-        drawing.head_values(
-            _grid(table, table["diagonal_ratio"], shape), "times random", decades=True, notes=notes
-        ),
+        drawing.head_values(ratios["diagonal"], "times random", decades=True, notes=notes),
         "Share of ‖W‖² on the diagonal of W in the coordinates of the stream, over the share expected on the "
         "diagonal in a random basis.",
         "heads far above 1, which compare tokens coordinate by coordinate.",
         f"{SONG}, section 5.1; the random bases are ours",
     )
-    named = sorted({layer.projection for layer in layers} - {EXACT})
-    shortened = f" (weights as in: {', '.join(named)})" if named else ""
-    shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
-    outcome.readings += _readings(table, corner)
-    outcome.verdicts += _verdicts(table, corner, shortened)
-    outcome.tables["heads"] = table
-    outcome.exhibits += [_maps(layers), ratio, diagonal]
-
-
-def _basis(study: Study) -> torch.Tensor:
-    """The run's positional basis without position 0, (L + 1, T − 1, d)."""
-    return torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
-
-
-def _readings(table: pd.DataFrame, corner: int) -> list[Reading]:
-    best = table.loc[table["corner_ratio"].idxmax()]
-    shares = ", ".join(_median(table, f"corner_energy_{k}") for k in CORNERS)
-    random = ", ".join(_median(table, f"corner_energy_{k}_random") for k in CORNERS)
-    return [
-        Reading(
-            f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
-            shares,
-        ),
-        Reading("the same in random bases", random),
-        Reading(
-            "entries above the threshold, median over heads (in random bases)",
-            f"{number(float(table['surviving'].median()))} ({number(float(table['surviving_random'].median()))})",
-        ),
-        Reading(
-            f"share of their energy in the {corner} × {corner} corner, median over heads",
-            _median(table, f"corner_surviving_{corner}"),
-            f"“concentrated in the top left (K ≈ {CORNER})”",
-        ),
-        Reading(
-            "head with the largest corner, over random",
-            f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
-        ),
-    ]
