@@ -1,24 +1,26 @@
-"""The shape of a propagation curve ρ(θ) in single numbers: how wide, how uneven, where. Nothing is judged here."""
+"""The shape of a propagation curve ρ(θ) in single numbers: how wide, how uneven, where.
+
+Positions that are NaN (keys beyond a window) are left out of means.
+"""
 
 from __future__ import annotations
 
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
-THETA = torch.linspace(0, 1, 401, dtype=torch.float64)
-"""Where curves of theory are drawn and integrated."""
+
+def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
+    """Effective share of the positions that propagate, (∫ρ)²/∫ρ²: 1 for a flat curve; NaN where none does."""
+    return curve.nanmean(-1) ** 2 / curve.square().nanmean(-1)
 
 
-def width(curve: Tensor) -> Tensor:
-    """Effective share of the positions that propagate, (∫ρ)²/∫ρ², over the last dimension: 1 for a flat curve."""
-    return curve.mean(-1) ** 2 / curve.square().mean(-1)
-
-
-def spread(curve: Tensor) -> Tensor:
-    """(max ρ − min ρ)/max ρ over the last dimension: 0 for a flat curve, 1 where some positions never propagate."""
+def curve_spread(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
+    """(max ρ − min ρ)/max ρ: 0 for a flat curve, 1 where some positions never propagate."""
     return 1 - curve.amin(-1) / curve.amax(-1)
 
 
-def centre(curve: Tensor, theta: Tensor) -> Tensor:
-    """∫θρ/∫ρ over the last dimension."""
-    return (curve * theta).mean(-1) / curve.mean(-1)
+def curve_centre(
+    curve: Float[Tensor, "*batch positions"], theta: Float[Tensor, " positions"]
+) -> Float[Tensor, "*batch"]:
+    """∫θρ/∫ρ, in the unit of θ."""
+    return (curve * theta).nanmean(-1) / curve.nanmean(-1)

@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import UNTESTABLE, Estimate, Estimates, Verdict, judge
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
-from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
 from theodolite.report.drawing import contexts as drawing
