@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.theory import REGIMES, propagation, regime, regime_margins
+from theodolite.theory import REGIMES, propagation, regime, regime_margins, regime_of_curve
 from theodolite.theory.regimes import QUANTITIES, UNDEFINED
 
 
@@ -134,3 +134,17 @@ def test_a_negative_scale_is_refused() -> None:
     for function in (regime, regime_margins):
         with pytest.raises(UsageError, match="eta is -1: a scale is not negative"):
             function([1.0, 1.0], [np.nan, -1.0])
+
+
+def test_regimes_are_read_off_curves_as_theory_reads_them():
+    """Oracle: `regime` of ξ and η (its own tests: Lemma 2), against the name of the corrected curve at 512 positions;
+    and curves drawn by hand. A window's unseen keys do not count."""
+    pairs = np.array([(0.0, 0.5), (8.0, 0.01), (-8.0, 0.01), (10.0, 2.0), (0.0, 50.0), (7.0, 0.2)])
+    theta = torch.linspace(0, 1, 512, dtype=torch.float64)
+    curves = propagation(theta, torch.tensor(pairs[:, 0]), torch.tensor(pairs[:, 1])).numpy()
+    assert regime_of_curve(curves).tolist() == regime(pairs[:, 0], pairs[:, 1]).tolist()
+    assert set(regime_of_curve(curves)) == {"uniform", "early-site", "late-site", "middle-site", "vanishing"}
+    late = np.where(np.arange(64) < 32, np.nan, np.where(np.arange(64) < 48, 0.0, 1.0))
+    assert regime_of_curve(np.stack([late, np.full(64, np.nan)])).tolist() == ["late-site", "undefined"]
+    noisy = np.clip(0.5 + 0.45 * np.random.default_rng(0).choice([-1, 1], size=(1, 512)), 0, 1)
+    assert regime_of_curve(noisy).tolist() == ["uniform"]

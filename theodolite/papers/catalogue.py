@@ -44,8 +44,8 @@ from theodolite.papers.hidden_geometry import (
     weights,
 )
 from theodolite.papers.localization import (
+    entropy_bound,
     head_behaviour,
-    limits,
     locater_figures,
     monitor_warnings,
     propagation_theory,
@@ -106,7 +106,7 @@ def _experiments() -> Iterator[Experiment]:
             "collapses (abstract)",
             (
                 propagation_theory,
-                limits,
+                entropy_bound,
                 simulated_walks,
                 locater_figures,
                 monitor_warnings,

@@ -15,12 +15,13 @@ from theodolite.theory.averaging import (
     averaging_model,
     mean_after,
 )
+from theodolite.theory.curve_shape import curve_centre, curve_spread, curve_width
 from theodolite.theory.decomposition import Decomposition, decompose
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.exact_propagation import propagation_exact, propagation_exact_head
 from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.quadratic_form import probability_between
-from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins
+from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins, regime_of_curve
 from theodolite.theory.singular import ScreeNOT, largest_singular_value, screenot, stable_rank
 from theodolite.theory.smoothness import (
     SmoothnessBound,
@@ -38,6 +39,8 @@ from theodolite.theory.spectrum import (
     qk_singular_values,
     qk_spectral_norm,
 )
+from theodolite.theory.spectrum_bounds import ScaleBound, TraceBound, scale_bound, trace_bound
+from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
 __all__ = [
     "REGIMES",
@@ -47,11 +50,18 @@ __all__ = [
     "Decomposition",
     "QKMoments",
     "RegimeMargins",
+    "ScaleBound",
     "ScreeNOT",
+    "Simulation",
     "SmoothnessBound",
+    "TraceBound",
+    "WalkSetting",
     "attention_summary",
     "averaging_error",
     "averaging_model",
+    "curve_centre",
+    "curve_spread",
+    "curve_width",
     "dct2",
     "decompose",
     "empirical_propagation",
@@ -73,8 +83,12 @@ __all__ = [
     "qk_spectral_norm",
     "regime",
     "regime_margins",
+    "regime_of_curve",
+    "scale_bound",
     "screenot",
+    "simulate_walks",
     "sinusoidal",
     "smoothness_bound",
     "stable_rank",
+    "trace_bound",
 ]

@@ -39,6 +39,9 @@ END_SHARE = 0.5
 curve has come down again and the site is the middle. In Lemma 2's limit ρ(1) is 1 for r < 2, ½ for r = 2 and
 0 for r > 2, so one half puts the boundary where the lemma has it."""
 
+BINS = 16
+"""Of a measured curve, whose single positions are shares of few contexts: its regime is read off their means."""
+
 _POSITIONS = 129
 """An odd number, so that θ = ½ is on the grid: as |r| grows the middle site narrows to it."""
 
@@ -138,6 +141,26 @@ def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
     )
 
 
+def regime_of_curve(curve: NDArray[np.floating] | Tensor) -> np.ndarray:
+    """The name of the regime that a measured curve has, by the thresholds of `regime`, off its means in `BINS` bins.
+
+    Args:
+        curve: ρ_1 … ρ_T, (heads, T); positions that are NaN (beyond a window) are left out.
+
+    Returns:
+        (heads,) names; `UNDEFINED` where a head has no position.
+    """
+    values = torch.as_tensor(curve, dtype=torch.float64)
+    bins = np.array_split(np.arange(values.shape[1]), min(BINS, values.shape[1]))
+    binned = torch.stack([values[:, positions].nanmean(1) for positions in bins], 1).numpy()
+    undefined = np.isnan(binned).all(1)
+    quantities = np.full((4, len(binned)), np.nan)
+    for head in np.flatnonzero(~undefined):
+        row = binned[head][np.isfinite(binned[head])]
+        quantities[:, head] = _of_extremes(row.max(), row.min(), row[0], row[-1])
+    return _names(_decisions(quantities), undefined)
+
+
 def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
     """The four of `QUANTITIES` on the corrected curve, along a new first dimension; NaN where undefined."""
     xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
@@ -147,10 +170,19 @@ def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
         theta, torch.from_numpy(np.where(silent, 0.0, xi)), torch.from_numpy(np.where(silent, 1.0, eta))
     ).numpy()
     curve = np.where(silent[..., None], 1.0, curve)
-    highest, lowest = curve.max(-1), curve.min(-1)
+    return _of_extremes(curve.max(-1), curve.min(-1), curve[..., 0], curve[..., -1])
+
+
+def _of_extremes(
+    highest: NDArray[np.float64],
+    lowest: NDArray[np.float64],
+    first: NDArray[np.float64],
+    last: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """`QUANTITIES` of curves whose largest, smallest, first and last values these are."""
     # Where ρ underflows to zero everywhere the signal has vanished, and the shares do not matter.
     scale = np.where(highest == 0, 1.0, highest)
-    return np.stack([highest, (highest - lowest) / scale, curve[..., -1] / scale, curve[..., 0] / scale])
+    return np.stack([highest, (highest - lowest) / scale, last / scale, first / scale])
 
 
 def _decisions(quantities: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -21,18 +21,19 @@ from theodolite.papers.experiment import Study
 from theodolite.papers.localization.locater_figures import (
     OF_SHAPES,
     figure_7,
+    fill,
     grid_provenance,
     judge_effect,
-    outcome_of,
 )
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
-from theodolite.papers.paired_effects import (
+from theodolite.papers.localization.paired_effects import (
     at_step,
     common_step,
     difference,
     rank_correlation_by_seed,
 )
+from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import write_outcome
 
 STEPS = [0, 1, 2, 5, 10]
@@ -77,8 +78,14 @@ def grid(direction: float, seeds: int = 3, **place: int) -> list[GridRun]:
     return runs
 
 
+def filled(runs: list[GridRun]) -> Outcome:
+    outcome = Outcome()
+    fill(outcome, runs, RECIPE)
+    return outcome
+
+
 def verdicts(runs: list[GridRun]) -> dict[str, str]:
-    return {verdict.claim: verdict.answer for verdict in outcome_of(runs, RECIPE).verdicts}
+    return {verdict.claim: verdict.answer for verdict in filled(runs).verdicts}
 
 
 CAPTIONS = (
@@ -121,7 +128,7 @@ def test_the_printed_gradient_is_judged_apart() -> None:
     other = [
         replace(p, setting=replace(p.setting, gradient="published")) for p in grid(-1.0) if p.setting.mean > 0
     ]
-    outcome = outcome_of([*grid(1.0), *other], RECIPE)
+    outcome = filled([*grid(1.0), *other])
     answers = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     assert [answers[claim] for claim in CAPTIONS] == [HOLDS] * 4
     assert [answers[f"{claim} with the printed gradient"] for claim in CAPTIONS] == [FAILS] * 4
@@ -177,9 +184,10 @@ def test_intervals_and_correlations() -> None:
 )
 def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
-    effect = Estimate.mean(np.array(values), "seeds")
-    assert judge_effect("x", "difference", effect, 1).answer == verdict
-    assert judge_effect("x", "difference", Estimate.mean(-np.array(values), "seeds"), -1).answer == verdict
+    outcome = Outcome()
+    for sign in (1, -1):
+        judge_effect(outcome, "x", "difference", Estimate.mean(sign * np.array(values), "seeds"), sign)
+    assert [each.answer for each in outcome.verdicts] == [verdict] * 2
 
 
 def write(folder: Path, runs: list[GridRun]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.optimize import minimize_scalar
 from typer.testing import CliRunner
 
 from theodolite.cli.app import app
@@ -19,26 +19,15 @@ from theodolite.papers import Study, find, reproduce, write_index, write_outcome
 from theodolite.papers.catalogue import EXPERIMENTS, need_no_model
 from theodolite.papers.experiment import of_nothing
 from theodolite.papers.localization import simulated_walks as localization_walks
-from theodolite.papers.localization.curve_shape import THETA, centre, spread, width
-from theodolite.papers.localization.limits import READINGS_3, window
-from theodolite.papers.localization.propagation_theory import (
-    ETAS,
-    XIS,
-    _claims_2,
-    best_clamped_line,
-)
+from theodolite.papers.localization.propagation_theory import ETAS, NEAR_LIMIT, THETA, XIS, window
 from theodolite.papers.localization.simulated_walks import PREDICTED, share_beyond_error
-from theodolite.papers.localization.walk_simulation import Simulation, WalkSetting, simulate
-from theodolite.theory.propagation import propagation
+from theodolite.theory import curve_centre, curve_spread, curve_width, entropy_lower_bound, propagation
+from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 
 
-def answers(name):
-    return [verdict.answer for verdict in reproduce(name).verdicts]
-
-
-def test_the_largest_errors_of_the_linearised_softmax_are_where_its_clamp_sets_in():
+def test_the_linearised_softmax_is_close_for_two_inputs_alone():
     """Oracle: for T = 2 both depend on δ = ω₁ − ω₂ alone; |σ(δ) − clamp(½ + δ/4)| is largest at δ = 2. With T
     inputs S̃_1 = (1 + ω(1 − 1/T))/T where S_1 = 1/(1 + (T − 1)e^{−ω})."""
     outcome = reproduce("localization/figure1")
@@ -47,34 +36,32 @@ def test_the_largest_errors_of_the_linearised_softmax_are_where_its_clamp_sets_i
     sigmoid = 1 / (1 + np.exp(-two["logit"]))
     np.testing.assert_allclose(two["softmax"], sigmoid, rtol=1e-12)
     np.testing.assert_allclose(two["piecewise"], np.clip(0.5 + two["logit"] / 4, 0, 1), rtol=1e-12)
-    assert f"{1 / (1 + math.exp(2)):.3f}" in outcome.verdicts[0].evidence
+    assert outcome.readings[0].here == f"{1 / (1 + math.exp(2)):.3f}"
     many = table[table["inputs"] == 40]
     np.testing.assert_allclose(
         many["piecewise"], np.clip((1 + many["logit"] * (1 - 1 / 40)) / 40, 0, 1), rtol=1e-9, atol=1e-15
     )
-    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, FAILS, FAILS, FAILS]
+    gaps = (table["softmax"] - table["piecewise"]).abs().groupby(table["inputs"]).max()
+    assert (gaps > 0.2).tolist() == [False, True, True, True]
+    assert gaps[40] == pytest.approx(0.77, abs=0.005)
 
 
-def test_the_best_clamped_line_balances_both_of_its_errors():
+def test_a_closer_clamped_line_than_that_of_slope_one_quarter_exists():
     """Oracle: at the minimax slope a the error at the clamp, 1 − σ(1/(2a)), equals that where σ' = a."""
-    slope, error = best_clamped_line()
-    at_clamp = 1 / (1 + math.exp(1 / (2 * slope)))
-    value = (1 + math.sqrt(1 - 4 * slope)) / 2  # σ(δ) with σ(1 − σ) = a
-    between = value - 0.5 - slope * math.log(value / (1 - value))
-    assert error == pytest.approx(at_clamp, abs=1e-4)
-    assert error == pytest.approx(between, abs=1e-4)
+    difference = np.linspace(0, 40, 40_001)
+    softmax = 1 / (1 + np.exp(-difference))
 
+    def largest(slope: float) -> float:
+        return float(np.abs(softmax - np.clip(0.5 + slope * difference, 0, 1)).max())
 
-def test_shapes_of_curves_that_are_known():
-    """Oracle: a constant, and the indicator of an interval."""
-    flat = torch.full((401,), 0.3, dtype=torch.float64)
-    step = ((THETA > 0.5) & (THETA <= 0.75)).double()
-    assert float(width(flat)) == pytest.approx(1)
-    assert float(spread(flat)) == pytest.approx(0, abs=1e-12)
-    assert float(centre(flat, THETA)) == pytest.approx(0.5)
-    assert float(width(step)) == pytest.approx(0.25, abs=0.005)
-    assert float(spread(step)) == 1
-    assert float(centre(step, THETA)) == pytest.approx(0.625, abs=0.005)
+    best = minimize_scalar(largest, bounds=(0.05, 0.25), method="bounded", options={"xatol": 1e-9})
+    at_clamp = 1 / (1 + math.exp(1 / (2 * best.x)))
+    value = (1 + math.sqrt(1 - 4 * best.x)) / 2  # σ(δ) with σ(1 − σ) = a
+    between = value - 0.5 - best.x * math.log(value / (1 - value))
+    assert best.fun == pytest.approx(at_clamp, abs=1e-4)
+    assert best.fun == pytest.approx(between, abs=1e-4)
+    assert best.fun == pytest.approx(0.056, abs=5e-4)
+    assert largest(0.25) == pytest.approx(1 / (1 + math.exp(2)), abs=1e-6)
 
 
 def test_figure_2_holds_both_formulas():
@@ -89,34 +76,59 @@ def test_figure_2_holds_both_formulas():
         np.testing.assert_allclose(table[name], expected, atol=1e-12)
 
 
-def test_the_observations_below_figure_2_can_fail():
-    """Oracle: curves that are flat in θ and in η: none concentrates, moves to a side or vanishes."""
+def observed(rho: torch.Tensor) -> list[bool]:
+    """Which of the five observations below Fig. 2 a grid of curves (ξ, η, θ) shows: docs/errata.md has the fourth.
+
+    ρ concentrates on fewer tokens as η increases, for |ξ| ≥ 5; it is flatter for |ξ| ≤ 1 than for any |ξ| ≥ 5; only
+    late or early tokens propagate at η = 0.001 and |ξ| = 20; it localizes around θ = ½ for η ≥ 0.5 and |ξ| ≥ 5; it
+    vanishes as η increases.
+    """
+    far, near = np.abs(XIS) >= 5, np.abs(XIS) <= 1
+    widths, spreads, centres = curve_width(rho), curve_spread(rho), curve_centre(rho, THETA)
+    late = (rho * (THETA > 0.5)).mean(-1) / rho.mean(-1)
+    return [
+        bool((widths[far, 1:] / widths[far, :-1]).max() <= 1.01),
+        bool(spreads[near].max() <= spreads[far].min()),
+        bool(min(late[-1, 0], 1 - late[0, 0]) >= 0.95),
+        bool((centres[far][:, np.array(ETAS) >= 0.5] - 0.5).abs().max() <= 0.1),
+        bool(rho[:, -1].max() <= 0.1),
+    ]
+
+
+def test_the_observations_below_figure_2():
+    """Oracle: the paper's sentences, all but one of which hold with the corrected variance; curves that are flat in θ
+    and in η, which neither concentrate, move to a side nor vanish; a tilted one; and one that widens."""
+    xi, eta = torch.tensor(XIS, dtype=torch.float64)[:, None], torch.tensor(ETAS, dtype=torch.float64)
+    corrected = propagation(THETA, xi, eta)
+    assert observed(corrected) == [True, True, True, False, True]
     grid = torch.full((len(XIS), len(ETAS), len(THETA)), 0.5, dtype=torch.float64)
     grid[..., 0] = 0.49  # not flat, so that spreads have a ratio
-    met = [bool(criterion.met(value)) for _, _, value, criterion in _claims_2(grid)]
-    assert met == [True, True, False, True, False]
-    tilted = THETA.expand(len(XIS), len(ETAS), -1)
-    assert not _claims_2(tilted)[3][3].met(_claims_2(tilted)[3][2])
+    assert observed(grid) == [True, True, False, True, False]
+    assert not observed(THETA.expand(len(XIS), len(ETAS), -1))[3]
     growing = grid.clone()
     growing[:, 0, 200:] = 0
-    assert not _claims_2(growing)[0][3].met(_claims_2(growing)[0][2])
+    assert not observed(growing)[0]
 
 
 def test_figure_3_follows_lemma_2():
-    """Oracle: Lemma 2 at r = 1.28 (no upper end) and r = 5.12 (½ + 1/5.12); both of its readings are drawn."""
+    """Oracle: Lemma 2 at r = 1.28 (no upper end) and r = 5.12 (½ + 1/5.12): nearly all of ρ is where its limit is 1;
+    both readings of the figure are drawn."""
     assert window(1.28) == (0.5, 1.0)
     assert window(5.12) == (0.5, pytest.approx(0.6953125))
-    assert [round(xi * eta, 9) for xi, eta in READINGS_3] == [1.28, 5.12, 5.12]
+    assert [round(xi * eta, 9) for xi, eta in NEAR_LIMIT] == [1.28, 5.12, 5.12]
     outcome = reproduce("localization/figure3")
-    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 3
+    table = outcome.tables["curves"]
+    for (xi, eta), name in zip(NEAR_LIMIT, table.filter(like="corrected"), strict=True):
+        low, high = window(xi * eta)
+        inside = table["theta"].between(low, high)
+        assert table[name][inside].sum() / table[name].sum() >= 0.9
     text = " ".join(row.here for row in outcome.readings)
     assert "262\u202f144" in text
 
 
-def test_figure_4_judges_the_printed_bound_by_a_real_entropy():
+def test_figure_4_draws_the_printed_bound_beside_a_real_entropy():
     """Oracle: the entropy of a softmax whose first logit stands out, of norm ν: the bound's minimiser; and ln T."""
-    outcome = reproduce("localization/figure4")
-    table = outcome.tables["bounds"]
+    table = reproduce("localization/figure4").tables["bounds"]
     for row in table[table["tokens"] == 64].iloc[::7].itertuples():
         logits = np.full(64, -row.nu / math.sqrt(64 * 63))
         logits[0] = row.nu * math.sqrt(63 / 64)
@@ -125,7 +137,10 @@ def test_figure_4_judges_the_printed_bound_by_a_real_entropy():
     assert table["published"].max() > 200
     large = table[table["tokens"] == 4096]
     assert float((large["asymptotic"] - large["exact"]).abs().max()) < 0.01
-    assert [verdict.answer for verdict in outcome.verdicts] == [FAILS, HOLDS, FAILS, HOLDS]
+    for _, curve in table.groupby("tokens"):
+        assert (curve["exact"].diff().dropna() <= 0).all()  # no peak away from ν = 0
+        assert curve["published"].max() > curve["published"].iloc[0] + 0.01
+    assert float(entropy_lower_bound(50.0, 4096)) < 1e-3
 
 
 def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
@@ -137,7 +152,7 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     simulated = (
         points[points["covariance"] == "anisotropic"]["simulated"].to_numpy().reshape(-1, SMALL.length)
     )
-    np.testing.assert_array_equal(simulated, simulate(SMALL, "anisotropic", 0).propagation)
+    np.testing.assert_array_equal(simulated, simulate_walks(SMALL, "anisotropic", 0).propagation)
     first = points[(points["covariance"] == "isotropic") & (points["mean"] == 1.0) & (points["scale"] == 2.0)]
     row = pairs[(pairs["covariance"] == "isotropic") & (pairs["mean"] == 1.0) & (pairs["scale"] == 2.0)].iloc[
         0
@@ -214,12 +229,11 @@ def test_fig_is_figure_in_every_group():
     ]
 
 
-def test_every_page_of_theory_has_verdicts_with_numbers_and_captions():
+def test_every_page_of_theory_has_captions_and_no_verdict():
+    """They come out the same for every model: a verdict would count for or against each of them."""
     for number in (1, 2, 3, 4):
         outcome = reproduce(f"localization/figure{number}")
-        for verdict in outcome.verdicts:
-            assert "criterion: at " in verdict.evidence
-            assert any(c.isdigit() for c in verdict.evidence)
+        assert not outcome.verdicts
         for exhibit in outcome.exhibits:
             assert "Bao et al. 2024" in exhibit.source
             assert exhibit.look_for
@@ -227,10 +241,3 @@ def test_every_page_of_theory_has_verdicts_with_numbers_and_captions():
             if exhibit.choice:
                 keys = [option.key for option in exhibit.choice.options]
                 assert len(exhibit.choice.variants()[keys[-1]]) == len(figure.data)
-
-
-def test_the_corrected_curve_decides_figure_2_and_the_printed_number_stands_beside_it():
-    verdicts = reproduce("localization/figure2").verdicts
-    assert answers("localization/figure2") == [HOLDS, HOLDS, HOLDS, FAILS, HOLDS]
-    assert all("with the printed variance: " in verdict.evidence for verdict in verdicts)
-    assert replace(verdicts[0], evidence="").claim.endswith("(section 4)")

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import Estimate, Estimates
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict

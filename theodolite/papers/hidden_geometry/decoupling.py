@@ -16,7 +16,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.papers.haar import haar_rotation
+from theodolite.theory.haar import haar_rotation
 from theodolite.theory.spectrum import qk_moments
 
 CORNERS = (5, 10, 20, 40, 60)

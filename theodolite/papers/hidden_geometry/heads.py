@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import Criterion, Estimate
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.papers.experiment import Study, experiment
-from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, head_grid, need_column
 from theodolite.report.drawing import theory as drawing

@@ -6,33 +6,41 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
 
-from theodolite.judging import Criterion, Verdict, judge
-from theodolite.papers.experiment import Study, experiment
-from theodolite.papers.localization.head_predictions import (
-    SOURCES,
+from theodolite.judging import Criterion, Estimate, judge
+from theodolite.measure.agreement import (
     OverHeads,
-    Prediction,
     agreement,
-    curve_error,
-    from_increments,
-    from_survey,
-    mean_of,
+    curve_errors,
+    mean_over_heads,
     others_mean,
     rank_correlation_of_heads,
-    regime_of_curve,
-    width_of,
 )
+from theodolite.papers.experiment import Study, experiment
+from theodolite.papers.localization.text_as_walk import text_walk
+from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
 from theodolite.report.drawing.theory import head_scatter
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, percent, with_error
+from theodolite.theory.curve_shape import curve_width
+from theodolite.theory.regimes import regime_of_curve
+
+SOURCES = {
+    "weights": "W_QK",
+    "text": "W_QK Σ̂, Σ̂ of what the head reads",
+    "increments": "W_QK Σ̂, Σ̂ of its increments",
+}
+"""Where a prediction comes from → how it is called."""
 
 LINES = (
     Line("measured", style.MEASURED, width=2.6),
@@ -58,13 +66,13 @@ COMPARED = (
 )
 """Predicted number, measured number, and how both are called."""
 
+Correlations = dict[tuple[str, str, str], OverHeads]
+"""(source, predicted number, measured number) → rank correlation over heads."""
 
-def _predicted_numbers(prediction: Prediction) -> dict[str, Floats]:
-    return {
-        "mean": mean_of(prediction.curve),
-        "width": width_of(prediction.curve),
-        "eta": prediction.eta,
-    }
+
+def _numbers(prediction: Prediction) -> dict[str, Floats]:
+    mean, width = prediction.curve.nanmean(1), curve_width(prediction.curve)
+    return {"mean": mean.numpy(), "width": width.numpy(), "eta": prediction.eta.numpy()}
 
 
 @experiment(
@@ -82,43 +90,139 @@ def _predicted_numbers(prediction: Prediction) -> dict[str, Floats]:
 )
 def behaviour(study: Study, outcome: Outcome) -> None:
     run, seed = study.run, int(study.provenance["seed"])
-    measured = need(run, "propagation_by_position").reshape(len(run.heads), -1).astype(np.float64)
+    measured = torch.from_numpy(need(run, "propagation_by_position")).flatten(0, 1).double()
     predictions = {name: from_survey(run, name) for name in ("weights", "text")}
-    predictions["increments"] = from_increments(study)
+    predictions["increments"] = from_increments(study.require_model(), text_walk(study), measured.shape[1])
     numbers = {
-        "ρ": mean_of(measured),
-        "width": width_of(measured),
+        "ρ": measured.nanmean(1).numpy(),
+        "width": curve_width(measured).numpy(),
         "entropy": need_column(run.heads, "entropy"),
     }
-    heads = _heads(run, predictions, numbers, measured)
-    correlations, correlation_of = _correlations(predictions, numbers, seed)
-    errors = {name: curve_error(prediction.curve, measured, seed) for name, prediction in predictions.items()}
-    errors["others"] = curve_error(others_mean(measured), measured, seed)
-    regimes = {
-        name: agreement(prediction.regime, heads["regime_measured"].to_numpy(dtype=str), seed)
+    correlation_of: Correlations = {
+        (name, predicted, shown): rank_correlation_of_heads(
+            _numbers(prediction)[predicted], numbers[shown], seed
+        )
         for name, prediction in predictions.items()
+        for predicted, shown, _, _ in COMPARED
     }
-    localized = rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
-    verdicts = [
-        *_order_verdicts(correlation_of),
-        *_curve_verdicts(errors),
-        *_regime_verdicts(regimes),
-        *_entropy_verdicts(correlation_of, localized),
+    _judge_order(outcome, correlation_of)
+    errors = _judge_curves(outcome, predictions, measured, seed)
+    shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), seed)
+    _judge_entropy(
+        outcome, correlation_of, rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
+    )
+    for name, label in SOURCES.items():
+        mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
+        outcome.read(
+            f"rank correlations over heads and errors, from {label}",
+            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(errors[name])}; "
+            f"same regime: {percent(shares[name])}",
+        )
+    outcome.read("error of the mean curve of all other heads", _shown(errors["others"]))
+    outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
+    rows = [
+        {"from": SOURCES[name], "predicted": predicted, "measured": shown}
+        | vars(_estimate(correlation_of[name, of, to]))
+        | {"low": correlation_of[name, of, to].low, "high": correlation_of[name, of, to].high}
+        for name in predictions
+        for of, to, predicted, shown in COMPARED
     ]
-    figures = [
-        _scatter(run, predictions, numbers["ρ"]),
-        _curves(run, predictions, measured),
-        _bars(correlation_of),
-    ]
-    readings = _readings(correlation_of, errors, regimes)
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"heads": heads, "correlations": correlations}
-    outcome.exhibits += figures
+    named = {"value": "rank_correlation", "error": "standard_error"}
+    outcome.tables["correlations"] = pd.DataFrame(rows).rename(columns=named)
+    _draw_scatter(outcome, run, predictions, numbers["ρ"])
+    _draw_curves(outcome, run, predictions, measured)
+    _draw_correlations(outcome, correlation_of)
+
+
+def _estimate(measured: OverHeads) -> Estimate:
+    return Estimate(measured.value, measured.error, measured.n, "heads")
+
+
+def _shown(measured: OverHeads) -> str:
+    return with_error(measured.value, measured.error)
+
+
+def _claim(
+    outcome: Outcome, claim: str, what: str, measured: OverHeads, criterion: Criterion, more: str = ""
+) -> None:
+    """Judge a number over heads, with the interval of its bootstrap in the evidence."""
+    verdict = judge(claim, what, _estimate(measured), criterion)
+    if np.isfinite(measured.low):
+        more = (
+            f"; 95 % interval {number(measured.low)} to {number(measured.high)} over {measured.n} heads{more}"
+        )
+    outcome.verdicts.append(replace(verdict, evidence=verdict.evidence + more))
+
+
+def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
+    for name, label in SOURCES.items():
+        _claim(
+            outcome,
+            f"Predicted ρ orders the heads as measured ρ does, from {label}",
+            "rank correlation over heads of mean ρ",
+            correlation_of[name, "mean", "ρ"],
+            ORDERS,
+        )
+
+
+def _judge_curves(
+    outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, seed: int
+) -> dict[str, OverHeads]:
+    """The error of each source's curves, and of the mean curve of all other heads, by which they are judged."""
+    curves = {name: prediction.curve for name, prediction in predictions.items()}
+    curves["others"] = others_mean(measured)
+    errors = {
+        name: mean_over_heads(curve_errors(curve, measured).numpy(), seed) for name, curve in curves.items()
+    }
+    for name, label in SOURCES.items():
+        _claim(
+            outcome,
+            f"The predicted curve ρ_1 … ρ_T is the measured one, from {label}",
+            "mean absolute error of ρ, mean over heads",
+            errors[name],
+            CLOSE,
+            f"; the mean curve of all other heads: {_shown(errors['others'])}",
+        )
+    return errors
+
+
+def _judge_regimes(
+    outcome: Outcome, predictions: dict[str, Prediction], measured: np.ndarray, seed: int
+) -> dict[str, float]:
+    """The share of heads whose regime each source predicts."""
+    shares = {}
+    for name, label in SOURCES.items():
+        kappa, shares[name] = agreement(predictions[name].regime, measured, seed)
+        _claim(
+            outcome,
+            f"The predicted regime is that of the measured curve, from {label}",
+            "Cohen's κ of the two regimes",
+            kappa,
+            AGREES,
+            f"; the same regime in {percent(shares[name])} of the heads",
+        )
+    return shares
+
+
+def _judge_entropy(outcome: Outcome, correlation_of: Correlations, localized: OverHeads) -> None:
+    _claim(
+        outcome,
+        "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
+        f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
+        correlation_of["text", "eta", "entropy"],
+        OPPOSED,
+    )
+    _claim(
+        outcome,
+        "Localized heads have a higher entropy (A2 of section 5)",
+        "rank correlation over heads of the measured share of positions that propagate with entropy",
+        localized,
+        OPPOSED,
+    )
 
 
 def _heads(
-    run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Floats
+    run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Tensor
 ) -> pd.DataFrame:
     """One row per head: what is measured, and what each source predicts."""
     columns: dict[str, object] = {
@@ -128,178 +232,68 @@ def _heads(
         "regime_measured": regime_of_curve(measured),
     }
     for name, prediction in predictions.items():
-        predicted = _predicted_numbers(prediction)
+        predicted = _numbers(prediction)
         columns |= {
             f"propagation_{name}": predicted["mean"],
             f"width_{name}": predicted["width"],
             f"eta_{name}": predicted["eta"],
             f"regime_{name}": prediction.regime,
-            f"error_{name}": mean_of(np.abs(prediction.curve - measured)),
+            f"error_{name}": curve_errors(prediction.curve, measured).numpy(),
         }
     return run.heads[["layer", "head"]].assign(**columns)
 
 
-Correlations = dict[tuple[str, str, str], OverHeads]
-"""(source, predicted number, measured number) → rank correlation over heads."""
-
-
-def _correlations(
-    predictions: dict[str, Prediction], numbers: dict[str, Floats], seed: int
-) -> tuple[pd.DataFrame, Correlations]:
-    correlation_of: Correlations = {}
-    rows = []
-    for name, prediction in predictions.items():
-        numbers_of = _predicted_numbers(prediction)
-        for predicted, measured, predicted_label, measured_label in COMPARED:
-            estimate = rank_correlation_of_heads(numbers_of[predicted], numbers[measured], seed)
-            correlation_of[name, predicted, measured] = estimate
-            rows.append(
-                {"from": SOURCES[name], "predicted": predicted_label, "measured": measured_label}
-                | vars(estimate)
-            )
-    table = pd.DataFrame(rows).rename(columns={"value": "rank_correlation", "error": "standard_error"})
-    return table, correlation_of
-
-
-def _interval(estimate: OverHeads) -> str:
-    return f"95 % interval {number(estimate.low)} to {number(estimate.high)} over {estimate.n} heads"
-
-
-def _verdict_on(claim: str, what: str, estimate: OverHeads, criterion: Criterion, more: str = "") -> Verdict:
-    verdict = judge(claim, what, estimate, criterion)
-    evidence = f"{verdict.evidence}; {_interval(estimate)}" if np.isfinite(estimate.low) else verdict.evidence
-    return replace(verdict, evidence=evidence + more)
-
-
-def _order_verdicts(correlation_of: Correlations) -> list[Verdict]:
-    return [
-        _verdict_on(
-            f"Predicted ρ orders the heads as measured ρ does, from {SOURCES[name]}",
-            "rank correlation over heads of mean ρ",
-            correlation_of[name, "mean", "ρ"],
-            ORDERS,
-        )
-        for name in SOURCES
-    ]
-
-
-def _curve_verdicts(errors: dict[str, OverHeads]) -> list[Verdict]:
-    others = (
-        f"; the mean curve of all other heads: {with_error(errors['others'].value, errors['others'].error)}"
-    )
-    return [
-        _verdict_on(
-            f"The predicted curve ρ_1 … ρ_T is the measured one, from {SOURCES[name]}",
-            "mean absolute error of ρ, mean over heads",
-            errors[name],
-            CLOSE,
-            others,
-        )
-        for name in SOURCES
-    ]
-
-
-def _regime_verdicts(regimes: dict[str, tuple[OverHeads, float]]) -> list[Verdict]:
-    return [
-        _verdict_on(
-            f"The predicted regime is that of the measured curve, from {SOURCES[name]}",
-            "Cohen's κ of the two regimes",
-            estimate,
-            AGREES,
-            f"; the same regime in {percent(share)} of the heads",
-        )
-        for name, (estimate, share) in regimes.items()
-    ]
-
-
-def _entropy_verdicts(correlation_of: Correlations, localized: OverHeads) -> list[Verdict]:
-    return [
-        _verdict_on(
-            "Heads whose spectrum has a smaller scale have a higher entropy (A2 of section 5)",
-            f"rank correlation over heads of η, from {SOURCES['text']}, with entropy",
-            correlation_of["text", "eta", "entropy"],
-            OPPOSED,
-        ),
-        _verdict_on(
-            "Localized heads have a higher entropy (A2 of section 5)",
-            "rank correlation over heads of the measured share of positions that propagate with entropy",
-            localized,
-            OPPOSED,
-        ),
-    ]
-
-
-def _readings(
-    correlation_of: Correlations, errors: dict[str, OverHeads], regimes: dict[str, tuple[OverHeads, float]]
-) -> list[Reading]:
-    rows = []
-    for name, label in SOURCES.items():
-        mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
-        shown = (
-            f"ρ: {with_error(mean.value, mean.error)}; η with entropy: {with_error(entropy.value, entropy.error)}; "
-            f"error of the curve: {with_error(errors[name].value, errors[name].error)}; "
-            f"same regime: {percent(regimes[name][1])}"
-        )
-        rows.append(Reading(f"rank correlations over heads and errors, from {label}", shown))
-    others = errors["others"]
-    rows.append(Reading("error of the mean curve of all other heads", with_error(others.value, others.error)))
-    return rows
-
-
-def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
+def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Floats) -> None:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
-    means = [mean_of(prediction.curve) for prediction in predictions.values()]
-    return Exhibit(
+    means = [prediction.curve.nanmean(1).numpy() for prediction in predictions.values()]
+
+    def draw(place: int) -> go.Figure:
+        return head_scatter(means[place], measured, layers, heads, ("predicted mean ρ", "measured mean ρ"))
+
+    outcome.figure(
         "heads",
         "Predicted and measured signal propagation of every head",
-        head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
+        draw(0),
         "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
-        "violet "
-        "blocks are early, green ones late.",
+        "violet blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
-        choice=by_name(
-            "from",
-            list(SOURCES.values()),
-            lambda place: [{"x": means[place].astype(np.float32), "y": measured.astype(np.float32)}, {}],
-        ),
+        choice=by_name("from", list(SOURCES.values()), draw),
         wide=True,
     )
 
 
-def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
+def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Tensor) -> None:
     shown = evenly(measured.shape[1], CURVE_POINTS)
     theta = (np.array(shown, dtype=np.float64) + 1) / measured.shape[1]
     curves = [measured, *(prediction.curve for prediction in predictions.values())]
 
-    def values(place: int) -> list[Floats]:
-        return [curve[place, shown] for curve in curves]
+    def draw(head: int) -> go.Figure:
+        values = [curve[head, shown].numpy() for curve in curves]
+        return drawing.curves(theta, LINES, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
 
-    return Exhibit(
+    outcome.figure(
         "curves",
         "ρ of one head, measured and predicted",
-        drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
+        draw(0),
         "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
         "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
         "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
         "follow a random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
-        choice=by_name("head", head_labels(run), lambda place: drawing.values_patch(values(place))),
+        choice=by_name("head", head_labels(run), draw),
         wide=True,
     )
 
 
-def _bars(correlation_of: Correlations) -> Exhibit:
-    groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
+def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
     values = {}
     for name, label in SOURCES.items():
         estimates = [correlation_of[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
-        heights = np.array([estimate.value for estimate in estimates])
-        values[label] = (
-            heights,
-            np.array([[estimate.low for estimate in estimates], [estimate.high for estimate in estimates]]),
-        )
-    return Exhibit(
+        value, low, high = np.array([(each.value, each.low, each.high) for each in estimates]).T
+        values[label] = value, np.stack([low, high])
+    groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
+    outcome.figure(
         "correlations",
         "Rank correlations over heads",
         drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)),

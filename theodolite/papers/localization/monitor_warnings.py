@@ -26,8 +26,7 @@ from theodolite.report.data import Floats
 from theodolite.report.drawing import locater as figures_locater
 from theodolite.report.drawing import monitor as figures_monitor
 from theodolite.report.drawing.locater import Panel
-from theodolite.report.exhibit import Exhibit
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted
 
 SHOWN = (
@@ -85,24 +84,16 @@ def monitor(study: Study, outcome: Outcome) -> None:
         ),
     )
     runs = comparison["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
-    tables = {"runs": runs, "looks": comparison["looks"], "alarms": comparison["alarms"]}
-    exhibits = [_moments(runs), _course(comparison["looks"], comparison["losses"])]
-    outcome.readings += _compared(runs)
-    outcome.verdicts += judged(runs)
-    outcome.tables |= tables
-    outcome.exhibits += exhibits
-
-
-def _compared(runs: pd.DataFrame) -> list[Reading]:
-    readings = []
     for pace, rows in runs.groupby("pace", sort=False):
-        moments = (
-            f"{what} {_steps(rows[column])}"
-            for what, column in (("first alarm", "first_alarm"), ("the loss notices", "loss_notices"))
+        outcome.read(
+            str(pace),
+            f"first alarm {_steps(rows['first_alarm'])}; the loss notices {_steps(rows['loss_notices'])}; "
+            f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}",
         )
-        final = f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}"
-        readings.append(Reading(str(pace), "; ".join([*moments, final])))
-    return readings
+    outcome.verdicts += judged(runs)
+    outcome.tables |= {"runs": runs, "looks": comparison["looks"], "alarms": comparison["alarms"]}
+    _draw_moments(outcome, runs)
+    _draw_course(outcome, comparison["looks"], comparison["losses"])
 
 
 def _steps(values: pd.Series) -> str:
@@ -111,7 +102,7 @@ def _steps(values: pd.Series) -> str:
     return "at step " + ", ".join("never" if pd.isna(value) else f"{value:.0f}" for value in values)
 
 
-def _moments(runs: pd.DataFrame) -> Exhibit:
+def _draw_moments(outcome: Outcome, runs: pd.DataFrame) -> None:
     runs = runs.sort_values(
         "pace", key=lambda names: names.map([pace.name for pace in LEARNING_RATES].index), kind="stable"
     )
@@ -119,7 +110,7 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
     columns = ("first_alarm", "loss_notices", "behind_healthy")
     steps = [runs[name].to_numpy(dtype=np.float64) for name in columns]
     names = ("first alarm", "the loss rises or stalls", "the loss is behind the healthy one's")
-    return Exhibit(
+    outcome.figure(
         "moments",
         "What notices first",
         figures_monitor.moments(rows, dict(zip(names, steps, strict=True)), STEPS),
@@ -130,7 +121,7 @@ def _moments(runs: pd.DataFrame) -> Exhibit:
     )
 
 
-def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
+def _draw_course(outcome: Outcome, looks: pd.DataFrame, losses: pd.DataFrame) -> None:
     looks_with_loss = looks.merge(
         losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"]
     )
@@ -144,7 +135,7 @@ def _course(looks: pd.DataFrame, losses: pd.DataFrame) -> Exhibit:
         for name, lines in shown.items():
             column = rows[name]
             lines.append(tuple(part.to_numpy() for part in (column.mean(), column.min(), column.max())))
-    return Exhibit(
+    outcome.figure(
         "course",
         "The same training runs, step by step",
         figures_locater.panels(names, steps, [Panel(title, shown[name]) for name, title in SHOWN]),

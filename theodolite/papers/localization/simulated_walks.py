@@ -1,35 +1,30 @@
 """Figure 5 of Bao et al. 2024: simulated signal propagation and entropy, against four predictions of ρ.
 
-It needs no model and no text. The simulation is in `walk_simulation`.
+It needs no model and no text. The simulation is `theory.simulate_walks`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from theodolite.judging import Criterion, Estimate, Verdict, judge
+from theodolite.judging import Criterion, Estimate
+from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.papers.experiment import Study, experiment
-from theodolite.papers.localization.curve_shape import width
-from theodolite.papers.localization.walk_simulation import (
-    COVARIANCES,
-    Simulation,
-    WalkSetting,
-    over_draws,
-    simulate,
-)
-from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 from theodolite.report.drawing import localization as drawing
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import BAO
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import number, with_error
+from theodolite.theory.curve_shape import curve_width
 from theodolite.theory.exact_propagation import propagation_exact
 from theodolite.theory.propagation import propagation, propagation_finite
 from theodolite.theory.regimes import regime
+from theodolite.theory.walks import COVARIANCES, Simulation, WalkSetting, over_draws, simulate_walks
 
 SETTING = WalkSetting()
 
@@ -88,52 +83,45 @@ def share_beyond_error(sim: Simulation, predicted: Tensor) -> float:
 )
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
-    sims = {name: simulate(SETTING, name, seed) for name in COVARIANCES}
+    sims = {name: simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     predicted = {name: predictions(sim, SETTING) for name, sim in sims.items()}
-    figures = [
-        *(_curves(name, sims[name], predicted[name]) for name in COVARIANCES),
-        _entropies(sims),
-    ]
-    verdicts = [*_of_predictions(sims, predicted), *_of_localization(sims), *_of_entropy(sims)]
-    tables = {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
-    outcome.readings += _readings(sims, predicted)
-    outcome.verdicts += verdicts
-    outcome.tables |= tables
-    outcome.exhibits += figures
-
-
-def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit:
-    observed = sim.propagation.numpy()
-    walks, draws = (error.numpy() for error in sim.propagation_errors())
-
-    def values(place: int) -> tuple[Floats, tuple[Floats, Floats], list[Floats]]:
-        return (
-            observed[place],
-            (walks[place], draws[place]),
-            [predicted[key][place].numpy() for key in PREDICTED],
+    for name, sim in sims.items():
+        gaps = {key: (curve - sim.propagation).abs().mean() for key, curve in predicted[name].items()}
+        means = ", ".join(f"{key} {number(float(gap))}" for key, gap in gaps.items())
+        outcome.read(f"mean |predicted − simulated| ρ, {name} Σ", means)
+        shares = ", ".join(
+            f"{key} {share_beyond_error(sim, curve):.3f}" for key, curve in predicted[name].items()
         )
+        outcome.read(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares)
+    iso = sims["isotropic"]
+    by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
+    scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
+    for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
+        entropies = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
+        outcome.read(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies)
+    outcome.read("pairs of mean and scale; temperature", "ours; λ = √d", "not printed")
+    _judge_predictions(outcome, sims, predicted)
+    _judge_localization(outcome, sims)
+    outcome.tables |= {"pairs": _pairs(sims, predicted), "propagation": _points(sims, predicted)}
+    for name in COVARIANCES:
+        _draw_curves(outcome, name, sims[name], predicted[name])
+    grids = {
+        name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
+        for name, sim in sims.items()
+    }
 
-    positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
-    covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
-    return Exhibit(
-        name,
-        f"Simulated signal propagation, {name} Σ",
-        drawing.simulation(positions, *values(0)),
-        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
-        "which "
-        f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
-        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
-        "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
-        "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
-        "context wherever η is not small.",
-        f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
-        choice=by_name(
-            "mean ± scale",
-            [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs],
-            lambda place: drawing.simulation_patch(*values(place)),
-            grid=True,
-        ),
-        wide=True,
+    def draw(place: int) -> go.Figure:
+        return drawing.entropies(SETTING.scales, SETTING.means, *grids[COVARIANCES[place]], LEAST_ENTROPY)
+
+    outcome.figure(
+        "entropy",
+        "Attention entropy by mean and scale of the eigenvalues",
+        draw(0),
+        "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
+        f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
+        "lines that fall to the right, if a small scale meant a high entropy at every mean.",
+        f"{BAO}, Fig. 5 right",
+        choice=by_name("Σ", list(COVARIANCES), draw),
     )
 
 
@@ -143,68 +131,61 @@ def _by_scale(values: Tensor) -> Floats:
     return grid
 
 
-def _entropies(sims: dict[str, Simulation]) -> Exhibit:
-    grids = {
-        name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
-        for name, sim in sims.items()
-    }
-    return Exhibit(
-        "entropy",
-        "Attention entropy by mean and scale of the eigenvalues",
-        drawing.entropies(SETTING.scales, SETTING.means, *grids["isotropic"], LEAST_ENTROPY),
-        "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
-        f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
-        "lines that fall to the right, if a small scale meant a high entropy at every mean.",
-        f"{BAO}, Fig. 5 right",
+def _draw_curves(outcome: Outcome, name: str, sim: Simulation, predicted: dict[str, Tensor]) -> None:
+    observed, positions = sim.propagation.numpy(), np.arange(1, SETTING.length + 1, dtype=np.float64)
+    walks, draws = (error.numpy() for error in sim.propagation_errors())
+    covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
+
+    def draw(place: int) -> go.Figure:
+        lines = [curve[place].numpy() for curve in predicted.values()]
+        return drawing.simulation(positions, observed[place], (walks[place], draws[place]), lines)
+
+    outcome.figure(
+        name,
+        f"Simulated signal propagation, {name} Σ",
+        draw(0),
+        f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
+        f"which token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
+        "w ~ N(mean, scale²). Bars: standard errors over draws (thin, with caps) and, with these W_QK, over walks "
+        "(thick). Lines: predictions from the eigenvalues of Σ^½ W_QK Σ^½.",
+        "points on the exact line for every pair; the dashed published one is far from them in the middle of the "
+        "context wherever η is not small.",
+        f"{BAO}, Fig. 5 left; the pairs of mean and scale are ours",
         choice=by_name(
-            "Σ", list(COVARIANCES), lambda place: drawing.entropies_patch(*grids[COVARIANCES[place]])
+            "mean ± scale", [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs], draw, grid=True
         ),
+        wide=True,
     )
 
 
-def _of_predictions(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Verdict]:
+def _judge_predictions(
+    outcome: Outcome, sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]
+) -> None:
     points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
-    verdicts = []
+    errors = torch.stack([sim.propagation_errors()[0] for sim in sims.values()])
     for name, claim in PREDICTED.items():
-        gaps, errors = (
-            torch.stack(parts)
-            for parts in zip(
-                *(
-                    ((predicted[key][name] - sim.propagation).abs(), sim.propagation_errors()[0])
-                    for key, sim in sims.items()
-                ),
-                strict=True,
-            )
-        )
+        gaps = torch.stack([(predicted[key][name] - sim.propagation).abs() for key, sim in sims.items()])
         worst = int(gaps.argmax())
         sigma, pair, place = np.unravel_index(worst, gaps.shape)
         mean, scale = SETTING.pairs[pair]
         where = f"{COVARIANCES[sigma]} Σ, mean {mean:g}, scale {scale:g}, token {place + 1}"
-        what = f"largest |predicted − simulated| ρ, {points} (at {where})"
-        verdicts.append(
-            judge(
-                f"{claim} (section 4, Fig. 5)",
-                what,
-                Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst])),
-                DESCRIBES,
-            )
+        outcome.claim(
+            f"{claim} (section 4, Fig. 5)",
+            f"largest |predicted − simulated| ρ, {points} (at {where})",
+            Estimate(float(gaps.flatten()[worst]), float(errors.flatten()[worst])),
+            DESCRIBES,
         )
     shares = [share_beyond_error(sim, predicted[key]["exact"]) for key, sim in sims.items()]
-    verdicts.append(
-        judge(
-            "The exact distribution differs from the simulation by the simulation's own error alone",
-            f"share of points beyond {FAR:g} standard errors over walks, {points}",
-            float(np.mean(shares)),
-            WITHIN_ERROR,
-        )
+    outcome.claim(
+        "The exact distribution differs from the simulation by the simulation's own error alone",
+        f"share of points beyond {FAR:g} standard errors over walks, {points}",
+        float(np.mean(shares)),
+        WITHIN_ERROR,
     )
-    return verdicts
 
 
-def _least_gain(
-    sims: dict[str, Simulation], values: dict[str, Tensor], along: str
-) -> tuple[float, float, str]:
-    """The least favourable of all paired differences, its standard error over draws, and where it is.
+def _least_gain(sims: dict[str, Simulation], values: dict[str, Tensor], along: str) -> tuple[Estimate, str]:
+    """The least favourable of all paired differences, with its error over draws, and where it is.
 
     Args:
         values: a number for each pair and draw, (P, D).
@@ -219,93 +200,59 @@ def _least_gain(
         for value, row in zip(levels, rows, strict=True):
             what = f"{name} Σ, {'mean' if along == 'scale' else 'scale'} {value:g}"
             gains.append((float(row.mean()), float(over_draws(row[None])[0]), what))
-    return min(gains)
+    value, error, where = min(gains)
+    return Estimate(value, error), where
 
 
-def _of_localization(sims: dict[str, Simulation]) -> list[Verdict]:
-    widths = {name: width(sim.propagates) for name, sim in sims.items()}
-    verdicts = []
+def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
+    widths = {name: curve_width(sim.propagates) for name, sim in sims.items()}
     for along, change, contrast in (
         ("scale", "smaller scales", "at the largest scale less that at the smallest, mean not 0"),
         ("mean", "larger means", "at the smallest mean but 0 less that at the largest"),
     ):
-        value, error, where = _least_gain(sims, widths, along)
-        verdicts.append(
-            judge(
-                f"ρ localizes with {change} (section 5, Fig. 5)",
-                f"effective share of positions {contrast}, the smallest ({where})",
-                Estimate(value, error),
-                NARROWER,
-            )
+        gain, where = _least_gain(sims, widths, along)
+        outcome.claim(
+            f"ρ localizes with {change} (section 5, Fig. 5)",
+            f"effective share of positions {contrast}, the smallest ({where})",
+            gain,
+            NARROWER,
         )
-    agreement, error = _over_pairs(widths["isotropic"], widths["anisotropic"])
-    verdicts.append(
-        judge(
-            "The spectrum of W_QK stands for that of W_QK Σ (section 5)",
-            "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ",
-            Estimate(agreement, error),
-            PROXY,
-        )
+    outcome.claim(
+        "The spectrum of W_QK stands for that of W_QK Σ (section 5)",
+        "rank correlation over pairs of the effective share of positions, Σ = I and anisotropic Σ",
+        _over_pairs(widths["isotropic"], widths["anisotropic"]),
+        PROXY,
     )
-    return verdicts
-
-
-def _of_entropy(sims: dict[str, Simulation]) -> list[Verdict]:
-    entropy = {name: -sim.entropy for name, sim in sims.items()}  # a gain is what falls as the scale grows
-    value, error, where = _least_gain(sims, entropy, "scale")
-    correlations = [_over_pairs(width(sim.propagates), sim.entropy) for sim in sims.values()]
-    mean_correlation = [
-        float(np.mean([correlation[place] for correlation in correlations])) for place in (0, 1)
-    ]
-    return [
-        judge(
-            "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
-            f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
-            Estimate(value, error),
-            HIGHER,
+    # A gain is what falls as the scale grows.
+    gain, where = _least_gain(sims, {name: -sim.entropy for name, sim in sims.items()}, "scale")
+    outcome.claim(
+        "At a fixed mean, a smaller scale gives a higher entropy (A2 of section 5, Fig. 5)",
+        f"entropy at the smallest scale less that at the largest, in nats, mean not 0, the smallest ({where})",
+        gain,
+        HIGHER,
+    )
+    correlations = [_over_pairs(widths[name], sim.entropy) for name, sim in sims.items()]
+    outcome.claim(
+        "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
+        "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
+        Estimate(
+            float(np.mean([c.value for c in correlations])), float(np.mean([c.error for c in correlations]))
         ),
-        judge(
-            "Localized attention has the higher entropy (A2 of section 5, Fig. 5)",
-            "rank correlation over pairs of entropy with the effective share of positions, mean of both Σ",
-            Estimate(mean_correlation[0], mean_correlation[1]),
-            OPPOSED,
-        ),
-    ]
+        OPPOSED,
+    )
 
 
-def _over_pairs(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """Spearman's correlation over pairs of two numbers (P, D): mean over draws, and its standard error."""
+def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
+    """Spearman's correlation over pairs of two numbers (P, D): mean over draws."""
     by_draw = torch.from_numpy(rank_correlation(first.T.numpy(), second.T.numpy())).double()
-    return float(by_draw.mean()), float(over_draws(by_draw[None])[0])
-
-
-def _readings(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> list[Reading]:
-    rows = []
-    for name, sim in sims.items():
-        means = ", ".join(
-            f"{key} {number(float((curve - sim.propagation).abs().mean()))}"
-            for key, curve in predicted[name].items()
-        )
-        rows.append(Reading(f"mean |predicted − simulated| ρ, {name} Σ", means))
-        shares = ", ".join(
-            f"{key} {share_beyond_error(sim, curve):.3f}" for key, curve in predicted[name].items()
-        )
-        rows.append(Reading(f"share of points beyond {FAR:g} standard errors, {name} Σ", shares))
-    iso = sims["isotropic"]
-    by_mean, errors = _by_scale(iso.entropy.mean(1)), _by_scale(iso.entropy_errors()[1])
-    for mean, values, error in zip(SETTING.means, by_mean, errors, strict=True):
-        entropies = ", ".join(with_error(float(v), float(e)) for v, e in zip(values, error, strict=True))
-        scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
-        rows.append(Reading(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies))
-    rows.append(Reading("pairs of mean and scale; temperature", "ours; λ = √d", "not printed"))
-    return rows
+    return Estimate(float(by_draw.mean()), float(over_draws(by_draw[None])[0]))
 
 
 def _pairs(sims: dict[str, Simulation], predicted: dict[str, dict[str, Tensor]]) -> pd.DataFrame:
     """One row per covariance and pair."""
     parts = []
     for name, sim in sims.items():
-        square, widths = sim.eigenvalues.square().sum(-1), width(sim.propagates)
+        square, widths = sim.eigenvalues.square().sum(-1), curve_width(sim.propagates)
         xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
         walks, draws = sim.entropy_errors()
         columns = {

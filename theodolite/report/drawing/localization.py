@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
@@ -38,25 +37,20 @@ FINITE = Line("finite length", style.GREEN)
 EXACT = Line("exact", style.VERMILLION)
 
 
-def values_patch(curves: Sequence[Floats]) -> list[Patch]:
-    """What changes in a figure of curves for other values of the same curves."""
-    return [{"y": curve.astype(np.float32)} for curve in curves]
-
-
 def curves(
     x: Floats, lines: Sequence[Line], values: Sequence[Floats], titles: tuple[str, str], **layout: Any
 ) -> go.Figure:
-    """Curves over one axis; `titles` of x and y. Values are replaced by `values_patch`."""
+    """Curves over one axis; `titles` of x and y."""
     traces = [
         go.Scatter(
             x=x.astype(np.float32),
-            **patch,
+            y=value.astype(np.float32),
             name=for_plotly(line.name),
             mode="lines",
             line={"color": line.colour, "dash": line.dash, "width": line.width},
             hovertemplate=f"{for_plotly(line.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>",
         )
-        for line, patch in zip(lines, values_patch(values), strict=True)
+        for line, value in zip(lines, values, strict=True)
     ]
     return style.figure(traces, *titles, height=CURVES_HEIGHT, layout=layout)
 
@@ -77,12 +71,6 @@ def propagation_curves(
     for trace in drawn.data[1::2]:
         trace.showlegend = False
     return drawn
-
-
-def propagation_patch(published: Floats, corrected: Floats) -> list[Patch]:
-    """What changes in `propagation_curves` for another ξ."""
-    pairs = zip(corrected, published, strict=True)
-    return values_patch([curve for pair in pairs for curve in pair])
 
 
 def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
@@ -161,11 +149,6 @@ def maps(
     return style.figure(traces, height=height, layout=layout | {"annotations": annotations})
 
 
-def maps_patch(pictures: Sequence[Floats]) -> list[Patch]:
-    """What changes in `maps` for other pictures of the same kind and scale."""
-    return [{"z": picture.astype(np.float32)} for picture in pictures]
-
-
 def _panel_title(name: str, centre: float) -> dict[str, Any]:
     return {
         "text": for_plotly(name),
@@ -192,9 +175,12 @@ def simulation(
         positions, simulated: (T,). errors: over walks, over draws, (T,) each.
         predictions: published, corrected, finite, exact, (T,) each.
     """
-    x = positions.astype(np.float32)
+    x, y = positions.astype(np.float32), simulated.astype(np.float32)
+    over_walks, over_draws = errors
     points = go.Scatter(
         x=x,
+        y=y,
+        error_y=style.error_bars(over_draws, width=4, thickness=1.0),
         name="simulated, error over draws of W_QK",
         mode="markers",
         marker={"size": 5, "color": style.ORANGE},
@@ -202,6 +188,8 @@ def simulation(
     )
     inner = go.Scatter(
         x=x,
+        y=y,
+        error_y=style.error_bars(over_walks, width=0, thickness=2.5),
         name="simulated, error over walks",
         mode="markers",
         marker={"size": 1, "color": style.PURPLE},
@@ -210,30 +198,16 @@ def simulation(
     lines = [
         go.Scatter(
             x=x,
+            y=prediction.astype(np.float32),
             name=line.name,
             mode="lines",
             line={"color": line.colour, "dash": line.dash, "width": line.width},
             hovertemplate=f"token %{{x}}: {line.name} %{{y:.3f}}<extra></extra>",
         )
-        for line in PREDICTED
+        for line, prediction in zip(PREDICTED, predictions, strict=True)
     ]
-    traces = [points, inner, *lines]
-    for trace, patch in zip(traces, simulation_patch(simulated, errors, predictions), strict=True):
-        trace.update(patch)
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "legend": {"font": {"size": 10}}}
-    return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
-
-
-def simulation_patch(
-    simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
-) -> list[Patch]:
-    """What changes in `simulation` for another pair."""
-    bars = [
-        style.error_bars(error, width=width, thickness=thickness)
-        for error, thickness, width in zip(errors, (2.5, 1.0), (0, 4), strict=True)
-    ]
-    y = simulated.astype(np.float32)
-    return [{"y": y, "error_y": bars[1]}, {"y": y, "error_y": bars[0]}, *values_patch(predictions)]
+    return style.figure([points, inner, *lines], "token i", "ρᵢ", height=440, layout=layout)
 
 
 def entropies(
@@ -247,14 +221,15 @@ def entropies(
     traces = [
         go.Scatter(
             x=np.array(scales, dtype=np.float32),
-            **patch,
+            y=values[index].astype(np.float32),
+            error_y=style.error_bars(errors[index]),
             name=f"mean {mean:g}",
             mode="lines+markers",
             line={"color": style.order_colour(index / max(1, len(means) - 1)), "width": 2},
             marker={"size": 7},
             hovertemplate=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
         )
-        for index, (mean, patch) in enumerate(zip(means, entropies_patch(values, errors), strict=True))
+        for index, mean in enumerate(means)
     ]
     layout = {
         "xaxis": {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]},
@@ -268,12 +243,6 @@ def entropies(
     return style.figure(
         traces, "scale of the eigenvalues", "entropy in nats", height=CURVES_HEIGHT, layout=layout
     )
-
-
-def entropies_patch(values: Floats, errors: Floats) -> list[Patch]:
-    """What changes in `entropies` for another covariance."""
-    bars = [style.error_bars(error) for error in errors]
-    return [patch | {"error_y": bar} for patch, bar in zip(values_patch(list(values)), bars, strict=True)]
 
 
 def bars(

@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly
 
 ACROSS = 2
@@ -112,18 +111,17 @@ def _line(
     return traces
 
 
-def map_patch(steps: Floats, propagation: Floats) -> list[Patch]:
-    """What changes in `propagation_map` for another training: (S,) steps and (S, T) values of ρ."""
-    columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
-    return [{"x": steps[columns].astype(np.float32), "z": propagation[columns].T.astype(np.float32)}]
-
-
 def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
-    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
-    patch = map_patch(steps, propagation)[0]
+    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down.
+
+    Args:
+        steps: (S,). propagation: ρ, (S, T).
+    """
+    shown = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
     length = propagation.shape[1]
     trace = go.Heatmap(
-        patch,
+        x=steps[shown].astype(np.float32),
+        z=propagation[shown].T.astype(np.float32),
         y=np.arange(1, length + 1),
         zmin=0,
         zmax=1,

@@ -1,11 +1,12 @@
-"""Spearman's rank correlation and its standard error: the one that every experiment uses."""
+"""Spearman's rank correlation and its standard error."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from scipy.stats import rankdata
 
-from theodolite.report.data import Floats
+Floats = npt.NDArray[np.float64]
 
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:

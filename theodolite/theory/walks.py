@@ -1,7 +1,4 @@
-"""Attention logits of simulated random walks, for query-key matrices with a given eigenspectrum.
-
-The simulation of Fig. 5 of Bao et al. 2024. Nothing is predicted, judged or drawn here, and no model is read.
-"""
+"""Attention of simulated random walks, for query-key matrices with a given eigenspectrum (Bao et al. 2024, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError
-from theodolite.papers.haar import haar_rotation
+from theodolite.theory.haar import haar_rotation
 
 UNIFORM_EDGE = 2.5
 """R of the anisotropic Σ = RᵀR/d has entries from Unif(−2.5, 2.5) (Bao et al. 2024, section 5)."""
@@ -100,7 +97,7 @@ def over_draws(values: Tensor) -> Tensor:
     return values.std(1) / math.sqrt(values.shape[1])
 
 
-def simulate(setting: WalkSetting, covariance: str, seed: int) -> Simulation:
+def simulate_walks(setting: WalkSetting, covariance: str, seed: int) -> Simulation:
     """Walk at random and count which tokens propagate.
 
     x_1 ~ N(0, Σ), x_{t+1} ~ N(x_t, Σ) (Assumption 1); W_QK = B diag(w) Bᵀ with B a uniformly random orthogonal

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
-from theodolite.models.structure import backbone
-from theodolite.papers import Study
-from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.localization.walk_fit import (
-    MEASURES,
+from theodolite.accumulate.walks import LAGS, WalkSums
+from theodolite.measure.walks import (
     autocorrelations,
     mean_gram,
     pair_table,
@@ -21,15 +16,6 @@ from theodolite.papers.localization.walk_fit import (
     steps_shared,
     walk_table,
 )
-from theodolite.papers.localization.walk_increments import (
-    LAGS,
-    LEAST_LENGTH,
-    WalkSums,
-    check_length,
-    read_walk,
-    simulated_walk,
-)
-from theodolite.passes.survey import survey
 
 
 def summed(hidden: torch.Tensor, batch: int = 5) -> tuple[WalkSums, dict[str, torch.Tensor]]:
@@ -128,60 +114,3 @@ def test_standard_errors_are_those_of_repeated_corpora():
     errors = np.array([table["autocorrelation_se"][0] for table in tables])
     assert np.sqrt((errors**2).mean()) == pytest.approx(values.std(ddof=1), rel=0.6)
     assert walk_table(*summed(normal(5, 24, 6)))["r_squared_se"].isna().all()
-
-
-def test_the_pass_sees_what_the_model_computes(opened):
-    """Oracle: hidden states that transformers returns itself."""
-    model = opened("gpt2")
-    corpus = Corpus.random_tokens(model.tokenizer, 24, 10)
-    walk = read_walk(model, corpus, 0)
-    with torch.inference_mode():
-        states = backbone(model.hf)(input_ids=corpus.contexts, output_hidden_states=True).hidden_states
-    for layer in range(model.layers):  # the last of them is behind the final norm
-        x = states[layer][:, 1:].double()
-        expected = torch.einsum("csd,ctd->st", x, x) / 10
-        torch.testing.assert_close(mean_gram(walk.residual_state, layer), expected, rtol=1e-5, atol=1e-5)
-    norm = model.hf.transformer.h[1].ln_1(states[1])[:, 1:].double()
-    gram = mean_gram(walk.input_state, 1)
-    torch.testing.assert_close(gram, torch.einsum("csd,ctd->st", norm, norm) / 10, rtol=1e-5, atol=1e-5)
-    again = read_walk(model, corpus, 0)
-    assert all(torch.equal(again.input_state[name], value) for name, value in walk.input_state.items())
-
-
-def test_the_control_walk_has_the_texts_increments(opened):
-    """Oracle: a walk with covariance Σ̂ has E‖ε‖² = tr Σ̂, whatever basis it is drawn in."""
-    model = opened("gpt2")
-    text = read_walk(model, Corpus.random_tokens(model.tokenizer, 40, 32), 0)
-    sums, state = simulated_walk(text.inputs, text.input_state, 0)
-    for layer in range(model.layers):
-        simulated, given = (
-            float(part.trace())
-            for part in (sums.covariance(state, layer), text.inputs.covariance(text.input_state, layer))
-        )
-        assert simulated == pytest.approx(given, rel=0.1)
-    assert (walk_table(sums, state)["r_squared"] > 0.9).all()
-
-
-def test_the_page_has_a_text_a_control_and_a_verdict_on_each(opened):
-    model = opened("gpt2")
-    corpus = Corpus.random_tokens(model.tokenizer, 24, 16)
-    run = survey(model, corpus)
-    study = Study(run, model, corpus)
-    outcome = study.outcome(EXPERIMENTS["localization/walk"])
-    table = outcome.tables["layers"]
-    assert set(table["tokens"]) == {"text", "random tokens", "simulated walk"}
-    assert set(MEASURES) < set(table.columns)
-    assert len(table) == 3 * model.layers + model.layers + 1
-    assert len(outcome.verdicts) == 6
-    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
-    for exhibit in outcome.exhibits:
-        figure = exhibit.figure
-        assert len(exhibit.choice.variants()[exhibit.choice.options[-1].key]) == len(figure.data)
-    with pytest.raises(UsageError, match="reads the text of the run again"):
-        Study(run, model).outcome(EXPERIMENTS["localization/walk"])
-
-
-def test_short_contexts_are_refused():
-    check_length(LEAST_LENGTH)
-    with pytest.raises(UsageError, match=f"--length {LEAST_LENGTH} or more"):
-        check_length(LEAST_LENGTH - 1)

@@ -10,14 +10,14 @@ import torch
 from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.papers.localization.walk_simulation import Simulation, WalkSetting, simulate
 from theodolite.theory.propagation import propagation_finite
+from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=12, length=6, walks=400, draws=6, means=(0.0, 0.5), scales=(0.2, 1.0))
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not():
-    first, again, other = (simulate(SMALL, "anisotropic", seed) for seed in (3, 3, 4))
+    first, again, other = (simulate_walks(SMALL, "anisotropic", seed) for seed in (3, 3, 4))
     assert first.propagates.numpy().tobytes() == again.propagates.numpy().tobytes()
     assert first.entropy.numpy().tobytes() == again.entropy.numpy().tobytes()
     assert not torch.equal(first.propagates, other.propagates)
@@ -26,7 +26,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not():
 @pytest.mark.parametrize("covariance", ["isotropic", "anisotropic"])
 def test_one_token_propagates_always_and_has_no_entropy(covariance):
     """Oracle: T = 1: s_1 = ω − ω + 1 = 1, and the softmax of one logit is 1."""
-    sim = simulate(WalkSetting(width=5, length=1, walks=20, draws=2), covariance, 0)
+    sim = simulate_walks(WalkSetting(width=5, length=1, walks=20, draws=2), covariance, 0)
     assert (sim.propagates == 1).all()
     assert (sim.entropy == 0).all()
 
@@ -36,7 +36,7 @@ def test_two_tokens_follow_a_chi_square():
     ε, x_1 independent: by quadrature over x_1 of the normal probability of −2 ≤ m ε (ε + x_1) ≤ 2."""
     mean = 1.5
     setting = WalkSetting(width=1, length=2, walks=40_000, draws=2, means=(mean,), scales=(1e-9,))
-    sim = simulate(setting, "isotropic", 0)
+    sim = simulate_walks(setting, "isotropic", 0)
     x = np.linspace(-8, 8, 40_001)
     low = np.sqrt(np.maximum(x**2 / 4 - 2 / mean, 0))  # ε² + εx ≥ −2/m outside of −x/2 ± low
     high = np.sqrt(x**2 / 4 + 2 / mean)
@@ -51,7 +51,7 @@ def test_the_simulation_has_the_exact_moments_of_theory():
     """Oracle: `propagation_finite` (its own tests: Monte Carlo and Isserlis) of the very spectra; with η small and
     many dimensions the Gaussian is close, so that only the standard error and little more remains."""
     setting = WalkSetting(width=64, length=12, walks=4000, draws=4, means=(0.2,), scales=(0.1,))
-    sim = simulate(setting, "isotropic", 1)
+    sim = simulate_walks(setting, "isotropic", 1)
     trace, square = sim.eigenvalues.sum(-1), sim.eigenvalues.square().sum(-1)
     expected = propagation_finite(trace, square, square, 12, setting.temperature).mean(1)
     assert float((sim.propagation - expected).abs().max()) < 0.02
@@ -60,11 +60,11 @@ def test_the_simulation_has_the_exact_moments_of_theory():
 def test_spectra_have_their_mean_and_scale_and_the_anisotropic_trace():
     """Oracle: w ~ N(mean, scale²); E tr(W_QK Σ) = mean · tr Σ, and E tr Σ = E‖R‖²_F/d = d · 2.5²/3."""
     setting = WalkSetting(width=40, length=2, walks=2, draws=60, means=(0.5,), scales=(2.0,))
-    eigenvalues = simulate(setting, "isotropic", 0).eigenvalues
+    eigenvalues = simulate_walks(setting, "isotropic", 0).eigenvalues
     assert float(eigenvalues.mean()) == pytest.approx(0.5, abs=4 * 2 / math.sqrt(eigenvalues.numel()))
     assert float(eigenvalues.std()) == pytest.approx(2.0, rel=0.05)
     flat = WalkSetting(width=40, length=2, walks=2, draws=2, means=(1.0,), scales=(1e-12,))
-    trace = simulate(flat, "anisotropic", 0).eigenvalues.sum(-1)
+    trace = simulate_walks(flat, "anisotropic", 0).eigenvalues.sum(-1)
     # Var(u²) of Unif(−a, a) is 4a⁴/45; tr Σ is the mean over rows of their sums of squares.
     error = math.sqrt(4 * 2.5**4 / 45)
     assert trace[0].tolist() == pytest.approx([40 * 2.5**2 / 3] * 2, abs=4 * error)
@@ -87,6 +87,6 @@ def test_errors_over_walks_and_draws_are_those_of_means():
 
 def test_what_cannot_be_simulated_is_refused():
     with pytest.raises(UsageError, match="use isotropic or anisotropic"):
-        simulate(SMALL, "round", 0)
+        simulate_walks(SMALL, "round", 0)
     with pytest.raises(UsageError, match="two or more of each"):
         WalkSetting(draws=1)

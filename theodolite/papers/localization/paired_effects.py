@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from theodolite.judging import Estimate
+from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.papers.localization.locater_grid import GridRun
 from theodolite.papers.localization.locater_training import Setting
-from theodolite.papers.rank_correlation import rank_correlation
 from theodolite.report.data import Floats
 
 MEASURES = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 
 
 def test_batches_with_ties_are_scipys():

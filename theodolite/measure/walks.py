@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS, State
+from theodolite.accumulate.walks import LAGS, WalkSums
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
-from theodolite.papers.localization.walk_increments import LAGS, WalkSums
 
 MEASURES = {
     "r_squared": "R² of τ·min(s, t) for E[x_s·x_t], τ fitted",

@@ -1,28 +1,16 @@
-"""Hidden states seen as a walk from token to token: one pass over some contexts, in sums by group of contexts.
+"""Vectors seen as a walk from token to token, in sums by group of contexts.
 
 Position 0 is left out, whose vector is an outlier in most models: the walk is x_1 … x_n, n = T − 1, and has n − 1
-increments. Nothing is judged or drawn here, and the survey's own pass is not touched.
+increments.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS, Groups, LayerSums, State
-from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
-from theodolite.models import OpenModel
-from theodolite.models.hooks import Hooks, hooked
-from theodolite.papers.experiment import corpus_subset
-from theodolite.passes.corpus_pass import TOKENS_A_BATCH
-from theodolite.report.data import evenly
-
-CONTEXTS = 64
-"""Read at most, whatever the corpus: a fixed cost. Eight in each group."""
 
 SHOWN_POSITIONS = 64
 """Of the second moments x_s·x_t, evenly chosen."""
@@ -32,9 +20,6 @@ MARKS = 6
 
 LAGS = 8
 """Of the autocorrelation of increments."""
-
-LEAST_LENGTH = LAGS + 4
-"""Tokens per context: every lag has at least two pairs of increments."""
 
 
 class WalkSums(LayerSums):
@@ -50,7 +35,8 @@ class WalkSums(LayerSums):
 
     def __init__(self, layers: int, width: int, contexts: int, length: int) -> None:
         self.positions = length - 1
-        self.shown = evenly(self.positions, SHOWN_POSITIONS)
+        shown_count = min(self.positions, SHOWN_POSITIONS)
+        self.shown = np.unique(np.linspace(0, self.positions - 1, shown_count).round().astype(int)).tolist()
         last = self.positions - 1
         self.marks = sorted({round(step) - 1 for step in np.geomspace(1, last + 1, MARKS)})
         self.groups = Groups(contexts)
@@ -90,73 +76,6 @@ class WalkSums(LayerSums):
     def covariance(self, state: State, layer: int) -> Tensor:
         """Σ̂ of the increments, their second moment about zero, (d, d)."""
         return state["increments"][layer] / (state["contexts"][layer].sum() * (self.positions - 1))
-
-
-@dataclass(frozen=True)
-class TextWalk:
-    """What one pass has seen.
-
-    Attributes:
-        inputs, residual: what the attention modules read (L layers), and the residual stream (L + 1 layers).
-        input_state, residual_state: their sums.
-        corpus: the contexts that were read.
-    """
-
-    inputs: WalkSums
-    residual: WalkSums
-    input_state: State
-    residual_state: State
-    corpus: Corpus
-
-
-class _WalkHooks(Hooks):
-    """Feeds both accumulators."""
-
-    def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
-        self.inputs, self.residual = inputs, residual
-        self.first = 0
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream."""
-        self.residual.update(layer, hidden, self.first)
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Take in what an attention module reads."""
-        self.inputs.update(layer, hidden, self.first)
-
-
-def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
-    """Read a seeded sample of at most `CONTEXTS` contexts.
-
-    Raises:
-        UsageError: the contexts are too short.
-    """
-    count, length = corpus.contexts.shape
-    check_length(length)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(count, generator=generator)[:CONTEXTS].sort().values
-    sample = corpus_subset(corpus, chosen)
-    sizes = (model.width, len(chosen), length)
-    hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
-    batch = max(1, TOKENS_A_BATCH // length)
-    with hooked(model, hooks):
-        for first in range(0, len(chosen), batch):
-            hooks.first = first
-            model.forward(sample.contexts[first : first + batch])
-    inputs, residual = hooks.inputs, hooks.residual
-    return TextWalk(inputs, residual, inputs.state(), residual.state(), sample)
-
-
-def check_length(length: int) -> None:
-    """Refuse contexts that are too short for `LAGS` lags.
-
-    Raises:
-        UsageError: fewer than `LEAST_LENGTH` tokens.
-    """
-    if length < LEAST_LENGTH:
-        raise UsageError(
-            f"contexts of {length} tokens are too short to be seen as walks: use --length {LEAST_LENGTH} or more"
-        )
 
 
 def simulated_walk(text: WalkSums, state: State, seed: int) -> tuple[WalkSums, State]:
