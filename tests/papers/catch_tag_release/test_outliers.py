@@ -80,7 +80,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
 
 
 def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
-    study, outcome = studied
+    _, outcome = studied
     figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
     assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
     for exhibit in outcome.exhibits:
