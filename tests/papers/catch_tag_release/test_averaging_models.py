@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.measure.averaging import random_directions
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import averaging_construction
 from theodolite.papers.catch_tag_release import averaging_models as averaging
-from theodolite.papers.catch_tag_release.averaging_measures import random_directions
 from theodolite.papers.catch_tag_release.averaging_models import (
     DIRECTIONS,
     HELD_OUT_SEED,

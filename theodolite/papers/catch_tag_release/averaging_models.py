@@ -16,7 +16,7 @@ from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.judging import FAILS, HOLDS, Criterion, Estimate, Verdict, error_of_share
-from theodolite.papers.catch_tag_release.averaging_measures import (
+from theodolite.measure.averaging import (
     outlier_ratio,
     random_directions,
     second_over_first,
