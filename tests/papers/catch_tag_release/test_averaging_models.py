@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
-from theodolite.measure.averaging import random_directions
 from theodolite.papers.catalogue import EXPERIMENTS
 from theodolite.papers.catch_tag_release import averaging_construction
 from theodolite.papers.catch_tag_release import averaging_models as averaging
@@ -164,19 +163,6 @@ def test_random_directions_of_a_plane() -> None:
     assert row["left_random_sd"] == pytest.approx(float(left.std()), rel=0.4)
     share = float((left >= row["left_untagged"]).float().mean())
     assert row["as_costly"] == pytest.approx(share, abs=4 * (share * (1 - share) / DIRECTIONS) ** 0.5 + 0.01)
-
-
-def test_random_directions_are_uniform_in_what_is_written() -> None:
-    """Oracle: E v vᵀ is the projection on the span of what was written over its dimension, 4 standard errors."""
-    generator = torch.Generator().manual_seed(3)
-    basis = torch.linalg.qr(torch.randn(16, 3, generator=generator)).Q
-    sizes = torch.tensor([100.0, 1.0, 0.1])  # the size of what is written does not matter, only where
-    written = (torch.randn(1, 50, 20, 3, generator=generator) * sizes) @ basis.T
-    directions = random_directions(written, 4000, 0)[:, 0]
-    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(4000), atol=1e-5, rtol=0)
-    mean = directions.T @ directions / 4000
-    assert float((mean - basis @ basis.T / 3).norm()) < 4 * 4000**-0.5
-    assert torch.equal(directions, random_directions(written, 4000, 0)[:, 0])
 
 
 def test_measures_of_the_construction() -> None:
