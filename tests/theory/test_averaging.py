@@ -94,6 +94,27 @@ def test_before_the_separator_nothing_counts(shift: int, s_tag: float) -> None:
     assert found.hidden[0, :shift, 1].abs().max().item() < 1e-14 if shift else True
 
 
+def test_theorem_4_1_and_figure_6() -> None:
+    """What the paper says of the construction, of sequences drawn as in its figure."""
+    numbers, places = sequences(400)
+    at_10, at_20, at_30 = (averaging_model(s_tag)(numbers, places) for s_tag in (10.0, 20.0, 30.0))
+    place = torch.arange(LENGTH)
+    before, after = place < places[:, None], place > places[:, None]
+    error = (at_30.output - mean_after(numbers, places)).abs()
+    assert error.median() < 1e-6  # f(x) tends to the mean of the numbers after [SEP]
+    others = place != places[:, None, None]
+    rest = [torch.where(others, found.attention, 0.0).sum(-1)[after].median() for found in (at_20, at_30)]
+    assert (rest[1] / rest[0]).log().item() / 10 == pytest.approx(-1, abs=1e-2)  # 𝒪(e^{−s_tag}), eq. 4
+    assert (at_10.attention - at_30.attention)[before].abs().max() < 1e-12  # tokens before the sink: unmoved
+    to_separator = torch.where(others, 0.0, at_10.attention).sum(-1)
+    assert to_separator[after].mean() > 0.3  # [SEP] is an attention sink
+    sizes = at_10.hidden[after].square().mean(0).sqrt()
+    assert sizes[1] > 6 * sizes[0]  # the second coordinate is an outlier dimension
+    model = averaging_model(10.0)
+    for matrix in (model.value_1, model.query_key):
+        assert torch.linalg.matrix_rank(matrix) == 1
+
+
 def test_without_anything_after_the_separator() -> None:
     """[SEP] last: the sum over T, as in the limit nothing is tagged. No [SEP]: the mean of all."""
     numbers, _ = sequences(30)

@@ -208,11 +208,13 @@ def finish(run: Run, page: Path | None, as_json: bool) -> None:
 
 def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
-    from theodolite.papers.catch_tag_release.traced_sinks import traced, traced_outcome
+    from theodolite.papers.catch_tag_release.traced_sinks import show_trace, traced
     from theodolite.papers.command import show_outcome
+    from theodolite.report.outcome import Outcome
     from theodolite.report.outcome_page import write_outcome
 
-    outcome = traced_outcome(run)
+    outcome = Outcome()
+    show_trace(outcome, run)
     page = write_outcome(traced, outcome, run.provenance, folder / "report")
     if as_json:
         _print_tables(run)

@@ -9,17 +9,20 @@ import pandas as pd
 import pytest
 import torch
 
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.papers.catalogue import EXPERIMENTS
-from theodolite.papers.catch_tag_release import averaging_construction, averaging_measures
+from theodolite.papers.catch_tag_release import averaging_construction
 from theodolite.papers.catch_tag_release import averaging_models as averaging
-from theodolite.papers.catch_tag_release.averaging_measures import (
+from theodolite.papers.catch_tag_release.averaging_models import (
     DIRECTIONS,
     HELD_OUT_SEED,
+    PUBLISHED,
+    QK_NORM,
+    STANDARD,
+    judge_models,
     measured,
-    random_directions,
+    read_levels,
 )
-from theodolite.papers.catch_tag_release.averaging_models import PUBLISHED, QK_NORM, STANDARD, judged
 from theodolite.papers.catch_tag_release.averaging_training import (
     AveragingRecipe,
     PublishedModel,
@@ -28,6 +31,7 @@ from theodolite.papers.catch_tag_release.averaging_training import (
     train_averaging,
 )
 from theodolite.papers.experiment import Study, of_nothing
+from theodolite.report.outcome import Outcome
 from theodolite.theory.averaging import averaging_model, mean_after
 
 RANDOM = {"sink_begun": 0.05, "left_random": 0.2, "left_random_sd": 0.1, "as_costly": 0.0}
@@ -51,9 +55,14 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
     return table
 
 
+def judged(table: pd.DataFrame, words: str) -> Verdict:
+    outcome = Outcome()
+    judge_models(outcome, table)
+    return next(verdict for verdict in outcome.verdicts if words in verdict.claim)
+
+
 def verdict(table: pd.DataFrame, words: str) -> str:
-    answers = [verdict.answer for verdict in judged(table) if words in verdict.claim]
-    return answers[0]
+    return judged(table, words).answer
 
 
 def test_one_model_without_a_sink_decides() -> None:
@@ -93,16 +102,25 @@ def test_a_tag_that_costs_no_more_than_random_directions_is_not_called_read():
     assert verdict(table.assign(as_costly=0.06), words) == FAILS
     assert verdict(table.assign(as_costly=[0.0, 0.0, 0.0, 0.5, 0.5]), words) == UNDECIDED
     assert verdict(table.assign(solved=False), words) == UNTESTABLE
-    evidence = next(verdict.evidence for verdict in judged(table) if words in verdict.claim)
-    assert "residual variance 0.200" in evidence
+    assert "residual variance 0.200" in judged(table, words).evidence
 
 
 def test_the_sink_before_training_is_said_beside_the_one_after():
     table = models(*[(PUBLISHED, 0.01, {"sink_begun": 0.75})] * 3)
-    verdict = next(v for v in judged(table) if "forms an attention sink" in v.claim)
-    assert "(before training 0.750)" in verdict.evidence
-    reading = averaging._compared(table.assign(left_mean_of_all=0.7, eta=0.5))[1].here
-    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in reading
+    assert "(before training 0.750)" in judged(table, "forms an attention sink").evidence
+    outcome = Outcome()
+    read_levels(outcome, table.assign(left_mean_of_all=0.7, eta=0.5))
+    assert "attention to [SEP] 0.990 to 0.990, before training 0.750 to 0.750" in outcome.readings[1].here
+
+
+def test_a_mean_over_few_models_has_a_wide_interval():
+    """Oracle: Student's t: 0.40 ± 0.04 is two standard errors above 0.3, and the 95 % interval of three takes 4.3."""
+    rows = [(PUBLISHED, 0.01, {"sink": sink}) for sink in (0.33, 0.4, 0.47)]
+    sink = judged(models(*rows), "forms an attention sink")
+    assert sink.answer == UNDECIDED
+    assert ": 0.40 ± 0.04 (3 models); " in sink.evidence
+    assert verdict(models(*rows * 4), "forms an attention sink") == HOLDS
+    assert verdict(models(rows[0]), "forms an attention sink") == UNTESTABLE
 
 
 def construction() -> PublishedModel:
@@ -127,9 +145,7 @@ def test_random_directions_of_a_plane() -> None:
         model.value_1[:, :, 0, 0] = 0.3
     kind = AveragingRecipe("built", 2, 0, 1, 0.0)
     row = measured(TrainedModels(kind, (0,), model, model, torch.zeros(1, 1))).iloc[0]
-    numbers, places = draw(
-        [torch.Generator().manual_seed(HELD_OUT_SEED)], averaging_measures.HELD_OUT_SEQUENCES
-    )
+    numbers, places = draw([torch.Generator().manual_seed(HELD_OUT_SEED)], averaging.HELD_OUT_SEQUENCES)
     targets = mean_after(numbers, places)
     angles = (torch.arange(180) + 0.5) * torch.pi / 180
     left = torch.stack(
@@ -147,19 +163,6 @@ def test_random_directions_of_a_plane() -> None:
     assert row["left_random_sd"] == pytest.approx(float(left.std()), rel=0.4)
     share = float((left >= row["left_untagged"]).float().mean())
     assert row["as_costly"] == pytest.approx(share, abs=4 * (share * (1 - share) / DIRECTIONS) ** 0.5 + 0.01)
-
-
-def test_random_directions_are_uniform_in_what_is_written() -> None:
-    """Oracle: E v vᵀ is the projection on the span of what was written over its dimension, 4 standard errors."""
-    generator = torch.Generator().manual_seed(3)
-    basis = torch.linalg.qr(torch.randn(16, 3, generator=generator)).Q
-    sizes = torch.tensor([100.0, 1.0, 0.1])  # the size of what is written does not matter, only where
-    written = (torch.randn(1, 50, 20, 3, generator=generator) * sizes) @ basis.T
-    directions = random_directions(written, 4000)[:, 0]
-    torch.testing.assert_close(directions.norm(dim=-1), torch.ones(4000), atol=1e-5, rtol=0)
-    mean = directions.T @ directions / 4000
-    assert float((mean - basis @ basis.T / 3).norm()) < 4 * 4000**-0.5
-    assert torch.equal(directions, random_directions(written, 4000)[:, 0])
 
 
 def test_measures_of_the_construction() -> None:
@@ -189,7 +192,7 @@ def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> No
     """Oracle: its own second call, and as many rows as seeds; every figure can be drawn."""
     monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
     monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
-    monkeypatch.setattr(averaging_measures, "HELD_OUT_SEQUENCES", 100)
+    monkeypatch.setattr(averaging, "HELD_OUT_SEQUENCES", 100)
     progress: list[str] = []
     first, again = (Study(of_nothing(), say=progress.append).outcome(averaging.averaging) for _ in range(2))
     assert len(first.tables["models"]) == 12
@@ -203,7 +206,7 @@ def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the theorem holds, the rate is the derived one, and attention falls by e a unit of s_tag."""
     monkeypatch.setattr(averaging_construction, "SEQUENCES", 100)
     outcome = Study(of_nothing()).outcome(EXPERIMENTS["sinks/figure6"])
-    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS] * 6
+    assert not outcome.verdicts  # it says nothing of any model
     errors = outcome.tables["errors"].query("s_tag == 30")
     np.testing.assert_allclose(errors["median"], errors["derived_median"], rtol=1e-2)
     rest = outcome.tables["attention"].set_index("s_tag")["rest"]

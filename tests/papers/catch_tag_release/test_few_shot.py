@@ -20,12 +20,13 @@ from theodolite.papers.catch_tag_release.few_shot import (
     few_shot_provenance,
     figure_3,
     models_in,
-    shots_outcome,
     shots_table,
+    show_accuracy,
 )
 from theodolite.papers.catch_tag_release.few_shot_training import DEFAULT, FewShot
 from theodolite.papers.experiment import Study
 from theodolite.papers.training.task_models import train_task_model
+from theodolite.report.outcome import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,12 @@ def few(monkeypatch):
     monkeypatch.setattr(shots, "SPARSITIES", (0.5,))
 
 
+def shown(table: pd.DataFrame) -> Outcome:
+    outcome = Outcome()
+    show_accuracy(outcome, table)
+    return outcome
+
+
 def test_every_model_and_method_answers_the_same_prompts(folder):
     assert [place.name for place in models_in(folder)] == ["few-0", "few-1"]
     table = shots_table(folder, lambda line: None)
@@ -54,7 +61,7 @@ def test_every_model_and_method_answers_the_same_prompts(folder):
     direct = few_shot_accuracy(open_model(folder / "few-1"), prompts=60, seed=shots.PROMPT_SEED)
     np.testing.assert_array_equal(dense_rows["accuracy"], direct["accuracy"])
     np.testing.assert_array_equal(dense_rows["accuracy_se"], direct["accuracy_se"])
-    outcome = shots_outcome(table, {})
+    outcome = shown(table)
     assert len(outcome.verdicts) == 5
     assert [exhibit.key for exhibit in outcome.exhibits] == ["accuracy-50"]
     assert {"dense", "OATS", "Wanda"} <= {trace.name for trace in outcome.exhibits[0].figure.data}
@@ -81,11 +88,11 @@ def test_verdicts_follow_the_numbers():
         "SparseGPT": [0.4, 0.45, 0.5, 0.55, 0.6, 0.62],
         "magnitude": [0.4, 0.4, 0.4, 0.4, 0.4, 0.4],
     }
-    sharp = shots_outcome(made_up(curves, 1e-4), {}).verdicts
+    sharp = shown(made_up(curves, 1e-4)).verdicts
     assert [verdict.answer for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
     # The lead over SparseGPT is the same at 0 and at 5.
     assert sharp[4].answer == "not decided"
-    blurred = [v for v in shots_outcome(made_up(curves, 0.5), {}).verdicts if "similarly" not in v.claim]
+    blurred = [v for v in shown(made_up(curves, 0.5)).verdicts if "similarly" not in v.claim]
     assert {verdict.answer for verdict in blurred} == {"not decided"}
 
 

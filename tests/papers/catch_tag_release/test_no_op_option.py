@@ -18,8 +18,8 @@ from theodolite.cli.app import app
 from theodolite.errors import UsageError
 from theodolite.papers.catch_tag_release.no_op_option import (
     MEASURES,
+    compare_no_ops,
     no_op_option,
-    no_op_outcome,
     no_op_provenance,
     no_op_table,
     sinks_of,
@@ -27,6 +27,7 @@ from theodolite.papers.catch_tag_release.no_op_option import (
 from theodolite.papers.catch_tag_release.no_op_training import train_no_op_models
 from theodolite.papers.experiment import Study
 from theodolite.papers.training.embedded_model import NO_OPS
+from theodolite.report.outcome import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +79,18 @@ def made_up(sinks: dict[str, list[float]], loss: dict[str, list[float]]) -> pd.D
     return pd.DataFrame(rows)
 
 
+def compared(table: pd.DataFrame) -> Outcome:
+    outcome = Outcome()
+    compare_no_ops(outcome, table)
+    return outcome
+
+
 def test_verdicts_follow_the_numbers():
     table = made_up(
         {"none": [0.2, 0.3, 0.4], "off-by-one": [0.19, 0.28, 0.41], "learned": [0.01, 0.012, 0.02]},
         {"none": [3.0, 3.1, 3.2], "off-by-one": [2.9, 3.0, 3.1], "learned": [3.0, 3.1, 3.2]},
     )
-    outcome = no_op_outcome(table, {"folder": "x"})
+    outcome = compared(table)
     by_claim = [(v.claim.split(":")[1].split(" (")[0], v.answer) for v in outcome.verdicts]
     assert by_claim == [
         (" softmax off by one", "holds"),
@@ -98,10 +105,10 @@ def test_verdicts_follow_the_numbers():
         f"{ratios.mean():.2f} ± {ratios.std(ddof=1) / 3**0.5:.2f} (3 seeds)" in outcome.verdicts[0].evidence
     )
     assert len(outcome.exhibits[0].figure.data) == 3 * len(MEASURES)
-    one_seed = no_op_outcome(table[table["seed"] == 0], {})
+    one_seed = compared(table[table["seed"] == 0])
     assert {verdict.answer for verdict in one_seed.verdicts} == {"not testable here"}
     without = table.assign(sinks=0.0)
-    assert no_op_outcome(without, {}).verdicts[0].answer == "not testable here"
+    assert compared(without).verdicts[0].answer == "not testable here"
 
 
 def test_the_command_reads_the_folder_and_refuses_what_is_none(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +14,16 @@ from tests import checkpoints
 from tests.sinks.test_outliers import DIMENSION, TOKEN, plant
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
 from theodolite.models import OpenModel, open_model
 from theodolite.papers import Outcome, Study
 from theodolite.papers.catch_tag_release.outliers import (
     CLAIMS,
-    consistency_verdict,
     is_delimiter,
-    massive_verdicts,
+    judge_consistency,
+    judge_massive,
+    judge_sinks,
     outliers,
-    sink_verdicts,
     stays,
 )
 from theodolite.papers.experiment import of_nothing
@@ -61,8 +62,10 @@ def found(studied) -> Outliers:
     return study.cached("outliers", lambda: pytest.fail("read twice"))
 
 
-def verdicts(judged: list) -> dict[str, str]:
-    return {verdict.claim: verdict.answer for verdict in judged}
+def judged_by(judge: Callable[..., None], *evidence: object) -> list[Verdict]:
+    outcome = Outcome()
+    judge(outcome, *evidence)
+    return outcome.verdicts
 
 
 def test_verdicts_on_a_planted_activation(studied, found):
@@ -71,7 +74,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
     assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, HOLDS]
     assert "0.625" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
-    of = verdicts(massive_verdicts(found))
+    of = {verdict.claim: verdict.answer for verdict in judged_by(judge_massive, found)}
     # A letter carries it, M of the byte tokens, and not a delimiter.
     expected = {"tokens": HOLDS, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS, "stays": HOLDS}
     assert of == {CLAIMS[name]: verdict for name, verdict in expected.items()}
@@ -80,7 +83,7 @@ def test_verdicts_on_a_planted_activation(studied, found):
 
 
 def test_every_figure_is_drawn_and_shows_what_was_planted(studied):
-    study, outcome = studied
+    _, outcome = studied
     figures = {exhibit.key: exhibit.figure for exhibit in outcome.exhibits}
     assert list(figures) == ["dimensions", "growth", "tokens", "counts", "heads"]
     for exhibit in outcome.exhibits:
@@ -129,14 +132,14 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     )
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 2), torch.zeros(2), [], 0)
-    at_sinks, sinks_at = sink_verdicts(replace(found, massive=massive), sinks, corpus)
+    at_sinks, sinks_at = judged_by(judge_sinks, replace(found, massive=massive), sinks, corpus)
     assert (at_sinks.answer, sinks_at.answer) == (HOLDS if 2 / 4 >= 0.5 else FAILS, FAILS)
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     assert (
         "50\u00a0%" in at_sinks.evidence
     )  # 7, 9 and 9 of six, and 7 at position 0 is not the token after it
-    nothing = sink_verdicts(found, sinks[:0], corpus)
+    nothing = judged_by(judge_sinks, found, sinks[:0], corpus)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
@@ -144,7 +147,7 @@ def test_position_0_is_one_place_whatever_its_token(found):
     massive = pd.DataFrame({"token_id": [5], "token": ["a"], "first": True, "contexts": 1, "places": 1})
     sinks = pd.DataFrame([(6, True, 3)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[5, 5, 5, 5]]), torch.zeros(1), [], 0)
-    verdicts_at_0 = sink_verdicts(replace(found, massive=massive), sinks, corpus)
+    verdicts_at_0 = judged_by(judge_sinks, replace(found, massive=massive), sinks, corpus)
     assert [verdict.answer for verdict in verdicts_at_0] == [HOLDS, HOLDS]
 
 
@@ -156,7 +159,8 @@ def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
     found, consistency, massive, verdict
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
-    assert consistency_verdict(replace(found, dimensions=dimensions)).answer == verdict
+    (judged,) = judged_by(judge_consistency, replace(found, dimensions=dimensions))
+    assert judged.answer == verdict
 
 
 @pytest.mark.parametrize("token", [".", " ,", "\n", "<s>", "<|endoftext|>", "[SEP]", "", "–"])

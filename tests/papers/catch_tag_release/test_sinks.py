@@ -17,17 +17,18 @@ from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.papers.catch_tag_release.tag_ablation import ablated
 from theodolite.papers.catch_tag_release.traced_sinks import (
-    _clustered,
-    _copied,
-    _outlying,
-    _released,
+    judge_clusters,
+    judge_copy,
+    judge_outliers,
+    judge_release,
+    show_trace,
     traced,
-    traced_outcome,
 )
 from theodolite.papers.experiment import Study
 from theodolite.passes.survey import spectra
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.drawing.traces import release_map, release_scatter
+from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
 from theodolite.sinks.trace import trace_sinks
 
@@ -43,6 +44,13 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(model):
     return spectra(model)
+
+
+def judged_by(judge, *evidence):
+    outcome = Outcome()
+    judge(outcome, *evidence)
+    (verdict,) = outcome.verdicts
+    return verdict
 
 
 def verdicts(outcome):
@@ -88,41 +96,50 @@ HEADS = pd.DataFrame(
 
 def test_heads_count_by_the_contexts_that_they_rest_on():
     """Oracle: by hand, (60 · 0.3 + 30 · 0.2 + 10 · 0.05)/100; the head of one context has no error and is left out."""
-    verdict = _clustered(HEADS)
+    verdict = judged_by(judge_clusters, HEADS)
     assert verdict.answer == "holds"
     assert ": 0.24 ± 0.02; " in verdict.evidence
     assert "mean over 3 heads" in verdict.evidence
     assert "1 head that rest on one context left out" in verdict.evidence
-    assert _clustered(HEADS[3:]).answer == "not testable here"
+    assert judged_by(judge_clusters, HEADS[3:]).answer == "not testable here"
 
 
 def test_the_largest_of_more_layers_must_gain_more():
     """Oracle: Bonferroni by hand: 2 standard errors for one later layer, 2.28 for two, 2.53 for four."""
     last = HEADS.assign(layer=3, gain=[0.0205, 0.0205, -0.1, 0.5])
-    assert _released(last, 4).answer == "holds"  # two of three, of whom there is one later layer: two errors
-    assert _released(HEADS.assign(layer=2), 4).answer == "not decided"  # the better one of two: 2.28
-    assert _released(HEADS.assign(layer=2, gain=0.0235), 4).answer == "holds"
-    assert _released(HEADS.assign(layer=0, gain=0.0235), 4).answer == "not decided"
-    assert "more in 0 of 3 heads with a sink, less in 1 " in _released(HEADS.assign(layer=2), 4).evidence
-    assert _released(HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).answer == "fails"
-    assert _released(HEADS.assign(gain_se=math.nan), 4).answer == "not testable here"
+    assert (
+        judged_by(judge_release, last, 4).answer == "holds"
+    )  # two of three, of whom there is one later layer: two errors
+    assert (
+        judged_by(judge_release, HEADS.assign(layer=2), 4).answer == "not decided"
+    )  # the better one of two: 2.28
+    assert judged_by(judge_release, HEADS.assign(layer=2, gain=0.0235), 4).answer == "holds"
+    assert judged_by(judge_release, HEADS.assign(layer=0, gain=0.0235), 4).answer == "not decided"
+    assert (
+        "more in 0 of 3 heads with a sink, less in 1 "
+        in judged_by(judge_release, HEADS.assign(layer=2), 4).evidence
+    )
+    assert judged_by(judge_release, HEADS.assign(gain=[0.1, -0.021, -0.021, 0.5]), 4).answer == "fails"
+    assert judged_by(judge_release, HEADS.assign(gain_se=math.nan), 4).answer == "not testable here"
 
 
 def test_a_share_of_few_sinks_is_uncertain():
     """Oracle: as many as (Σw)²/Σw² = 2 sinks are ±√(¼/2) about one half, by hand."""
     weights = np.array([1.0, 1.0, 0.0])
     outlying = pd.Series([False, False, True])
-    assert _outlying(outlying, weights).answer == "not decided"  # 0 ± 0.35, and the criterion is 0.5
-    assert ": 0 ± 0.4; " in _outlying(outlying, weights).evidence
-    assert _outlying(pd.Series([False] * 30), np.ones(30)).answer == "fails"
-    assert _copied(pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
-    assert _copied(pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"
+    assert (
+        judged_by(judge_outliers, outlying, weights).answer == "not decided"
+    )  # 0 ± 0.35, and the criterion is 0.5
+    assert ": 0 ± 0.4; " in judged_by(judge_outliers, outlying, weights).evidence
+    assert judged_by(judge_outliers, pd.Series([False] * 30), np.ones(30)).answer == "fails"
+    assert judged_by(judge_copy, pd.Series([0.99, 0.97, 0.98]), np.ones(3)).answer == "holds"
+    assert judged_by(judge_copy, pd.Series([0.99, 0.5, 0.98]), np.ones(3)).answer == "not decided"
 
 
 def test_a_trace_of_an_older_version_is_refused(model):
     run = trace_sinks(model, IDS)
     with pytest.raises(UsageError, match="trace again"):
-        traced_outcome(replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
+        show_trace(Outcome(), replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
 
 
 def test_the_head_and_the_layers_of_a_release_map_have_colours_of_their_own(model, run):
@@ -157,7 +174,8 @@ def test_labels_of_tokens_do_not_lie_over_one_another(length, sinks):
 
 
 def test_a_text_without_sinks_is_not_judged(model):
-    outcome = traced_outcome(trace_sinks(model, torch.arange(40).view(2, 20)))
+    outcome = Outcome()
+    show_trace(outcome, trace_sinks(model, torch.arange(40).view(2, 20)))
     assert set(verdicts(outcome).values()) == {"not testable here"}
 
 

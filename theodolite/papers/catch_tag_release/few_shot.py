@@ -1,8 +1,7 @@
 """Fig. 3 of Zhang et al. 2025: accuracy against the number of examples, dense and pruned, on the offline task.
 
 The models come from `theodolite train few-shot`, one per seed, in the folders of one folder. All that are pruned from
-one
-model answer the same prompts; intervals are over models.
+one model answer the same prompts; intervals are over models.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ import torch
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES
 from theodolite.evaluate.few_shot import PROMPTS, few_shot_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.judging import Criterion, Estimate, Verdict, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.models import open_model
 from theodolite.papers.catch_tag_release.pruned_models import METHODS
 from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.prune import prune_model
 from theodolite.report.data import Floats
 from theodolite.report.drawing import few_shot as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import corpus_of_ids
 from theodolite.system.wording import counted, number, percent
 
@@ -92,77 +90,6 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     return accuracies
 
 
-def _over_models(claim: str, what: str, values: Floats, criterion: Criterion) -> Verdict:
-    return judge(claim, what, Estimate.mean(values, "models"), criterion)
-
-
-def shots_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
-    """Charts, levels and verdicts from `shots_table`."""
-    dense = _by_shots(table, DENSE, SPARSITIES[0])
-    verdicts = [
-        _over_models(
-            "More examples help the dense model (section 3.5)",
-            "accuracy with five examples less that with none",
-            dense[:, -1] - dense[:, 0],
-            EXAMPLES_HELP,
-        )
-    ]
-    for sparsity in SPARSITIES:
-        oats = _by_shots(table, "OATS", sparsity)
-        for name in ("Wanda", "SparseGPT"):
-            gap, removed = oats - _by_shots(table, name, sparsity), f"{percent(sparsity)} removed"
-            verdicts += [
-                _over_models(
-                    f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
-                    "absolute difference in accuracy",
-                    np.abs(gap[:, 0]),
-                    SIMILAR,
-                ),
-                _over_models(
-                    f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)",
-                    "lead with five examples less that with none",
-                    gap[:, -1] - gap[:, 0],
-                    WIDENS,
-                ),
-            ]
-    readings = [
-        Reading(
-            f"{name}, {percent(sparsity)} removed" if name != DENSE else name,
-            ", ".join(percent(value) for value in _by_shots(table, name, sparsity).mean(axis=0)) + " by k",
-        )
-        for sparsity in SPARSITIES
-        for name in (DENSE, *METHODS.values())
-        if name != DENSE or sparsity == SPARSITIES[0]
-    ]
-    return Outcome(
-        readings,
-        verdicts,
-        {"accuracy": table},
-        [_chart(table, s) for s in SPARSITIES],
-        {"trainings": training},
-    )
-
-
-def _chart(table: pd.DataFrame, sparsity: float) -> Exhibit:
-    rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
-    best = RULES.best_accuracy().tolist()
-    return Exhibit(
-        f"accuracy-{round(100 * sparsity)}",
-        f"Accuracy against the number of examples, {percent(sparsity)} removed",
-        drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
-        f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark for "
-        f"each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, computed "
-        "exactly.",
-        "whether the methods diverge from left to right.",
-        f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
-        wide=True,
-    )
-
-
-def _order(names: pd.Series) -> pd.Series:
-    return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
-
-
 @experiment(
     "sinks/figure3",
     "Accuracy against the number of examples: dense, and pruned by four methods",
@@ -172,7 +99,61 @@ def _order(names: pd.Series) -> pd.Series:
 def figure_3(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/figure3 is read from a folder of training runs"
     training = study.require_training("few_shot", purpose, COMMAND)
-    outcome.take(shots_outcome(shots_table(Path(training["folder"]), study.say), training))
+    show_accuracy(outcome, shots_table(Path(training["folder"]), study.say))
+    outcome.runs["trainings"] = training
+
+
+def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
+    """Verdicts, levels and charts of accuracies, as `shots_table` gives them."""
+    outcome.tables["accuracy"] = table
+    dense = _by_shots(table, DENSE, SPARSITIES[0])
+    outcome.claim(
+        "More examples help the dense model (section 3.5)",
+        "accuracy with five examples less that with none",
+        Estimate.mean(dense[:, -1] - dense[:, 0], "models"),
+        EXAMPLES_HELP,
+    )
+    _read(outcome, DENSE, dense)
+    for sparsity in SPARSITIES:
+        removed = f"{percent(sparsity)} removed"
+        by_method = {name: _by_shots(table, name, sparsity) for name in METHODS.values()}
+        for name, accuracy in by_method.items():
+            _read(outcome, f"{name}, {removed}", accuracy)
+        for name in ("Wanda", "SparseGPT"):
+            gap = by_method["OATS"] - by_method[name]
+            outcome.claim(
+                f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)",
+                "absolute difference in accuracy",
+                Estimate.mean(np.abs(gap[:, 0]), "models"),
+                SIMILAR,
+            )
+            outcome.claim(
+                f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)",
+                "lead with five examples less that with none",
+                Estimate.mean(gap[:, -1] - gap[:, 0], "models"),
+                WIDENS,
+            )
+        rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
+        best = RULES.best_accuracy().tolist()
+        outcome.figure(
+            f"accuracy-{round(100 * sparsity)}",
+            f"Accuracy against the number of examples, {removed}",
+            drawing.accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best),
+            f"Means over {counted(rows['folder'].nunique(), 'model')} with 95 % intervals (Student's t), a small mark "
+            f"for each model; {number(PROMPTS)} prompts, the same for all. Dashed: the best achievable accuracy, "
+            "computed exactly.",
+            "whether the methods diverge from left to right.",
+            f"{ZHANG}, Fig. 3, there MMLU and Phi-3 Medium",
+            wide=True,
+        )
+
+
+def _read(outcome: Outcome, what: str, accuracy: Floats) -> None:
+    outcome.read(what, ", ".join(percent(value) for value in accuracy.mean(axis=0)) + " by k")
+
+
+def _order(names: pd.Series) -> pd.Series:
+    return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
 
 
 def models_in(folder: str | Path) -> Sequence[Path]:

@@ -2,8 +2,8 @@
 
 A head that has nothing to add must still pay its attention to something. If that were all that sinks are for, a head
 with a no-op option that carries no value (a softmax off by one, a learned sink logit) would form none. The paper's
-sinks write a
-tag, which no no-op option can do. The models come from `theodolite train escape`; those of a seed saw the same tokens.
+sinks write a tag, which no no-op option can do. The models come from `theodolite train escape`;
+those of a seed saw the same tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import SINK_THRESHOLD, least_queries
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
 from theodolite.papers.experiment import Study, experiment, of_trainings
 from theodolite.papers.training.embedded_model import NO_OPS
 from theodolite.report.drawing import no_op as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number
 
@@ -160,54 +159,6 @@ def seeds_of(folder: Path) -> list[int]:
     return [seed for seed in seeds if all(place_of(folder, no_op, seed).is_dir() for no_op in NO_OPS)]
 
 
-def _paired(table: pd.DataFrame, no_op: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    by_seed = table.pivot(index="seed", columns="escape", values=name)
-    return by_seed[no_op].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
-
-
-def no_op_outcome(table: pd.DataFrame, training: dict[str, Any]) -> Outcome:
-    """Verdicts, means with their intervals, and a figure, from `no_op_table`."""
-    verdicts = []
-    for no_op in NO_OPS[1:]:
-        for name, scope in (("sinks", "whole-context sinks"), ("stretches", "sinks, local ones included")):
-            claim = f"Heads with a no-op option still form {scope}: {NAMES[no_op]} (section 2: sinks are there to tag)"
-            with_no_op, without = _paired(table, no_op, name)
-            if not (without > 0).all():
-                why = f"a seed's model with a plain softmax has no {scope}: there is nothing to compare"
-                verdicts.append(Verdict(claim, UNTESTABLE, why))
-                continue
-            over = f"{scope} over those with a plain softmax, paired by seed"
-            verdicts.append(judge(claim, over, Estimate.mean(with_no_op / without, "seeds"), HALF_OF_SINKS))
-        with_no_op, without = _paired(table, no_op, "loss")
-        verdicts.append(
-            judge(
-                f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
-                "loss with the no-op option less that with a plain softmax, paired by seed",
-                Estimate.mean(with_no_op - without, "seeds"),
-                NO_WORSE,
-            )
-        )
-    readings = [
-        Reading(label, "; ".join(f"{NAMES[e]} {_level(table, e, name)}" for e in NO_OPS))
-        for name, label in MEASURES.items()
-    ]
-    figure = Exhibit(
-        "escape",
-        "With a no-op option and without",
-        drawing.by_no_op(table, NAMES, MEASURES),
-        "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
-        "whether the sinks, and what they tag, fall from left to right.",
-        f"{ZHANG}, sections 1.4 and 2; the no-op options are ours",
-        wide=True,
-    )
-    return Outcome(readings, verdicts, {"models": table}, [figure], {"trainings": training})
-
-
-def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
-    values = table[table["escape"] == no_op][name].dropna().to_numpy(np.float64)
-    return str(Estimate.mean(values, "seeds")) if len(values) else "none"
-
-
 @experiment(
     "sinks/escape",
     "Do sinks need the tag? Models with a no-op option, and without",
@@ -218,7 +169,51 @@ def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
 def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"
     training = study.require_training("escapes", purpose, COMMAND)
-    outcome.take(no_op_outcome(no_op_table(Path(training["folder"]), study.say), training))
+    compare_no_ops(outcome, no_op_table(Path(training["folder"]), study.say))
+    outcome.runs["trainings"] = training
+
+
+def compare_no_ops(outcome: Outcome, table: pd.DataFrame) -> None:
+    """Verdicts, means with their intervals, and a figure of models, as `no_op_table` gives them."""
+    outcome.tables["models"] = table
+    for no_op in NO_OPS[1:]:
+        for name, scope in (("sinks", "whole-context sinks"), ("stretches", "sinks, local ones included")):
+            claim = f"Heads with a no-op option still form {scope}: {NAMES[no_op]} (section 2: sinks are there to tag)"
+            with_no_op, without = _paired(table, no_op, name)
+            if not (without > 0).all():
+                why = f"a seed's model with a plain softmax has no {scope}: there is nothing to compare"
+                outcome.cannot_test(claim, why)
+                continue
+            over = f"{scope} over those with a plain softmax, paired by seed"
+            outcome.claim(claim, over, Estimate.mean(with_no_op / without, "seeds"), HALF_OF_SINKS)
+        with_no_op, without = _paired(table, no_op, "loss")
+        outcome.claim(
+            f"A head that can form sinks needs no no-op option: {NAMES[no_op]} does not lower the loss (ours)",
+            "loss with the no-op option less that with a plain softmax, paired by seed",
+            Estimate.mean(with_no_op - without, "seeds"),
+            NO_WORSE,
+        )
+    for name, label in MEASURES.items():
+        outcome.read(label, "; ".join(f"{NAMES[no_op]} {_level(table, no_op, name)}" for no_op in NO_OPS))
+    outcome.figure(
+        "escape",
+        "With a no-op option and without",
+        drawing.by_no_op(table, NAMES, MEASURES),
+        "One dot per model, lines join those of a seed, which saw the same tokens in the same order.",
+        "whether the sinks, and what they tag, fall from left to right.",
+        f"{ZHANG}, sections 1.4 and 2; the no-op options are ours",
+        wide=True,
+    )
+
+
+def _paired(table: pd.DataFrame, no_op: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    by_seed = table.pivot(index="seed", columns="escape", values=name)
+    return by_seed[no_op].to_numpy(np.float64), by_seed["none"].to_numpy(np.float64)
+
+
+def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
+    values = table[table["escape"] == no_op][name].dropna().to_numpy(np.float64)
+    return str(Estimate.mean(values, "seeds")) if len(values) else "none"
 
 
 def is_no_op_folder(folder: str | Path) -> bool:

@@ -7,14 +7,13 @@ import pandas as pd
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import Criterion
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing import outliers as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
 from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
@@ -56,36 +55,32 @@ def outliers(study: Study, outcome: Outcome) -> None:
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
     flags = ["published", "adaptive", "large_rms", "massive"]
-    flagged = outliers.dimensions[outliers.dimensions[flags].any(axis=1)]
-    heads = outliers.head_dimensions[outliers.head_dimensions[flags].any(axis=1)]
-    tables = {
+    flagged, heads = (
+        table[table[flags].any(axis=1)].reset_index(drop=True)
+        for table in (outliers.dimensions, outliers.head_dimensions)
+    )
+    outcome.tables |= {
         "layers": outliers.layers,
-        "dimensions": flagged.reset_index(drop=True),
+        "dimensions": flagged,
         "massive": position_0_as_one(outliers.massive),
         "growth": outliers.growth,
-        "head_dimensions": heads.reset_index(drop=True),
+        "head_dimensions": heads,
         "head_massive": position_0_as_one(outliers.head_massive),
     }
-    figures = [
-        _map(outliers),
-        _growth(outliers),
-        *_carriers(outliers, len(corpus.contexts)),
-        _counts(outliers),
-        _heads(outliers),
-    ]
-    verdicts = [
-        consistency_verdict(outliers),
-        *massive_verdicts(outliers),
-        *sink_verdicts(outliers, run.sinks, corpus),
-    ]
-    outcome.readings += _readings(outliers)
-    outcome.verdicts += verdicts
-    outcome.tables |= tables
-    outcome.exhibits += figures
-    outcome.runs |= {"outliers": outliers.numbers}
+    outcome.runs["outliers"] = outliers.numbers
+    _read(outcome, outliers)
+    judge_consistency(outcome, outliers)
+    judge_massive(outcome, outliers)
+    judge_sinks(outcome, outliers, run.sinks, corpus)
+    _map(outcome, outliers)
+    _growth(outcome, outliers)
+    if not outliers.massive.empty:
+        _carriers(outcome, outliers, len(corpus.contexts))
+    _counts(outcome, outliers)
+    _heads(outcome, outliers)
 
 
-def consistency_verdict(outliers: Outliers) -> Verdict:
+def judge_consistency(outcome: Outcome, outliers: Outliers) -> None:
     """Whether dimensions with a large RMS are large in most tokens, or by a few.
 
     Massive activations are another thing: where they make the RMS, the dimension is counted apart.
@@ -95,21 +90,23 @@ def consistency_verdict(outliers: Outliers) -> Verdict:
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
     large = large[~large["massive"]]
     if large.empty:
-        return Verdict(claim, UNTESTABLE, f"no dimension's RMS stands out in its layer ({apart})")
+        outcome.cannot_test(claim, f"no dimension's RMS stands out in its layer ({apart})")
+        return
     even = large["consistency"] >= EVEN
     what = (
         f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
         f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
         f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
     )
-    return judge(claim, what, float(even.mean()), CONSISTENT)
+    outcome.claim(claim, what, float(even.mean()), CONSISTENT)
 
 
-def massive_verdicts(outliers: Outliers) -> list[Verdict]:
+def judge_massive(outcome: Outcome, outliers: Outliers) -> None:
     """What Sun et al. 2024 say of massive activations, of those found by either rule."""
-    names = ("tokens", "delimiters", "dimensions", "sudden", "stays")
     if outliers.massive.empty:
-        return [Verdict(CLAIMS[name], UNTESTABLE, _nothing(outliers)) for name in names]
+        for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
+            outcome.cannot_test(CLAIMS[name], _nothing(outliers))
+        return
     tokens = _by_token(outliers.massive)
     places = tokens["places"].to_numpy(dtype=np.float64)
     marked = tokens["first"] | tokens["token"].map(is_delimiter)
@@ -120,68 +117,60 @@ def massive_verdicts(outliers: Outliers) -> list[Verdict]:
     staying = stays(outliers.growth)
     followed = f"median of {len(lives)} dimensions of tokens"
     gone = int(lives["vanishes"].notna().sum())
-    return [
-        judge(
-            CLAIMS["tokens"],
-            "largest share over layers of the tokens after position 0 that carry one (position 0: "
-            f"{percent(float(outliers.layers['tokens_first'].max()))})",
-            float(outliers.layers["tokens"].max()),
-            FEW_TOKENS,
-        ),
-        judge(
-            CLAIMS["delimiters"],
-            f"share at position 0 or at tokens without a letter or digit ({_carrier_names(tokens)})",
-            float(places[marked].sum() / places.sum()),
-            DELIMITED,
-        ),
-        judge(
-            CLAIMS["dimensions"],
-            f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
-            float(len(dimensions)),
-            few,
-        ),
-        judge(
-            CLAIMS["sudden"],
-            f"largest growth in one block over the largest size, {followed}",
-            float(lives["rise"].median()),
-            SUDDEN,
-        ),
-        judge(
-            CLAIMS["stays"],
-            f"share of the layers, from the one where it appears, in which it is massive, {followed} ({gone} vanish "
-            "before the last)",
-            float(np.median(staying)) if len(staying) else np.nan,
-            STAYS,
-        ),
-    ]
-
-
-def sink_verdicts(outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> list[Verdict]:
-    """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
-    missing = (
-        _nothing(outliers)
-        if outliers.massive.empty
-        else "no attention sink in this run"
-        if sinks.empty
-        else ""
+    outcome.claim(
+        CLAIMS["tokens"],
+        "largest share over layers of the tokens after position 0 that carry one (position 0: "
+        f"{percent(float(outliers.layers['tokens_first'].max()))})",
+        float(outliers.layers["tokens"].max()),
+        FEW_TOKENS,
     )
-    if missing:
-        return [Verdict(CLAIMS[name], UNTESTABLE, missing) for name in ("at sinks", "sinks at")]
+    outcome.claim(
+        CLAIMS["delimiters"],
+        f"share at position 0 or at tokens without a letter or digit ({_carrier_names(tokens)})",
+        float(places[marked].sum() / places.sum()),
+        DELIMITED,
+    )
+    outcome.claim(
+        CLAIMS["dimensions"],
+        f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
+        float(len(dimensions)),
+        few,
+    )
+    outcome.claim(
+        CLAIMS["sudden"],
+        f"largest growth in one block over the largest size, {followed}",
+        float(lives["rise"].median()),
+        SUDDEN,
+    )
+    outcome.claim(
+        CLAIMS["stays"],
+        f"share of the layers, from the one where it appears, in which it is massive, {followed} ({gone} vanish "
+        "before the last)",
+        float(np.median(staying)) if len(staying) else np.nan,
+        STAYS,
+    )
+
+
+def judge_sinks(outcome: Outcome, outliers: Outliers, sinks: pd.DataFrame, corpus: Corpus) -> None:
+    """Whether massive activations and sinks (the run's table) are at the same tokens, by token and first position."""
+    if outliers.massive.empty or sinks.empty:
+        missing = _nothing(outliers) if outliers.massive.empty else "no attention sink in this run"
+        for name in ("at sinks", "sinks at"):
+            outcome.cannot_test(CLAIMS[name], missing)
+        return
     carriers = _by_token(outliers.massive)
     caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
     pairs = {
         "at sinks": (carriers, caught, "places", "massive activations at tokens that are sinks of some head"),
         "sinks at": (caught, carriers, "contexts", "sinks at tokens that carry massive activations"),
     }
-    verdicts = []
     for name, (tokens, others, weight, what) in pairs.items():
         amount = tokens[weight].to_numpy(dtype=np.float64)
         share = float((amount * _among(tokens, others)).sum() / amount.sum())
         chance = _chance(others, corpus)
         criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
         what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        verdicts.append(judge(CLAIMS[name], what, share, criterion))
-    return verdicts
+        outcome.claim(CLAIMS[name], what, share, criterion)
 
 
 def _typical(outliers: Outliers) -> pd.Series:
@@ -222,7 +211,7 @@ def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
 
 
 def _among(tokens: pd.DataFrame, others: pd.DataFrame) -> Floats:
-    """1 for each token of `these` that `those` have too; position 0 is one place, whatever its token."""
+    """1 for each of `tokens` that is among `others` too; position 0 is one place, whatever its token."""
     later = set(others.loc[~others["first"], "token_id"])
     present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
     return present.astype(np.float64)
@@ -246,35 +235,31 @@ def _carrier_names(tokens: pd.DataFrame) -> str:
     return listed(list(dict.fromkeys(names)), 5)
 
 
-def _readings(outliers: Outliers) -> list[Reading]:
+def _read(outcome: Outcome, outliers: Outliers) -> None:
     layers, dimensions = outliers.layers, outliers.dimensions
     largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
     ratio = largest / _typical(outliers)
     top = int(ratio.to_numpy().argmax())
-    place = f"layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]}"
-
-    def mean(name: str) -> str:
-        return f"{number(float(layers[name].mean()))} per layer, at most {number(float(layers[name].max()))}"
-
-    tokens = f"{percent(float(layers['tokens'].max()))}; of position 0 {percent(float(layers['tokens_first'].max()))}"
-    rows = [
-        ("outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", "", mean("published")),
-        ("outlier dimensions, by comparison with their layer", "", mean("adaptive")),
-        ("dimensions with massive activations, published rule", "“few”", mean("massive_published")),
-        (
-            "dimensions with massive activations, by comparison with their layer",
-            "“few”",
-            mean("massive_adaptive"),
-        ),
-        ("tokens after position 0 that carry one, layer with most", "“few”", tokens),
-        ("largest |x|", "above 100", number(float(largest.max()))),
-        (
-            "largest |x| over the RMS of its layer's median dimension",
-            "above 1000 times the median",
-            f"{number(float(ratio[top]))} ({place})",
-        ),
-    ]
-    return [Reading(quantity, value, paper) for quantity, paper, value in rows]
+    for name, quantity, paper in (
+        ("published", "outlier dimensions, |x| ≥ 6 in 6 % of tokens and 25 % of layers", ""),
+        ("adaptive", "outlier dimensions, by comparison with their layer", ""),
+        ("massive_published", "dimensions with massive activations, published rule", "“few”"),
+        ("massive_adaptive", "dimensions with massive activations, by comparison with their layer", "“few”"),
+    ):
+        mean, most = float(layers[name].mean()), float(layers[name].max())
+        outcome.read(quantity, f"{number(mean)} per layer, at most {number(most)}", paper)
+    carrying, carrying_first = (percent(float(layers[name].max())) for name in ("tokens", "tokens_first"))
+    outcome.read(
+        "tokens after position 0 that carry one, layer with most",
+        f"{carrying}; of position 0 {carrying_first}",
+        "“few”",
+    )
+    outcome.read("largest |x|", number(float(largest.max())), "above 100")
+    outcome.read(
+        "largest |x| over the RMS of its layer's median dimension",
+        f"{number(float(ratio[top]))} (layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]})",
+        "above 1000 times the median",
+    )
 
 
 def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
@@ -282,10 +267,10 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
     return grid
 
 
-def _map(outliers: Outliers) -> Exhibit:
+def _map(outcome: Outcome, outliers: Outliers) -> None:
     ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
     chosen = drawing.largest_columns(ratios)
-    return Exhibit(
+    outcome.figure(
         "dimensions",
         "RMS of the largest dimensions, by layer",
         drawing.ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median")),
@@ -298,7 +283,7 @@ def _map(outliers: Outliers) -> Exhibit:
     )
 
 
-def _growth(outliers: Outliers) -> Exhibit:
+def _growth(outcome: Outcome, outliers: Outliers) -> None:
     layers = outliers.dimensions.groupby("layer")
     typical = _typical(outliers).groupby(outliers.dimensions["layer"]).median()
     references = {
@@ -314,7 +299,7 @@ def _growth(outliers: Outliers) -> Exhibit:
         (f"dimension {dimension}", _name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
         for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
     }
-    return Exhibit(
+    outcome.figure(
         "growth",
         "Massive activations through the layers",
         drawing.growth(lines, references, outliers.numbers["thresholds"]["massive"]),
@@ -326,9 +311,7 @@ def _growth(outliers: Outliers) -> Exhibit:
     )
 
 
-def _carriers(outliers: Outliers, contexts: int) -> list[Exhibit]:
-    if outliers.massive.empty:
-        return []
+def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
     rows = []
     for _, token_rows in position_0_as_one(outliers.massive).groupby("token_id"):
         name = _name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])
@@ -339,20 +322,18 @@ def _carriers(outliers: Outliers, contexts: int) -> list[Exhibit]:
         )
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows, strict=True)
-    return [
-        Exhibit(
-            "tokens",
-            "Which tokens carry massive activations",
-            drawing.carriers(names, np.array(shares), notes),
-            "Share of contexts in which the token carries a massive activation, in the layer and dimension where it "
-            f"does most often, by either rule; the {min(drawing.TOKENS, len(rows))} most frequent of {len(rows)}.",
-            "position 0 and delimiters at the top, and not much else.",
-            SUN,
-        )
-    ]
+    outcome.figure(
+        "tokens",
+        "Which tokens carry massive activations",
+        drawing.carriers(names, np.array(shares), notes),
+        "Share of contexts in which the token carries a massive activation, in the layer and dimension where it "
+        f"does most often, by either rule; the {min(drawing.TOKENS, len(rows))} most frequent of {len(rows)}.",
+        "position 0 and delimiters at the top, and not much else.",
+        SUN,
+    )
 
 
-def _counts(outliers: Outliers) -> Exhibit:
+def _counts(outcome: Outcome, outliers: Outliers) -> None:
     def of(name: str) -> Floats:
         return outliers.layers[name].to_numpy(dtype=np.float64)
 
@@ -362,7 +343,7 @@ def _counts(outliers: Outliers) -> Exhibit:
         "dimensions with massive activations, from data": (of("massive_adaptive"), style.VERMILLION, "solid"),
         "dimensions with massive activations, published": (of("massive_published"), style.ORANGE, "dash"),
     }
-    return Exhibit(
+    outcome.figure(
         "counts",
         "Published thresholds against those from data",
         drawing.counts(columns, "dimensions"),
@@ -374,7 +355,7 @@ def _counts(outliers: Outliers) -> Exhibit:
     )
 
 
-def _heads(outliers: Outliers) -> Exhibit:
+def _heads(outcome: Outcome, outliers: Outliers) -> None:
     largest = outliers.head_dimensions.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
     grid = _grid(largest, "rms_ratio", "layer", "head")
     table = outliers.head_dimensions
@@ -383,7 +364,7 @@ def _heads(outliers: Outliers) -> Exhibit:
     sentence = (
         f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
     )
-    return Exhibit(
+    outcome.figure(
         "heads",
         "Largest dimension of every head's output",
         drawing.ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median")),

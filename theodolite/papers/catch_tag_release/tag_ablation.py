@@ -8,14 +8,13 @@ import pandas as pd
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, SIGMAS, Verdict
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import ablation as drawing
 from theodolite.report.drawing.traces import sink_name
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
     LATER_SINKS,
@@ -25,10 +24,6 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, head_name, number, percent, with_error
-
-SIGMAS = 2.0
-
-MORE = f"criterion: {SIGMAS:g} standard errors of the paired difference more than on others (ours)"
 
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
@@ -79,56 +74,48 @@ def ablated(study: Study, outcome: Outcome) -> None:
     last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)
-    outcome.readings += [
-        Reading("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}"),
-        *(
-            Reading(
-                f"{row.ablation}: {row.measure}",
-                f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
-                f"{with_error(row.control, row.control_se)}",
-            )
-            for row in table[table["measure"].isin(measures)].itertuples()
-        ),
-    ]
-    outcome.verdicts += [
-        _against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
-        _against_others(table),
-        _against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
-        _against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
-        _against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
-    ]
-    outcome.tables |= {"changes": table}
-    outcome.exhibits += [
-        Exhibit(
-            "losses",
-            f"{name} ablated: loss of the next token",
-            drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
-            "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
-            "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
-            "red bars longer than the grey ones, on caught tokens more than on others.",
-            f"{ZHANG}, sections 2 and 3",
-            wide=True,
-        ),
-        Exhibit(
-            "sinks",
-            f"{name} ablated: sinks",
-            drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
-            "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
-            "red bars longer than the grey ones.",
-            f"{ZHANG}, section 3.2",
-            wide=True,
-        ),
-        Exhibit(
-            "clusters",
-            f"{name} ablated: clusters downstream",
-            drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
-            "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
-            "untouched model.",
-            "η² that falls by nearly its whole value: then the clusters came from this tag.",
-            f"{ZHANG}, section 2, Fig. 2d",
-            wide=True,
-        ),
-    ]
+    outcome.tables["changes"] = table
+    outcome.read("ablated head", f"{name}, in {counted(int(table['contexts'].max()), 'context')}")
+    for row in table[table["measure"].isin(measures)].itertuples():
+        outcome.read(
+            f"{row.ablation}: {row.measure}",
+            f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
+            f"{with_error(row.control, row.control_se)}",
+        )
+    _against_control(outcome, USED, table, "tag ablated", LOSS_CAUGHT, +1)
+    _against_others(outcome, table)
+    _against_control(outcome, CLUSTERS, table, "tag ablated", last, -1, HALF)
+    _against_control(outcome, LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1)
+    _against_control(outcome, BEHIND, table, "tag ablated", LATER_SINKS, -1)
+    outcome.figure(
+        "losses",
+        f"{name} ablated: loss of the next token",
+        drawing.changes(table, [LOSS_CAUGHT, LOSS_OTHERS]),
+        "Change of the loss in nats, mean over contexts with its standard error. Caught: the token is one that "
+        "the head's sinks caught in the untouched model. Control: a random ablation of the same norm.",
+        "red bars longer than the grey ones, on caught tokens more than on others.",
+        f"{ZHANG}, sections 2 and 3",
+        wide=True,
+    )
+    outcome.figure(
+        "sinks",
+        f"{name} ablated: sinks",
+        drawing.changes(table, [HEAD_SINKS, LATER_SINKS]),
+        "Change of the number of sinks in a context: of the head itself, and later ones in all deeper heads.",
+        "red bars longer than the grey ones.",
+        f"{ZHANG}, section 3.2",
+        wide=True,
+    )
+    outcome.figure(
+        "clusters",
+        f"{name} ablated: clusters downstream",
+        drawing.changes(table, [m for m in table["measure"].unique() if m.startswith("η²")]),
+        "Change of η² of the head's grouping in each later residual layer; the groups are those of the "
+        "untouched model.",
+        "η² that falls by nearly its whole value: then the clusters came from this tag.",
+        f"{ZHANG}, section 2, Fig. 2d",
+        wide=True,
+    )
 
 
 def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
@@ -136,27 +123,31 @@ def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
 
 
 def _against_control(
-    claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
-) -> Verdict:
+    outcome: Outcome,
+    claim: str,
+    table: pd.DataFrame,
+    ablation: str,
+    measure: str,
+    sign: int,
+    least: float = 0.0,
+) -> None:
     row = _row(table, ablation, measure)
     if row["untouched"] == 0 and row["change"] == 0:
-        return Verdict(claim, UNTESTABLE, f"{measure}: there are none")
-    gain, error = sign * row["beyond"], row["beyond_se"]
+        outcome.cannot_test(claim, f"{measure}: there are none")
+        return
     measured = (
         f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
         f"{with_error(row['control'], row['control_se'])}"
     )
-    return _decided(claim, measured, gain - least * abs(row["untouched"]), error, _criterion(least))
-
-
-def _criterion(least: float) -> str:
     part = f"{percent(least)} of what it was and " if least else ""
-    return (
+    criterion = (
         f"criterion: {part}{SIGMAS:g} standard errors of the paired difference more than the control (ours)"
     )
+    gain = sign * row["beyond"] - least * abs(row["untouched"])
+    _decide(outcome, claim, measured, gain, row["beyond_se"], criterion)
 
 
-def _against_others(table: pd.DataFrame) -> Verdict:
+def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
     caught, uncaught, between = (
         _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
@@ -164,10 +155,13 @@ def _against_others(table: pd.DataFrame) -> Verdict:
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
         f"{with_error(uncaught['change'], uncaught['change_se'])} on others"
     )
-    return _decided(MORE_THAN_OTHERS, measured, between["change"], between["change_se"], MORE)
+    criterion = f"criterion: {SIGMAS:g} standard errors of the paired difference more than on others (ours)"
+    _decide(outcome, MORE_THAN_OTHERS, measured, between["change"], between["change_se"], criterion)
 
 
-def _decided(claim: str, measured: str, gain: float, error: float, criterion: str) -> Verdict:
+def _decide(outcome: Outcome, claim: str, measured: str, gain: float, error: float, criterion: str) -> None:
     if not math.isfinite(gain) or not math.isfinite(error):
-        return Verdict(claim, UNTESTABLE, f"{measured}: too few contexts; {criterion}")
-    return Verdict(claim, HOLDS if gain > SIGMAS * error else FAILS, f"{measured}; {criterion}")
+        outcome.cannot_test(claim, f"{measured}: too few contexts; {criterion}")
+        return
+    answer = HOLDS if gain > SIGMAS * error else FAILS
+    outcome.verdicts.append(Verdict(claim, answer, f"{measured}; {criterion}"))

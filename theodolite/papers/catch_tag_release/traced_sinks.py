@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -15,25 +15,19 @@ from theodolite.judging import (
     HOLDS,
     SIGMAS,
     UNDECIDED,
-    UNTESTABLE,
     Criterion,
     Estimate,
     Verdict,
     error_of_share,
-    judge,
 )
-from theodolite.papers.experiment import experiment
+from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing import traces as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, number, percent, with_error
-
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
 
 LATER = "Attention sinks emerge in later tokens too, and depend on the sequence (section 1.4, Q2)"
 TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (section 2, Fig. 2c)"
@@ -50,7 +44,32 @@ SAME = Criterion("at least", 0.9, "“copied” read as: a cosine of 0.9 (ours)"
 MOSTLY = Criterion("at least", 0.5, "“outlier” read as: a dimension of six robust standard deviations (ours)")
 
 
-def traced_outcome(run: Run) -> Outcome:
+@experiment(
+    "sinks/trace",
+    "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
+    "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
+    "tag is still to be seen in deep layers (section 2)",
+    needs=("model",),
+)
+def traced(study: Study, outcome: Outcome) -> None:
+    show_trace(outcome, trace_of(study))
+
+
+def trace_of(study: Study) -> Run:
+    """The trace of the study's text, made once and kept next to the pages.
+
+    Raises:
+        UsageError: there is no text.
+    """
+    corpus = study.corpus
+    if corpus is None:
+        raise UsageError("sinks are traced through a text: pass it together with the run")
+    folder = None if study.folder is None else study.folder / "trace"
+    study.say("tracing every sink through the model")
+    return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
+
+
+def show_trace(outcome: Outcome, run: Run) -> None:
     """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims.
 
     Raises:
@@ -61,74 +80,69 @@ def traced_outcome(run: Run) -> Outcome:
         raise UsageError(
             "this trace was written by an older version and lacks standard errors of the release: trace again"
         )
-    tables = {"sinks": traces, "heads": heads}
+    outcome.tables |= {"sinks": traces, "heads": heads}
     if not len(traces):
-        reason = (
-            "no key of any head is a sink in this text: "
-            f"no query pays one more than {SINK_THRESHOLD} on average"
-        )
-        claims = (LATER, TAGGED, RELEASED, COPIED, OUTLIER)
-        return Outcome([], [Verdict(claim, UNTESTABLE, reason) for claim in claims], tables)
+        for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER):
+            outcome.cannot_test(
+                claim,
+                "no key of any head is a sink in this text: "
+                f"no query pays one more than {SINK_THRESHOLD} on average",
+            )
+        return
+    model = run.provenance["model"]
+    outcome.read("heads that have a sink", f"{len(heads)} of {int(model['layers'] * model['heads'])}")
+    for kind, name in drawing.KIND_NAMES.items():
+        outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
+    for _, row in traces.head(3).iterrows():
+        outcome.read(drawing.sink_name(row), _sink_summary(row))
     later = traces[traces["kind"] == "later"]
-    readings = [
-        Reading("heads that have a sink", f"{len(heads)} of {_heads_of(run)}"),
-        *(
-            Reading(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
-            for kind, name in drawing.KIND_NAMES.items()
-        ),
-        *(Reading(drawing.sink_name(row), _sink_summary(row)) for _, row in traces.head(3).iterrows()),
-    ]
+    outcome.claim(
+        LATER,
+        "largest share of contexts in which a later token is a sink of a head",
+        float(later["share"].max()) if len(later) else 0.0,
+        MANY,
+    )
     weights = traces["tagged"].fillna(0).to_numpy()
-    verdicts = [
-        judge(
-            LATER,
-            "largest share of contexts in which a later token is a sink of a head",
-            float(later["share"].max()) if len(later) else 0.0,
-            MANY,
-        ),
-        _clustered(heads),
-        _released(heads, run.provenance["model"]["layers"]),
-        _copied(traces["alignment"], weights),
-        _outlying(traces["outlier_dimensions"] != "", weights),
-    ]
-    return Outcome(readings, verdicts, tables, _exhibits(traces, heads, run.arrays["release"].numpy()))
+    judge_clusters(outcome, heads)
+    judge_release(outcome, heads, model["layers"])
+    judge_copy(outcome, traces["alignment"], weights)
+    judge_outliers(outcome, traces["outlier_dimensions"] != "", weights)
+    _figures(outcome, traces, heads, run.arrays["release"].numpy())
 
 
-def _exhibits(traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> list[Exhibit]:
-    return [
-        Exhibit(
-            "release",
-            "Where each tag persists",
-            drawing.release_map(traces, release),
-            "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
-            "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
-            "in the residual stream, where it is far less, from the layer that enters the head's block on.",
-            "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
-            f"{ZHANG}, section 2; MATH: tag, release",
-            wide=True,
-        ),
-        Exhibit(
-            "strength",
-            "How much is caught, and how strongly it is tagged",
-            drawing.strength(traces),
-            "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
-            "output by being caught or not.",
-            "dots to the right and up: sinks that mark many tokens clearly.",
-            f"{ZHANG}, section 2",
-        ),
-        Exhibit(
-            "kept",
-            "The grouping before the head and after it",
-            drawing.release_scatter(heads),
-            "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
-            "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
-            "dots well above the line. On it, the grouping was already there before the head.",
-            f"{ZHANG}, section 2, Fig. 2d",
-        ),
-    ]
+def _figures(outcome: Outcome, traces: pd.DataFrame, heads: pd.DataFrame, release: Floats) -> None:
+    outcome.figure(
+        "release",
+        "Where each tag persists",
+        drawing.release_map(traces, release),
+        "One row per sink, the strongest tags first; η²: the share of within-context variance that lies between "
+        "the tokens that the sink caught and all others. First in the head's output, in colours of their own; then "
+        "in the residual stream, where it is far less, from the layer that enters the head's block on.",
+        "rows that are dark at “head”, and darker after the head's layer than before: a tag that is released.",
+        f"{ZHANG}, section 2; MATH: tag, release",
+        wide=True,
+    )
+    outcome.figure(
+        "strength",
+        "How much is caught, and how strongly it is tagged",
+        drawing.strength(traces),
+        "One dot per sink of a head: the share of all queries of the text that it catches, and η² of the head's "
+        "output by being caught or not.",
+        "dots to the right and up: sinks that mark many tokens clearly.",
+        f"{ZHANG}, section 2",
+    )
+    outcome.figure(
+        "kept",
+        "The grouping before the head and after it",
+        drawing.release_scatter(heads),
+        "One dot per head: η² of its grouping of tokens in the residual stream that enters its block, and the "
+        "largest of all later layers; bars: the standard error of the difference. Dotted: nothing was added.",
+        "dots well above the line. On it, the grouping was already there before the head.",
+        f"{ZHANG}, section 2, Fig. 2d",
+    )
 
 
-def _clustered(heads: pd.DataFrame) -> Verdict:
+def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
     """η² of the heads, each counted by the contexts that it rests on.
 
     Heads share their contexts, so that their errors add up: their weighted mean is the most that the mean's can be.
@@ -140,20 +154,21 @@ def _clustered(heads: pd.DataFrame) -> Verdict:
         "sink, weighted by the contexts where it has one"
     )
     if not len(known):
-        return Verdict(TAGGED, UNTESTABLE, f"no standard error in {counted(single, 'head')}; {CLUSTERED}")
+        outcome.cannot_test(TAGGED, f"no standard error in {counted(single, 'head')}; {CLUSTERED}")
+        return
     best = known.loc[known["tag"].idxmax()]
     mean, error, shifted = (
         float(np.average(known[name], weights=known["contexts"])) for name in ("tag", "tag_se", "tag_shifted")
     )
     left_out = f"; {counted(single, 'head')} that rest on one context left out" if single else ""
-    evidence = (
-        f"{what} (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
+    what += (
+        f" (largest {with_error(best['tag'], best['tag_se'])}; of the same groups shifted along the context "
         f"{number(shifted)}{left_out})"
     )
-    return judge(TAGGED, evidence, Estimate(mean, error), CLUSTERED)
+    outcome.claim(TAGGED, what, Estimate(mean, error), CLUSTERED)
 
 
-def _released(heads: pd.DataFrame, layers: int) -> Verdict:
+def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     """Whether most heads' grouping explains more of some later layer than of the one before the head.
 
     The largest of several layers is looked at, so that its gain must be as unlikely as that of one layer would be at
@@ -162,7 +177,8 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     """
     clear = heads[heads["gain_se"].notna()]
     if not len(clear):
-        return Verdict(RELEASED, UNTESTABLE, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
+        outcome.cannot_test(RELEASED, f"no standard error in {counted(len(heads), 'head')}; {MORE}")
+        return
     chance = NormalDist().cdf(-SIGMAS)
     needed = [-NormalDist().inv_cdf(chance / (layers - layer)) for layer in clear["layer"]]
     more = int((clear["gain"] > needed * clear["gain_se"]).sum())
@@ -170,38 +186,38 @@ def _released(heads: pd.DataFrame, layers: int) -> Verdict:
     best = clear.loc[clear["gain"].idxmax()]
     evidence = (
         "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
-        f"{more} of "
-        f"{counted(len(clear), 'head')} with a sink, less in {less} (mean {number(float(clear['gain'].mean()))}, "
-        "largest "
-        f"{with_error(best['gain'], best['gain_se'])}; more: by {number(min(needed))} to {number(max(needed))} "
-        f"standard errors, more where more layers follow); {MORE}"
+        f"{more} of {counted(len(clear), 'head')} with a sink, less in {less} (mean "
+        f"{number(float(clear['gain'].mean()))}, largest {with_error(best['gain'], best['gain_se'])}; more: by "
+        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow); {MORE}"
     )
-    if 2 * more >= len(clear):
-        return Verdict(RELEASED, HOLDS, evidence)
-    return Verdict(RELEASED, FAILS if 2 * less >= len(clear) else UNDECIDED, evidence)
+    otherwise = FAILS if 2 * less >= len(clear) else UNDECIDED
+    outcome.verdicts.append(Verdict(RELEASED, HOLDS if 2 * more >= len(clear) else otherwise, evidence))
 
 
-def _copied(alignment: pd.Series, weights: np.ndarray) -> Verdict:
+def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> None:
+    """Whether tags are the values of their sinks: cosines (sinks), weighted by what each sink tags."""
     known = alignment.notna().to_numpy() & (weights > 0)
     count = _effective(weights[known])
-    what = f"cosine of tag and value vector, mean over {_sinks(known, count)}"
-    if not known.any():
-        return judge(COPIED, what, float("nan"), SAME)
-    values, weights_of_known = alignment[known], weights[known]
-    mean = float(np.average(values, weights=weights_of_known))
-    scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
-    error = (scatter / (count - 1)) ** 0.5 if count > 1 else float("nan")
-    return judge(COPIED, what, Estimate(mean, error), SAME)
+    estimate = Estimate(math.nan)
+    if known.any():
+        values, weights_of_known = alignment[known], weights[known]
+        mean = float(np.average(values, weights=weights_of_known))
+        scatter = float(np.average((values - mean) ** 2, weights=weights_of_known))
+        error = (scatter / (count - 1)) ** 0.5 if count > 1 else math.nan
+        estimate = Estimate(mean, error, max(1, round(count)), "sinks")
+    outcome.claim(COPIED, f"cosine of tag and value vector, mean over {_sinks(known, count)}", estimate, SAME)
 
 
-def _outlying(outlying: pd.Series, weights: np.ndarray) -> Verdict:
+def judge_outliers(outcome: Outcome, outlying: pd.Series, weights: np.ndarray) -> None:
+    """Whether tags have an outlier dimension, of all sinks, weighted by what each tags."""
     known = weights > 0
     count = _effective(weights[known])
+    estimate = Estimate(math.nan)
+    if known.any():
+        share = float(np.average(outlying[known], weights=weights[known]))
+        estimate = Estimate(share, error_of_share(count))
     what = f"share of {_sinks(known, count)} that have an outlier dimension in their tag"
-    if not known.any():
-        return judge(OUTLIER, what, float("nan"), MOSTLY)
-    share = float(np.average(outlying[known], weights=weights[known]))
-    return judge(OUTLIER, what, Estimate(share, error_of_share(count)), MOSTLY)
+    outcome.claim(OUTLIER, what, estimate, MOSTLY)
 
 
 def _effective(weights: np.ndarray) -> float:
@@ -211,11 +227,6 @@ def _effective(weights: np.ndarray) -> float:
 
 def _sinks(known: np.ndarray, count: float) -> str:
     return f"{counted(int(known.sum()), 'sink')}, weighted by what they tag (effective number {number(count, 2)})"
-
-
-def _heads_of(run: Run) -> int:
-    model = run.provenance["model"]
-    return int(model["layers"] * model["heads"])
 
 
 def _kind_summary(rows: pd.DataFrame) -> str:
@@ -235,28 +246,3 @@ def _sink_summary(row: pd.Series) -> str:
         f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
         f"gain {with_error(row['gain'], row['gain_se'])})"
     )
-
-
-def trace_of(study: Study) -> Run:
-    """The trace of the study's text, made once and kept next to the pages.
-
-    Raises:
-        UsageError: there is no text.
-    """
-    corpus = study.corpus
-    if corpus is None:
-        raise UsageError("sinks are traced through a text: pass it together with the run")
-    folder = None if study.folder is None else study.folder / "trace"
-    study.say("tracing every sink through the model")
-    return study.cached("trace", lambda: trace_sinks(study.require_model(), corpus, folder))
-
-
-@experiment(
-    "sinks/trace",
-    "Every sink of the text: what it catches, the tag that it writes, where the tag persists",
-    "Sinks catch tokens, tag them with a common perturbation, and release them into the residual stream, where the "
-    "tag is still to be seen in deep layers (section 2)",
-    needs=("model",),
-)
-def traced(study: Study, outcome: Outcome) -> None:
-    outcome.take(traced_outcome(trace_of(study)))
