@@ -12,7 +12,6 @@ from theodolite.measure.rank_correlation import error_under_independence, rank_c
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
-from theodolite.papers.rank_correlation import error_under_independence, rank_correlation
 from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
 from theodolite.report.drawing import contexts as drawing
 from theodolite.report.exhibit import by_layer
