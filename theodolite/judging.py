@@ -7,6 +7,7 @@ where it comes from. Nothing here reads a run, draws or writes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -204,6 +205,15 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     if 2 * meeting > total:
         return Verdict(claim, HOLDS, evidence)
     return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
+
+
+def combined(answers: Iterable[Answer]) -> Answer:
+    """Of several parts together: what all that are decided agree on, else in part; what is open does not count."""
+    answers = set(answers)
+    decided = answers - set(OPEN)
+    if len(decided) > 1:
+        return IN_PART
+    return next(iter(decided), UNDECIDED if UNDECIDED in answers else UNTESTABLE)
 
 
 def _margin(n: int) -> str:

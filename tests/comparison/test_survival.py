@@ -72,7 +72,7 @@ def test_what_is_left():
     assert some.left == pytest.approx(0.6 / 0.8)
     assert (
         some.counts()
-        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within two standard errors)"
+        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within the 95 % interval)"
     )
     assert part(["survived"] * 3 + ["lost"], by_chance=2.0).left == pytest.approx((3 - 2) / (4 - 2))
     assert part(["survived", "lost", "lost"], by_chance=2.0).left == 0  # worse than chance

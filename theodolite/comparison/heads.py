@@ -15,10 +15,10 @@ from theodolite.comparison.survival import (
     Flags,
     Survival,
     changes,
+    clear,
     expected_by_chance,
     statuses,
 )
-from theodolite.judging import SIGMAS
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, column, entropy_limits
@@ -64,7 +64,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         "",
         by_chance=expected_by_chance(holds),
     )
-    return replace(part, sentence=_entropies_sentence(part))
+    return replace(part, sentence=_entropies_sentence(part, reference.provenance["corpus"]["contexts"]))
 
 
 def _values(run: Run, name: str) -> Floats:
@@ -81,15 +81,15 @@ def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
     return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
 
 
-def _entropies_sentence(part: Survival) -> str:
+def _entropies_sentence(part: Survival, contexts: int) -> str:
     table = part.table
     if part.exact:
         return f"The entropy of all {counted(len(table), 'head')} is unchanged."
-    near = (table["difference"].abs() <= SIGMAS * table["se"]).sum()
+    near = (~clear(table["difference"], table["se"], contexts)).sum()
     survived = part.count(SURVIVED)
     clauses = [
         f"{survived} of {counted(len(table), 'head')} {'keeps its' if survived == 1 else 'keep their'} entropy "
-        f"({part.by_chance:.1f} by chance), {near} within two standard errors; mean "
+        f"({part.by_chance:.1f} by chance), {near} within the 95 % interval; mean "
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]

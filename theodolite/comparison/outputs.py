@@ -221,13 +221,13 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    table["status"] = statuses(table, 1.0)
+    table["status"] = statuses(table, 1.0, int(context.max()) + 1)
     part = Survival(
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
         "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than "
-        "two standard errors (over contexts)",
+        "the 95 % interval (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
         "",
     )

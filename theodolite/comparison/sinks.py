@@ -17,9 +17,9 @@ from theodolite.comparison.survival import (
     UNDECIDED,
     Survival,
     changes,
+    clear,
     statuses,
 )
-from theodolite.judging import SIGMAS
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.traces import sink_name
@@ -44,15 +44,15 @@ def sinks(reference: Run, other: Run) -> Survival:
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
     table["se"] = _error(change["before"], change["after"], contexts)
-    table["status"] = statuses(table, LEAST_SHARE)
+    table["status"] = statuses(table, LEAST_SHARE, contexts)
     table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
     table = table.reset_index(drop=True)
     part = Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
-        "that is left, and is lost where less is, by more than two standard errors of the difference (contexts taken "
-        "as independent)",
+        "that is left, and is lost where less is, by more than the 95 % interval of the difference (contexts taken as "
+        "independent)",
         table,
         "",
         weight="before",
@@ -136,11 +136,12 @@ def tags(reference: Run, other: Run) -> Survival:
     tags_table = tags_table.join(release)
     tags_table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     tags_table["tagged_before"], tags_table["tagged_after"] = table["tagged_before"], table["tagged_after"]
-    status = statuses(tags_table, TAGGED)
+    contexts = reference.provenance["corpus"]["contexts"]
+    status = statuses(tags_table, TAGGED, contexts)
     rotated = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
-    undirected = tags_table["cosine"].isna() & ~_clearly_moved(
-        tags_table, reference.provenance["corpus"]["contexts"]
-    )
+    shares = table["share_before"], table["share_after"]
+    moved = clear(shares[1] - shares[0], _error(*shares, contexts), contexts)
+    undirected = tags_table["cosine"].isna() & ~moved
     tags_table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
     tags_table = tags_table.sort_values(
         ["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4
@@ -151,20 +152,13 @@ def tags(reference: Run, other: Run) -> Survival:
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
-        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than two standard errors of the difference, "
+        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than the 95 % interval of the difference, "
         "and a sink that is gone if its share of contexts fell by more than that",
         tags_table.reset_index(drop=True),
         "",
         weight="tagged_before",
     )
     return replace(part, sentence=_tags_sentence(part))
-
-
-def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
-    """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
-    before, after = table["share_before"], table["share_after"]
-    error = _error(before, after, contexts)
-    return (after - before).abs() > SIGMAS * error
 
 
 def _tagging(run: Run) -> pd.DataFrame:

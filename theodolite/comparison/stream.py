@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from theodolite.accumulate.sums import GROUPS
 from theodolite.comparison.survival import (
     HALF,
     LOST,
@@ -154,9 +155,9 @@ def _positions_sentence(part: Survival, chance: float) -> str:
 
 
 def _moved(table: pd.DataFrame, name: str) -> str:
-    """`3.1 → 3.4 (within two standard errors)`: means over layers. The layers share contexts, so errors add up."""
+    """`3.1 → 3.4 (within the 95 % interval)`: means over layers. The layers share contexts, so errors add up."""
     before, after, error = (_mean(table[f"{name}_{part}"]) for part in ("before", "after", "se"))
-    return f"{number(before)} → {number(after)}{within_errors(after - before, error)}"
+    return f"{number(before)} → {number(after)}{within_errors(after - before, error, GROUPS)}"
 
 
 def _mean(values: Sequence[float]) -> float:
