@@ -58,8 +58,8 @@ def entropies(reference: Run, other: Run) -> Survival:
         "entropies",
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
-        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE)} of the maximum) or uniform (above "
-        f"{percent(UNIFORM_ATTENTION.threshold)})",
+        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
+        f"(above {percent(UNIFORM_ATTENTION.threshold)})",
         table,
         "",
         by_chance=expected_by_chance(holds),
@@ -73,7 +73,7 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def _range(share: Floats | pd.Series) -> np.ndarray:
-    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM_ATTENTION.threshold])
+    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
 def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:

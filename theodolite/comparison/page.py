@@ -150,7 +150,8 @@ def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdi
             ("a random part with the same singular values", at_random, STAY),
         )
     )
-    evidence = f"layer {layer} has {number(before)} sinks per context with the term; {judged.evidence}; {control.evidence}"
+    evidence = f"layer {layer} has {number(before)} sinks per context with the term"
+    evidence += f"; {judged.evidence}; {control.evidence}"
     if judged.answer == HOLDS and control.answer != HOLDS:
         may = "ablating a random part of the same size may remove them, too"
         return Verdict(LOW_RANK_CLAIM, UNDECIDED, f"{evidence}; {may}")

@@ -214,6 +214,7 @@ def _level(table: pd.DataFrame, no_op: str, name: str) -> str:
     "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
     "needed for that",
     needs=(COMMAND,),
+    scaled_down="small models trained here",
 )
 def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"

@@ -98,6 +98,7 @@ def _walk_moments(study: Study) -> WalkMoments:
     "Text as a random walk",
     "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
     needs=("model",),
+    scaled_down="64 positions at most, full second moments at the pairs of six of them",
 )
 def walk(study: Study, outcome: Outcome) -> None:
     moments = _walk_moments(study)
