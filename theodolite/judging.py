@@ -120,7 +120,7 @@ class Criterion:
         """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie."""
         beyond, margin = self._beyond(values), np.nan_to_num(margins)
         low, high = beyond - margin, beyond + margin
-        holds = (low >= 0) & (beyond >= self.negligible) & ((beyond != 0) | (not self._strict))
+        holds = (low > 0 if self._strict else low >= 0) & (beyond >= self.negligible)
         is_negligible = np.maximum(np.abs(low), np.abs(high)) < self.negligible
         return holds, ((high <= 0) & (beyond < 0)) | is_negligible
 
