@@ -320,7 +320,7 @@ def test_entropies_by_hand():
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} by chance), 4 within the 95 % interval" in part.sentence
+    assert f"({part.by_chance:.1f} by chance), 5 within the 95 % interval" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 

@@ -64,7 +64,7 @@ def test_chance_is_the_mean_over_all_orders():
 
 def part(outcomes: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Survival:
     table = pd.DataFrame({"status": outcomes, "before": weights or [1.0] * len(outcomes)})
-    return Survival("sinks", "sink", "", table, "", "before" if weights else "", by_chance)
+    return Survival("sinks", "sink", "", table, str, "before" if weights else "", by_chance)
 
 
 def test_what_is_left():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import pandas as pd
 from theodolite.judging import FAILS, HOLDS, Answer, Criterion, Estimates, combined
 from theodolite.judging import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
-from theodolite.system.wording import counted, percent
+from theodolite.system.wording import counted, listed, percent
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
@@ -28,6 +28,9 @@ A_CHANGE = Criterion("more than", 0.0, "ours")
 
 ANSWERS: dict[str, Answer] = {SURVIVED: HOLDS, LOST: FAILS, UNDECIDED: NOT_DECIDED}
 
+NAMED = 4
+"""Units that a sentence names."""
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -40,7 +43,7 @@ class Survival:
         unit: what is counted, in the singular.
         criterion: when a unit survives, and what is a unit.
         table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
-        sentence: the result in words, with its numbers.
+        describe: what gives `sentence`, the result in words with its numbers.
         weight: the column by which units count; empty: each counts once.
         by_chance: how many units would survive if heads were matched at random; 0: none.
     """
@@ -49,9 +52,14 @@ class Survival:
     unit: str
     criterion: str
     table: pd.DataFrame
-    sentence: str
+    describe: Callable[[Survival], str]
     weight: str = ""
     by_chance: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        return self.describe(self)
 
     def count(self, status: str) -> int:
         """How many units have this status."""
@@ -85,6 +93,19 @@ class Survival:
         return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
             axis=None
         )
+
+    def named(
+        self, describe: Callable[[pd.DataFrame], list[str]], newest: str = "", most: int = NAMED
+    ) -> list[str]:
+        """`lost: A, B and 3 more` and `new: …`, in the table's order, but new ones largest first by `newest`."""
+        clauses = []
+        for status in (LOST, NEW):
+            rows = self.table[self.table["status"] == status]
+            if newest and status == NEW:
+                rows = rows.sort_values(newest, ascending=False, kind="stable")
+            if len(rows):
+                clauses.append(f"{status}: {listed(describe(rows), most)}")
+        return clauses
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
