@@ -111,7 +111,7 @@ class Criterion:
     source: str
     negligible: float = 0.0
 
-    def met(self, values: Floats | float) -> Floats:
+    def met(self, values: Floats | float) -> npt.NDArray[np.bool_]:
         """Whether each value is on the right side."""
         beyond = self._beyond(values)
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
