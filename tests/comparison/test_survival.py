@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from theodolite.comparison.audit import summarise
 from theodolite.comparison.survival import Survival, expected_by_chance, statuses
 
 SHARES = st.floats(0, 1, width=32)
@@ -80,3 +82,9 @@ def test_what_is_left():
     assert part(["lost"]).left == 0
     assert np.isnan(part(["new", "undecided"]).left)
     assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"
+
+
+def test_where_nothing_is_decided_nothing_is_said_to_survive():
+    undecided = part(["undecided", "new"])
+    undecided = replace(undecided, table=undecided.table.assign(layer=0, head=0))
+    assert summarise((undecided,), "b").startswith("Whether anything survives is not decided. ")
