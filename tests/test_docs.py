@@ -14,14 +14,15 @@ from tests.processes import Started
 from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
-from theodolite.papers import EXPERIMENTS, reproduce, write_outcome
+from theodolite.papers import ALIASES, EXPERIMENTS, reproduce, write_outcome
 from theodolite.papers.experiment import of_nothing
 from theodolite.report.outcome_page import RESULT
-from tools import families, gallery, outputs
+from tools import families, gallery, outputs, paper_readmes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+READMES = {group: paper_readmes.place(group) for group in gallery.GROUPS}
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *READMES.values()])
 SHOWN = {code: output for _, code, output in outputs.shown_blocks()}
 
 
@@ -179,6 +180,55 @@ def test_every_experiment_is_in_the_gallery():
     pictures = sorted(gallery.PICTURES.iterdir())
     assert {picture.name for picture in pictures} == set(re.findall(r"images/gallery/([\w.-]+)\)", text))
     assert sum(path.stat().st_size for path in (DOCS / "images").rglob("*.*")) < 3_000_000
+
+
+def _rows(text: str, columns: int) -> list[list[str]]:
+    """The rows of the tables of a page that have so many columns and a name of code or of an experiment first."""
+    rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if len(row) == columns and "/" in row[0]]
+
+
+@pytest.mark.parametrize("group", gallery.GROUPS)
+def test_the_readme_of_a_paper_has_what_is_declared(group):
+    rows = _rows(READMES[group].read_text(), len(paper_readmes.COLUMNS))
+    expected = [
+        [cell.replace("|", r"\|") for cell in paper_readmes.declared(name)]
+        for name in paper_readmes.names(group)
+    ]
+    assert [row[:-1] for row in rows] == expected, "run python -m tools.paper_readmes on a run folder"
+    for name, *_, verdicts in rows:
+        counted = re.fullmatch(
+            rf"(?:(?:^|, )(?:{'|'.join(gallery.ANSWERS)}) [1-9]\d*)+|none: numbers only", verdicts
+        )
+        assert counted or verdicts == paper_readmes.verdicts(name, {}), name
+
+
+def test_the_verdicts_of_a_readme_are_counted_from_results(tmp_path):
+    name = "localization/figure4"
+    outcome = reproduce(name)
+    write_outcome(EXPERIMENTS[name], outcome, of_nothing(), tmp_path / "reproduce")
+    counts = paper_readmes.verdicts(name, gallery.results([tmp_path]))
+    assert sum(map(int, re.findall(r"\d+", counts))) == len(outcome.verdicts) > 2
+    assert counts.split()[0] in {verdict.answer for verdict in outcome.verdicts}
+
+
+def test_the_table_of_names_is_that_of_the_declarations():
+    """Every experiment and every figure published elsewhere has a row, with whether it needs a model."""
+    named = []
+    for name, shows, needs in _rows((DOCS / "reproduce.md").read_text().split("## How")[0], 3):
+        group = name.strip("`").split("/")[0]
+        of_row: list[str] = []
+        for prefix, first, last in re.findall(
+            r"`(?:\w+/)?([a-z_]*)(\d*)`(?: to `[a-z]+(\d+)`)?",
+            f"{name} {shows if 'elsewhere' in shows or 'others on' in shows or 'without (' in shows else ''}",
+        ):
+            numbers = range(int(first), int(last or first) + 1) if first else [""]
+            of_row += [f"{group}/{prefix or 'figure'}{number}" for number in numbers]
+        named += of_row
+        first_name = of_row[0]
+        assert ("the model" in needs) == ("model" in EXPERIMENTS[first_name].needs), first_name
+        assert ("nothing" in needs) == ("nothing" in EXPERIMENTS[first_name].needs), first_name
+    assert sorted(named) == sorted([*EXPERIMENTS, *ALIASES])
 
 
 def test_the_gallery_is_made_from_run_folders(tmp_path):

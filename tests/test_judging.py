@@ -10,11 +10,13 @@ import pytest
 from theodolite.judging import (
     FAILS,
     HOLDS,
+    IN_PART,
     UNDECIDED,
     UNTESTABLE,
     Criterion,
     Estimate,
     Estimates,
+    combined,
     harmless,
     judge,
     reading_order,
@@ -96,6 +98,23 @@ def test_a_tie_is_no_more_and_no_less(value, error, expected):
     assert judge("a claim", "a number", Estimates(*layers), more).answer == expected
     interval = judge("a claim", "a number", Estimate.mean(np.full(3, value), "seeds"), more)
     assert interval.answer == (expected if error != 0.6 else HOLDS)  # three equal numbers have no spread
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([HOLDS, HOLDS, UNDECIDED], HOLDS),
+        ([FAILS, UNTESTABLE], FAILS),
+        ([HOLDS, FAILS], IN_PART),
+        ([IN_PART, UNDECIDED], IN_PART),
+        ([IN_PART, HOLDS], IN_PART),
+        ([UNDECIDED, UNTESTABLE], UNDECIDED),
+        ([UNTESTABLE], UNTESTABLE),
+        ([], UNTESTABLE),
+    ],
+)
+def test_mixed_answers_are_in_part(answers, expected):
+    assert combined(answers) == combined(iter(answers[::-1])) == expected
 
 
 @pytest.mark.parametrize(

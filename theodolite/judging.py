@@ -7,6 +7,7 @@ where it comes from. Nothing here reads a run, draws or writes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,7 +111,7 @@ class Criterion:
     source: str
     negligible: float = 0.0
 
-    def met(self, values: Floats | float) -> Floats:
+    def met(self, values: Floats | float) -> npt.NDArray[np.bool_]:
         """Whether each value is on the right side."""
         beyond = self._beyond(values)
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
@@ -119,7 +120,7 @@ class Criterion:
         """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie."""
         beyond, margin = self._beyond(values), np.nan_to_num(margins)
         low, high = beyond - margin, beyond + margin
-        holds = (low >= 0) & (beyond >= self.negligible) & ((beyond != 0) | (not self._strict))
+        holds = (low > 0 if self._strict else low >= 0) & (beyond >= self.negligible)
         is_negligible = np.maximum(np.abs(low), np.abs(high)) < self.negligible
         return holds, ((high <= 0) & (beyond < 0)) | is_negligible
 
@@ -204,6 +205,15 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     if 2 * meeting > total:
         return Verdict(claim, HOLDS, evidence)
     return Verdict(claim, FAILS if 2 * failing >= total else UNDECIDED, evidence)
+
+
+def combined(answers: Iterable[Answer]) -> Answer:
+    """Of several parts together: what all that are decided agree on, else in part; what is open does not count."""
+    answers = set(answers)
+    decided = answers - set(OPEN)
+    if len(decided) > 1:
+        return IN_PART
+    return next(iter(decided), UNDECIDED if UNDECIDED in answers else UNTESTABLE)
 
 
 def _margin(n: int) -> str:

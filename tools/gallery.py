@@ -147,7 +147,7 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
     provenance = result["provenance"]
     corpus, model = provenance.get("corpus"), provenance["model"]
     trained = training_of(name)
-    where = _folder_of(trained)
+    where = folder_of(trained)
     options = ""
     # Theory reads no text, and what is on a prompt reads that: their numbers are the same for any run.
     if (
@@ -176,7 +176,7 @@ def _commands(name: str, result: dict[str, Any]) -> list[str]:
     return [*lines, f"<small>{made}{took}</small>"]
 
 
-def _folder_of(trained: tuple[str, str] | None) -> str:
+def folder_of(trained: tuple[str, str] | None) -> str:
     """The folder that a training command writes, as an argument."""
     return " " + trained[0].split("--out ")[1].split("/")[0].split()[0] if trained else ""
 
@@ -191,7 +191,7 @@ def _missing(name: str) -> list[str]:
     experiment = EXPERIMENTS[name]
     trained = training_of(name)
     why = f"Needs training: {trained[1]}." if trained else "Not made here."
-    folder = _folder_of(trained)
+    folder = folder_of(trained)
     commands = [trained[0]] if trained else []
     return [
         f"### {name}",

@@ -19,6 +19,9 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "theodolite/assets/topics/README.md": "embedded-model.md",
+    "theodolite/papers/hidden_geometry/README.md": "paper-geometry.md",
+    "theodolite/papers/localization/README.md": "paper-localization.md",
+    "theodolite/papers/catch_tag_release/README.md": "paper-sinks.md",
 }
 """File of the repository → page of the site."""
 
@@ -66,10 +69,10 @@ def _mathml(formula: str, block: bool, where: str) -> str:
 
 
 def _from_root(link: re.Match[str]) -> str:
-    """A link of a file in the repository's root, as seen from docs/."""
-    target = link[1]
-    if "://" in target:
+    """A link of a file in the repository's root, or in a folder that links upwards, as seen from docs/."""
+    if "://" in link[1]:
         return link[0]
+    target = re.sub(r"^(\.\./)+", "", link[1])
     target = OUTSIDE.get(target) or target.removeprefix("docs/")
     return f"]({target}{link[2] or ''})"
 

@@ -320,7 +320,7 @@ def test_entropies_by_hand():
         return abs(before[i] - after[j]) <= 0.1 and between[0] == between[1]
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
-    assert f"({part.by_chance:.1f} by chance), 4 within two standard errors" in part.sentence
+    assert f"({part.by_chance:.1f} by chance), 5 within the 95 % interval" in part.sentence
     assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
 
 
@@ -362,7 +362,7 @@ def test_differences_within_two_standard_errors_are_called_so():
     first = make_survey()
     layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "mean rank 11.5 → 12 (within two standard errors), mean relative norm" in sentence
+    assert "mean rank 11.5 → 12 (within the 95 % interval), mean relative norm" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
     assert "mean rank 11.5 → 13.5, mean" in sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from theodolite.comparison.audit import summarise
 from theodolite.comparison.survival import Survival, expected_by_chance, statuses
 
 SHARES = st.floats(0, 1, width=32)
@@ -64,7 +66,7 @@ def test_chance_is_the_mean_over_all_orders():
 
 def part(outcomes: list[str], weights: list[float] | None = None, by_chance: float = 0.0) -> Survival:
     table = pd.DataFrame({"status": outcomes, "before": weights or [1.0] * len(outcomes)})
-    return Survival("sinks", "sink", "", table, "", "before" if weights else "", by_chance)
+    return Survival("sinks", "sink", "", table, str, "before" if weights else "", by_chance)
 
 
 def test_what_is_left():
@@ -72,7 +74,7 @@ def test_what_is_left():
     assert some.left == pytest.approx(0.6 / 0.8)
     assert (
         some.counts()
-        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within two standard errors)"
+        == "1 of 3 sinks survives (75\u00a0% by weight), 1 new, 1 undecided (within the 95 % interval)"
     )
     assert part(["survived"] * 3 + ["lost"], by_chance=2.0).left == pytest.approx((3 - 2) / (4 - 2))
     assert part(["survived", "lost", "lost"], by_chance=2.0).left == 0  # worse than chance
@@ -80,3 +82,9 @@ def test_what_is_left():
     assert part(["lost"]).left == 0
     assert np.isnan(part(["new", "undecided"]).left)
     assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"
+
+
+def test_where_nothing_is_decided_nothing_is_said_to_survive():
+    undecided = part(["undecided", "new"])
+    undecided = replace(undecided, table=undecided.table.assign(layer=0, head=0))
+    assert summarise((undecided,), "b").startswith("Whether anything survives is not decided. ")

@@ -19,7 +19,7 @@ import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Survival
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, UNTESTABLE, Answer
+from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, Answer, combined
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, head_name, listed
@@ -67,7 +67,7 @@ class Audit:
     @property
     def answer(self) -> Answer:
         """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part."""
-        return answer_of(self.parts)
+        return combined(part.answer for part in self.parts)
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -220,14 +220,6 @@ def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[
             )
 
 
-def answer_of(parts: Sequence[Survival]) -> Answer:
-    """Of all parts together; those of which the reference has nothing, or nothing that is decided, do not count."""
-    answers = {part.answer for part in parts} - set(OPEN)
-    if not answers:
-        return UNTESTABLE
-    return answers.pop() if len(answers) == 1 else IN_PART
-
-
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
     """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
     same = loss is None or loss.unchanged
@@ -246,7 +238,10 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     decided = [part for part in parts if part.answer not in OPEN]
     if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survives exactly: no number differs."
-    if answer_of(parts) == FAILS:
+    if not decided:
+        return "Whether anything survives is not decided."
+    answer = combined(part.answer for part in parts)
+    if answer == FAILS:
         return f"Nothing survives: neither {listed([part.name for part in decided], 9).replace(' and ', ' nor ')}."
     groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
     for part in decided:
@@ -256,7 +251,7 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
     new_units = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
     if new_units:
         text += f"; it has {listed(new_units, 9)}"
-    if answer_of(parts) == HOLDS:
+    if answer == HOLDS:
         text = f"Everything survives: {text}"
     return f"{text}."
 

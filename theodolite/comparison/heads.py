@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,18 +10,18 @@ import pandas as pd
 from theodolite.comparison.survival import (
     HALF,
     LOST,
-    NEW,
+    NAMED,
     SURVIVED,
     Flags,
     Survival,
     changes,
+    clear,
     expected_by_chance,
     statuses,
 )
-from theodolite.judging import SIGMAS
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
-from theodolite.report.data import Floats, column, entropy_limits
+from theodolite.report.data import Floats, column, entropy_share
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
@@ -32,9 +32,6 @@ RANGES = np.array(["collapsed", "", "uniform"])
 """A head below `ENTROPY_COLLAPSE`, between, and above the threshold of `UNIFORM_ATTENTION`, as shares of the
 maximum entropy."""
 
-NAMED = 4
-"""Heads that a sentence names."""
-
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 
 
@@ -42,10 +39,11 @@ def entropies(reference: Run, other: Run) -> Survival:
     """Mean attention entropy of every head, its share of the maximum, and propagation."""
     table = reference.heads[["layer", "head"]].reset_index(drop=True)
     before, after = (_values(run, "entropy") for run in (reference, other))
-    highest = np.maximum(entropy_limits(reference).mean(axis=1), 1e-9)[table["layer"]]
     table = table.join(changes(before, after))
     table["se"] = np.hypot(_values(reference, "entropy_se"), _values(other, "entropy_se"))
-    table["share_before"], table["share_after"] = before / highest, after / highest
+    for run, side in ((reference, "before"), (other, "after")):
+        share = entropy_share(run)
+        table[f"share_{side}"] = np.nan if share is None else share
     propagation_changes = changes(_values(reference, "propagation"), _values(other, "propagation"))
     table = table.join(propagation_changes.add_prefix("propagation_"))
     table["left_range"] = _entered_range(table["share_before"], table["share_after"])
@@ -54,17 +52,16 @@ def entropies(reference: Run, other: Run) -> Survival:
     ranges = _range(first)[:, None] == _range(second)
     holds: Flags = (np.abs(first[:, None] - second) <= TENTH) & ranges
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Survival(
+    return Survival(
         "entropies",
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
-        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE)} of the maximum) or uniform (above "
-        f"{percent(UNIFORM_ATTENTION.threshold)})",
+        f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
+        f"(above {percent(UNIFORM_ATTENTION.threshold)})",
         table,
-        "",
+        partial(_entropies_sentence, contexts=reference.provenance["corpus"]["contexts"]),
         by_chance=expected_by_chance(holds),
     )
-    return replace(part, sentence=_entropies_sentence(part))
 
 
 def _values(run: Run, name: str) -> Floats:
@@ -73,7 +70,7 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def _range(share: Floats | pd.Series) -> np.ndarray:
-    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE, UNIFORM_ATTENTION.threshold])
+    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
 def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
@@ -81,15 +78,15 @@ def _entered_range(before: pd.Series, after: pd.Series) -> np.ndarray:
     return np.where(_range(before) != _range(after), RANGES[_range(after)], "")
 
 
-def _entropies_sentence(part: Survival) -> str:
+def _entropies_sentence(part: Survival, contexts: int) -> str:
     table = part.table
     if part.exact:
         return f"The entropy of all {counted(len(table), 'head')} is unchanged."
-    near = (table["difference"].abs() <= SIGMAS * table["se"]).sum()
+    near = (~clear(table["difference"], table["se"], contexts)).sum()
     survived = part.count(SURVIVED)
     clauses = [
         f"{survived} of {counted(len(table), 'head')} {'keeps its' if survived == 1 else 'keep their'} entropy "
-        f"({part.by_chance:.1f} by chance), {near} within two standard errors; mean "
+        f"({part.by_chance:.1f} by chance), {near} within the 95 % interval; mean "
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]
@@ -117,41 +114,33 @@ def head_types(reference: Run, other: Run) -> Survival:
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
         table = table.join(change).assign(status=statuses(change, least))
         tables.append(table[(table["before"] >= least) | (table["after"] >= least)])
-    part = Survival(
+    return Survival(
         "head types",
         "head role",
         "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
         + "; survives where at least half of the score is left",
         pd.concat(tables, ignore_index=True),
-        "",
+        _types_sentence,
     )
-    return replace(part, sentence=_types_sentence(part))
 
 
 def _types_sentence(part: Survival) -> str:
     table = part.table
-    names = [
-        f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
-        f"({number(row['before'], 2)} → {number(row['after'], 2)})"
-        for _, row in table.iterrows()
-    ]
     if part.exact and len(table):
         survivors = [
             counted(many, str(kind)) for kind, many in table["type"].value_counts(sort=False).items()
         ]
         return f"All head roles survive, unchanged: {listed(survivors, len(ROLES))}."
-    clauses = []
-    if part.decided:
-        clauses.append(part.counts())
-    else:
-        clauses.append("No head of the reference has a role: no score reaches its threshold")
-    for status in (LOST, NEW):
-        heads_of_status = [
-            name for name, has_status in zip(names, table["status"] == status, strict=True) if has_status
-        ]
-        if heads_of_status:
-            clauses.append(f"{status}: {listed(heads_of_status, NAMED)}")
-    return "; ".join(clauses) + "."
+    none = "No head of the reference has a role: no score reaches its threshold"
+    return "; ".join([part.counts() if part.decided else none, *part.named(_role_changes)]) + "."
+
+
+def _role_changes(rows: pd.DataFrame) -> list[str]:
+    return [
+        f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
+        f"({number(row['before'], 2)} → {number(row['after'], 2)})"
+        for _, row in rows.iterrows()
+    ]
 
 
 def spectra(reference: Run, other: Run) -> Survival:
@@ -172,16 +161,15 @@ def spectra(reference: Run, other: Run) -> Survival:
     similar_norm = (second >= HALF * first[:, None]) & (first[:, None] >= HALF * second)
     holds: Flags = same_regime & similar_norm
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    part = Survival(
+    return Survival(
         "spectra",
         "head",
         "W_QK of a head: survives where its Frobenius norm changes by at most a factor of two and its regime (from "
         "the weights alone) is the same",
         table,
-        "",
+        _spectra_sentence,
         by_chance=expected_by_chance(holds),
     )
-    return replace(part, sentence=_spectra_sentence(part))
 
 
 def _spectra_sentence(part: Survival) -> str:

@@ -8,7 +8,7 @@ of each context. Whether they survive is decided by the rule of `survival.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
+from theodolite.comparison.survival import LOST, NAMED, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
@@ -50,9 +50,6 @@ DIRECTIONS = 128
 
 SEED = 0
 """Of the tokens and of the directions, the same for all models."""
-
-NAMED = 4
-"""Heads that a sentence names."""
 
 
 class Outputs:
@@ -221,17 +218,16 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     ]
     table = pd.concat([rows.assign(layer=layer) for layer, rows in enumerate(layers)], ignore_index=True)
     table = table[(table["norm_before"] > 0) | (table["norm_after"] > 0)].reset_index(drop=True)
-    table["status"] = statuses(table, 1.0)
-    part = Survival(
+    table["status"] = statuses(table, 1.0, int(context.max()) + 1)
+    return Survival(
         NAME,
         "head",
         f"what a head adds to the stream, o W_O, at {len(context)} tokens past the first: it survives where at least "
         "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, by more than "
-        "two standard errors (over contexts)",
+        "the 95 % interval (over contexts)",
         table[["layer", "head", *(name for name in table if name not in ("layer", "head"))]],
-        "",
+        _sentence,
     )
-    return replace(part, sentence=_sentence(part))
 
 
 def _compare_layer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,16 @@ from theodolite.comparison.audit import Audit
 from theodolite.comparison.candidates import HeadOnPrompt, Measured
 from theodolite.comparison.sinks import KEY
 from theodolite.comparison.survival import HALF
-from theodolite.judging import FAILS, HOLDS, SIGMAS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.judging import (
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Criterion,
+    Estimate,
+    Verdict,
+    error_of_share,
+    judge,
+)
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, by_name
@@ -35,6 +43,9 @@ PAPER_ON_LOW_RANK = "Without the low-rank term of a layer its sinks are gone (se
 LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
 FEWEST_SINKS = 8
 """Sink occurrences in the layer (head × context pairs) below which nothing is tested."""
+GONE = Criterion("less than", HALF, "ours")
+STAY = Criterion("at least", HALF, "ours")
+"""What is left of a layer's sinks without its low-rank term, and without a random part as large."""
 
 
 def outcome(
@@ -131,24 +142,20 @@ def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdi
         for name in ("without_term", "without_random_part")
     )
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
-    evidence = (
-        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "
-        f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
-        "criterion: less than half without the term, at least half without the random part, by more than two "
-        "standard errors (ours)"
-    )
-    margin = SIGMAS * HALF / math.sqrt(before * contexts)  # of a share of one half of so many sinks
-    if abs(without - HALF) <= margin:
-        return Verdict(LOW_RANK_CLAIM, UNDECIDED, f"{evidence}; within two standard errors of it")
-    if without > HALF:
-        return Verdict(LOW_RANK_CLAIM, FAILS, evidence)
-    if at_random < HALF + margin:
-        return Verdict(
-            LOW_RANK_CLAIM,
-            UNDECIDED,
-            f"{evidence}; ablating a random part of the same size may remove them, too",
+    error = error_of_share(before * contexts)
+    judged, control = (
+        judge(LOW_RANK_CLAIM, f"share left without {what}", Estimate(share, error), criterion)
+        for what, share, criterion in (
+            (f"it ({listed(shares)})", without, GONE),
+            ("a random part with the same singular values", at_random, STAY),
         )
-    return Verdict(LOW_RANK_CLAIM, HOLDS, evidence)
+    )
+    evidence = f"layer {layer} has {number(before)} sinks per context with the term"
+    evidence += f"; {judged.evidence}; {control.evidence}"
+    if judged.answer == HOLDS and control.answer != HOLDS:
+        may = "ablating a random part of the same size may remove them, too"
+        return Verdict(LOW_RANK_CLAIM, UNDECIDED, f"{evidence}; {may}")
+    return Verdict(LOW_RANK_CLAIM, judged.answer, evidence)
 
 
 def _side_by_side(on_prompt: HeadOnPrompt) -> list[Exhibit]:

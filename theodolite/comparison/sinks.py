@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import torch
@@ -12,28 +9,24 @@ import torch
 from theodolite.comparison.survival import (
     HALF,
     LOST,
-    NEW,
     SURVIVED,
     UNDECIDED,
     Survival,
     changes,
+    clear,
     statuses,
 )
-from theodolite.judging import SIGMAS
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
 from theodolite.report.drawing.traces import sink_name
 from theodolite.sinks.exclusions import LEAST_SHARE
-from theodolite.system.wording import counted, listed, number, percent
+from theodolite.system.wording import counted, number, percent
 
 KEY = ["layer", "head", "kind", "token_id"]
 """What identifies a sink; which token comes first does not matter."""
 
 TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
-
-NAMED = 4
-"""Sinks that a sentence names."""
 
 
 def sinks(reference: Run, other: Run) -> Survival:
@@ -44,20 +37,19 @@ def sinks(reference: Run, other: Run) -> Survival:
     contexts = reference.provenance["corpus"]["contexts"]
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
     table["se"] = _error(change["before"], change["after"], contexts)
-    table["status"] = statuses(table, LEAST_SHARE)
+    table["status"] = statuses(table, LEAST_SHARE, contexts)
     table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
     table = table.reset_index(drop=True)
-    part = Survival(
+    return Survival(
         "sinks",
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it survives where at least half of "
-        "that is left, and is lost where less is, by more than two standard errors of the difference (contexts taken "
-        "as independent)",
+        "that is left, and is lost where less is, by more than the 95 % interval of the difference (contexts taken as "
+        "independent)",
         table,
-        "",
+        _sinks_sentence,
         weight="before",
     )
-    return replace(part, sentence=_sinks_sentence(part))
 
 
 def _shares(run: Run) -> pd.DataFrame:
@@ -96,20 +88,7 @@ def _sinks_sentence(part: Survival) -> str:
         by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
         by_head_text = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
         clauses = [f"{part.counts()}; {by_head_text}"]
-    return "; ".join(clauses + _lost_and_new(table, "after", _share_changes)) + "."
-
-
-def _lost_and_new(
-    table: pd.DataFrame, after: str, describe: Callable[[pd.DataFrame], list[str]]
-) -> list[str]:
-    """What was lost, in the table's order, and what is new, the largest first by the column `after`."""
-    clauses = []
-    for status in (LOST, NEW):
-        rows = table[table["status"] == status]
-        if len(rows):
-            rows = rows.sort_values(after, ascending=False, kind="stable") if status == NEW else rows
-            clauses.append(f"{status}: {listed(describe(rows), NAMED)}")
-    return clauses
+    return "; ".join(clauses + part.named(_share_changes, "after")) + "."
 
 
 def _share_changes(rows: pd.DataFrame) -> list[str]:
@@ -136,35 +115,28 @@ def tags(reference: Run, other: Run) -> Survival:
     tags_table = tags_table.join(release)
     tags_table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     tags_table["tagged_before"], tags_table["tagged_after"] = table["tagged_before"], table["tagged_after"]
-    status = statuses(tags_table, TAGGED)
+    contexts = reference.provenance["corpus"]["contexts"]
+    status = statuses(tags_table, TAGGED, contexts)
     rotated = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
-    undirected = tags_table["cosine"].isna() & ~_clearly_moved(
-        tags_table, reference.provenance["corpus"]["contexts"]
-    )
+    shares = table["share_before"], table["share_after"]
+    moved = clear(shares[1] - shares[0], _error(*shares, contexts), contexts)
+    undirected = tags_table["cosine"].isna() & ~moved
     tags_table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
     tags_table = tags_table.sort_values(
         ["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4
     )
-    part = Survival(
+    return Survival(
         "tags",
         "tag",
         f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
-        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than two standard errors of the difference, "
+        f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than the 95 % interval of the difference, "
         "and a sink that is gone if its share of contexts fell by more than that",
         tags_table.reset_index(drop=True),
-        "",
+        _tags_sentence,
         weight="tagged_before",
     )
-    return replace(part, sentence=_tags_sentence(part))
-
-
-def _clearly_moved(table: pd.DataFrame, contexts: int) -> pd.Series:
-    """Whether a sink is in more or in fewer contexts, by more than two standard errors."""
-    before, after = table["share_before"], table["share_after"]
-    error = _error(before, after, contexts)
-    return (after - before).abs() > SIGMAS * error
 
 
 def _tagging(run: Run) -> pd.DataFrame:
@@ -210,7 +182,7 @@ def _tags_sentence(part: Survival) -> str:
         ]
         if len(cosines):
             clauses[-1] += f", median cosine of the directions {number(float(cosines.median()))}"
-    return "; ".join(clauses + _lost_and_new(table, "tagged_after", _tag_changes)) + "."
+    return "; ".join(clauses + part.named(_tag_changes, "tagged_after")) + "."
 
 
 def _tag_changes(rows: pd.DataFrame) -> list[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 
+from theodolite.accumulate.sums import GROUPS
 from theodolite.comparison.survival import (
     HALF,
     LOST,
-    NEW,
     SURVIVED,
     Survival,
     changes,
@@ -36,16 +36,15 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     change = changes(before[layer, dimension], after[layer, dimension])
     table = pd.DataFrame({"layer": layer, "dimension": dimension}).join(change)
     table["status"] = statuses(change, OUTLIER_SHARE)
-    part = Survival(
+    return Survival(
         "outlier dimensions",
         "outlier dimension",
         f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
         "past the first; it survives where at least half of that share is left",
         table,
-        "",
+        partial(_dimensions_sentence, noun="outlier dimension", same="shares"),
         weight="before",
     )
-    return replace(part, sentence=_dimensions_sentence(part, "outlier dimension", "shares"))
 
 
 def massive_activations(reference: Run, other: Run) -> Survival:
@@ -64,15 +63,14 @@ def massive_activations(reference: Run, other: Run) -> Survival:
     change = changes(filled["count_before"], filled["count_after"])
     table = filled[keys].join(change)
     table["status"] = statuses(change, 1)
-    part = Survival(
+    return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
         "median; it survives where it has at least half as many",
         table,
-        "",
+        partial(_dimensions_sentence, noun="massive activation", same="numbers"),
     )
-    return replace(part, sentence=_dimensions_sentence(part, "massive activation", "numbers"))
 
 
 def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
@@ -85,12 +83,8 @@ def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
             f"(of {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
         )
-    clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
-    for status in (LOST, NEW):
-        rows = table[table["status"] == status]
-        if len(rows):
-            clauses.append(f"{status}: {listed(_dimensions(rows), NAMED)}")
-    return "; ".join(clauses) + "."
+    counts = part.counts() if part.decided else f"The reference has no {noun}"
+    return "; ".join([counts, *part.named(_dimensions, most=NAMED)]) + "."
 
 
 def _dimensions(rows: pd.DataFrame) -> list[str]:
@@ -110,16 +104,15 @@ def positions(reference: Run, other: Run) -> Survival:
     table["overlap"], table["curve"] = overlaps, _curves(reference, other)
     norm = table["relative_norm_after"] >= HALF * table["relative_norm_before"]
     table["status"] = np.where(norm & (table["overlap"] >= HALF), SURVIVED, LOST)
-    part = Survival(
+    return Survival(
         "positional basis",
         "layer",
         "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
         "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm; curve: "
         "similarity of the positions' Gram matrices (linear CKA), which is invariant to rotation",
         table,
-        "",
+        partial(_positions_sentence, chance=chance),
     )
-    return replace(part, sentence=_positions_sentence(part, chance))
 
 
 def _curves(reference: Run, other: Run) -> Floats:
@@ -154,9 +147,9 @@ def _positions_sentence(part: Survival, chance: float) -> str:
 
 
 def _moved(table: pd.DataFrame, name: str) -> str:
-    """`3.1 → 3.4 (within two standard errors)`: means over layers. The layers share contexts, so errors add up."""
+    """`3.1 → 3.4 (within the 95 % interval)`: means over layers. The layers share contexts, so errors add up."""
     before, after, error = (_mean(table[f"{name}_{part}"]) for part in ("before", "after", "se"))
-    return f"{number(before)} → {number(after)}{within_errors(after - before, error)}"
+    return f"{number(before)} → {number(after)}{within_errors(after - before, error, GROUPS)}"
 
 
 def _mean(values: Sequence[float]) -> float:

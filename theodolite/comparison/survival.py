@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    SIGMAS,
-    UNTESTABLE,
-    Answer,
-)
+from theodolite.judging import FAILS, HOLDS, Answer, Criterion, Estimates, combined
 from theodolite.judging import UNDECIDED as NOT_DECIDED
 from theodolite.report.data import Floats
-from theodolite.system.wording import counted, percent
+from theodolite.system.wording import counted, listed, percent
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 
 HALF = 0.5
 """What survives retains at least this share (ours)."""
 
-HARDLY_ANY = 0.1
-"""A part of which less than this share is left is lost."""
+HARDLY_ANY = Criterion("less than", 0.1, "ours")
+"""A part of which so small a share is left is lost."""
+
+A_CHANGE = Criterion("more than", 0.0, "ours")
+"""Of the size of a difference."""
+
+ANSWERS: dict[str, Answer] = {SURVIVED: HOLDS, LOST: FAILS, UNDECIDED: NOT_DECIDED}
+
+NAMED = 4
+"""Units that a sentence names."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -42,7 +43,7 @@ class Survival:
         unit: what is counted, in the singular.
         criterion: when a unit survives, and what is a unit.
         table: one row per unit, with a column `status`; `before`, `after`, `difference` and `se` where it has them.
-        sentence: the result in words, with its numbers.
+        describe: what gives `sentence`, the result in words with its numbers.
         weight: the column by which units count; empty: each counts once.
         by_chance: how many units would survive if heads were matched at random; 0: none.
     """
@@ -51,9 +52,14 @@ class Survival:
     unit: str
     criterion: str
     table: pd.DataFrame
-    sentence: str
+    describe: Callable[[Survival], str]
     weight: str = ""
     by_chance: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        return self.describe(self)
 
     def count(self, status: str) -> int:
         """How many units have this status."""
@@ -76,11 +82,9 @@ class Survival:
     @property
     def answer(self) -> Answer:
         """Whether the part survives: holds if nothing of it is lost, fails if hardly any is left, else in part."""
-        if not self.decided:
-            return NOT_DECIDED if self.count(UNDECIDED) else UNTESTABLE
-        if not self.count(LOST):
-            return HOLDS
-        return FAILS if self.left < HARDLY_ANY else IN_PART
+        if HARDLY_ANY.met(self.left):
+            return FAILS
+        return combined(answer for status, answer in ANSWERS.items() if self.count(status))
 
     @property
     def exact(self) -> bool:
@@ -89,6 +93,19 @@ class Survival:
         return self.count(SURVIVED) == len(self.table) and not self.table[differences].fillna(0).any(
             axis=None
         )
+
+    def named(
+        self, describe: Callable[[pd.DataFrame], list[str]], newest: str = "", most: int = NAMED
+    ) -> list[str]:
+        """`lost: A, B and 3 more` and `new: …`, in the table's order, but new ones largest first by `newest`."""
+        clauses = []
+        for status in (LOST, NEW):
+            rows = self.table[self.table["status"] == status]
+            if newest and status == NEW:
+                rows = rows.sort_values(newest, ascending=False, kind="stable")
+            if len(rows):
+                clauses.append(f"{status}: {listed(describe(rows), most)}")
+        return clauses
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
@@ -101,27 +118,34 @@ class Survival:
         if added := self.count(NEW):
             text += f", {added} new"
         if undecided := self.count(UNDECIDED):
-            text += f", {undecided} undecided (within two standard errors)"
+            text += f", {undecided} undecided (within the 95 % interval)"
         return text
 
 
-def statuses(changed: pd.DataFrame, least: float) -> npt.NDArray[np.str_]:
+def clear(differences: npt.ArrayLike, errors: npt.ArrayLike | None, n: int = 0) -> Flags:
+    """Whether the 95 % interval of each difference leaves out 0; without an error every difference is certain."""
+    sizes = np.abs(np.asarray(differences, dtype=np.float64))
+    errors = None if errors is None else np.asarray(errors, dtype=np.float64)
+    return A_CHANGE.decided(sizes, Estimates(sizes, errors, n).margins)[0]
+
+
+def statuses(changed: pd.DataFrame, least: float, n: int = 0) -> npt.NDArray[np.str_]:
     """The status of each unit by the rule of halves.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left; it is lost
-    where less is, by more than two standard errors of the difference, else undecided. What has `least` after only
-    is new where there was less than half of it before, by more than two standard errors, else undecided.
+    where less is and the difference is `clear`, else undecided. What has `least` after only is new where there was
+    less than half of it before and the difference is clear, else undecided.
 
     Args:
         changed: one row per unit, at least `least` in one of `before` and `after`, 0 where it is absent; and `se`, the
             standard error of the difference: without that column every difference is taken for certain.
         least: what makes a unit.
+        n: how many contexts, or groups of them, the errors rest on; 0: not known.
     """
     before, after = (changed[side].to_numpy() for side in ("before", "after"))
-    error = np.nan_to_num(changed["se"].to_numpy()) if "se" in changed else 0.0
-    clear = np.abs(after - before) > SIGMAS * error
-    known = np.where(after >= HALF * before, SURVIVED, np.where(clear, LOST, UNDECIDED))
-    unknown = np.where((before < HALF * after) & clear, NEW, UNDECIDED)
+    is_clear = clear(after - before, changed.get("se"), n)
+    known = np.where(after >= HALF * before, SURVIVED, np.where(is_clear, LOST, UNDECIDED))
+    unknown = np.where((before < HALF * after) & is_clear, NEW, UNDECIDED)
     return np.where(before >= least, known, unknown)
 
 
@@ -139,7 +163,6 @@ def changes(before: Sequence[float] | Floats, after: Sequence[float] | Floats) -
     return pd.DataFrame({"before": first, "after": second, "difference": second - first})
 
 
-def within_errors(difference: float, error: float) -> str:
-    """` (within two standard errors)`, where a difference is so small; else nothing."""
-    near = math.isfinite(error) and error > 0 and abs(difference) <= SIGMAS * error
-    return " (within two standard errors)" if near else ""
+def within_errors(difference: float, error: float, n: int) -> str:
+    """` (within the 95 % interval)`, where a difference has an error and is so small; else nothing."""
+    return " (within the 95 % interval)" if error > 0 and not clear(difference, error, n) else ""

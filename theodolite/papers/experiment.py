@@ -33,18 +33,25 @@ class Experiment(Heading):
             `nothing`: no model and no text; a command such as `theodolite train locater`: a folder that it wrote.
         fill: the work: it fills an outcome.
         options: what it takes besides a run and a text: `other`, `prompt`, `layer`, `head`.
+        scaled_down: what is smaller than in the paper, whatever the model.
     """
 
     needs: tuple[str, ...]
     fill: Callable[[Study, Outcome], None]
     options: tuple[str, ...] = ()
+    scaled_down: str = ""
 
 
 def experiment(
-    name: str, title: str, paper: str, needs: Sequence[str] = (), options: Sequence[str] = ()
+    name: str,
+    title: str,
+    paper: str,
+    needs: Sequence[str] = (),
+    options: Sequence[str] = (),
+    scaled_down: str = "",
 ) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
     """Declare the function below it an `Experiment`."""
-    return lambda fill: Experiment(name, title, paper, tuple(needs), fill, tuple(options))
+    return lambda fill: Experiment(name, title, paper, tuple(needs), fill, tuple(options), scaled_down)
 
 
 class Study:

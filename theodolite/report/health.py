@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from theodolite.judging import Criterion
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.report.data import column, entropy_share, head_labels, provenance
 from theodolite.system.wording import counted, listed, number, percent, visible
@@ -20,12 +21,15 @@ from theodolite.system.wording import counted, listed, number, percent, visible
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-RANK_COLLAPSE = 0.10  # residual ‖X − 1x̄ᵀ‖/‖X‖ below which a layer's tokens are nearly one vector
-ENTROPY_COLLAPSE = 0.05  # share of the maximum entropy below which a head attends to a single key
-VANISHING = 0.05  # mean propagation below which hardly any key's signal reaches the gradient
-DEAD_SHARE = 1e-4  # ‖W_QK‖²_F over the model's median below which a head is as good as zero
-UNKNOWN = 0.05  # share of unknown tokens above which the text is not in the model's language or script
-CONSTANT = 0.95  # share of the logits' variance in pairs with a mean or bias above which nothing else counts
+RANK_COLLAPSE = Criterion("less than", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector")
+ENTROPY_COLLAPSE = Criterion(
+    "less than", 0.05, "share of the maximum entropy: a head attends to a single key"
+)
+VANISHING = Criterion("less than", 0.05, "mean propagation: hardly any key's signal reaches the gradient")
+DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median: a head is as good as zero")
+UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
+CONSTANT = Criterion("at least", 0.95, "share of the logits' variance in pairs with a mean or bias")
+MASSIVE = Criterion("more than", 0.0, "massive activations of a layer after the first token")
 REASON = 160  # characters of a reason that are shown
 
 
@@ -64,11 +68,11 @@ def _rank_collapse(run: Run) -> Check | None:
         return None
     layers = run.layers["layer"].to_numpy(dtype=int)
     lowest = int(np.nanargmin(residual))
-    low = [f"layer {layer}" for layer, value in zip(layers, residual, strict=True) if value < RANK_COLLAPSE]
+    low = [f"layer {layer}" for layer in layers[RANK_COLLAPSE.met(residual)]]
     if low:
         text = (
             f"Rank collapse: in {listed(low)} all tokens are nearly the same vector (residual below "
-            f"{RANK_COLLAPSE:g}; lowest {number(residual[lowest], 2)})."
+            f"{RANK_COLLAPSE.limit:g}; lowest {number(residual[lowest], 2)})."
         )
         return Check("rank collapse", text, True)
     least = f"{number(residual[lowest], 2)} (layer {layers[lowest]})"
@@ -80,8 +84,8 @@ def _entropy_collapse(run: Run) -> Check | None:
     share = entropy_share(run)
     if share is None:
         return None
-    low = share < ENTROPY_COLLAPSE
-    limit = percent(ENTROPY_COLLAPSE)
+    low = ENTROPY_COLLAPSE.met(share)
+    limit = percent(ENTROPY_COLLAPSE.limit)
     if not low.any():
         return Check(
             "entropy collapse",
@@ -110,10 +114,10 @@ def _entropy_collapse(run: Run) -> Check | None:
 def _vanishing(run: Run) -> Check | None:
     propagation = column(run.heads, "propagation")
     if propagation is not None:
-        vanished = propagation < VANISHING
+        vanished = VANISHING.met(propagation)
         if vanished.any():
             text = (
-                f"Vanishing signal: fewer than {percent(VANISHING)} of the keys propagate in "
+                f"Vanishing signal: fewer than {percent(VANISHING.limit)} of the keys propagate in "
                 f"{counted(int(vanished.sum()), 'head')}: {_named(run, vanished)}."
             )
             return Check("vanishing signal", text, True)
@@ -138,7 +142,7 @@ def _dead_heads(run: Run) -> Check | None:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
-    zero = size <= DEAD_SHARE * float(np.nanmedian(size))
+    zero = DEAD_SHARE.met(size / (float(np.nanmedian(size)) or 1.0))
     share = entropy_share(run)
     uniform = (
         np.zeros(len(size), dtype=bool) if share is None else (share >= UNIFORM_ATTENTION.threshold) & ~zero
@@ -157,11 +161,11 @@ def _constant_logits(run: Run) -> Check | None:
     share = column(run.heads, "share_constant")
     if share is None:
         return None
-    constant = share >= CONSTANT
+    constant = CONSTANT.met(share)
     if not constant.any():
         text = (
             "No constant logits: in every head, at least "
-            f"{percent(1 - CONSTANT)} of the logits' variance depends on position or context."
+            f"{percent(1 - CONSTANT.limit)} of the logits' variance depends on position or context."
         )
         return Check("constant logits", text, False)
     sink_scores = column(run.heads, FIRST_TOKEN_SINK.column)
@@ -172,7 +176,8 @@ def _constant_logits(run: Run) -> Check | None:
     )
     text = (
         f"Constant logits: in {counted(int(constant.sum()), 'head')} means and biases alone account for at least "
-        f"{percent(CONSTANT)} of the logits' variance, independent of position and context: {_named(run, constant)}."
+        f"{percent(CONSTANT.limit)} of the logits' variance, independent of position and context: "
+        f"{_named(run, constant)}."
     )
     if not unexplained.any():
         text += " All are first-token sink heads, as is common."
@@ -193,7 +198,7 @@ def _massive(run: Run) -> Check | None:
     if later is None:
         return None
     layers = run.layers["layer"].to_numpy(dtype=int)
-    affected = layers[np.nan_to_num(later) > 0]
+    affected = layers[MASSIVE.met(later)]
     if len(affected):
         text = (
             f"Massive activations after the first token in {counted(len(affected), 'layer')} (first in layer "
@@ -216,7 +221,7 @@ def _missing(run: Run) -> Check | None:
 
 def _unknown_tokens(run: Run) -> Check | None:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
-    if not tokens or not unknown or unknown / tokens < UNKNOWN:
+    if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
     text = (
         f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: the text may be in a language or "

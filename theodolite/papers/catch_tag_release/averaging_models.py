@@ -87,6 +87,7 @@ RANK_ONE = Criterion(
     "Averaging learned from scratch: does it require a sink, an outlier dimension, low-rank weights?",
     "Simple tasks, like averaging, necessitate the catch, tag, release mechanism (abstract, section 4)",
     needs=("nothing",),
+    scaled_down="36 small models",
 )
 def averaging(study: Study, outcome: Outcome) -> None:
     first = study.provenance["seed"]

@@ -95,6 +95,7 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
     "Accuracy against the number of examples: dense, and pruned by four methods",
     "Methods are similar at 0 shots; with more the gap between OATS and Wanda or SparseGPT widens (Fig. 3)",
     needs=(COMMAND,),
+    scaled_down="small models trained here, on the offline task",
 )
 def figure_3(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/figure3 is read from a folder of training runs"

@@ -165,6 +165,7 @@ def seeds_of(folder: Path) -> list[int]:
     "Sinks are the first step of catch, tag, release (section 2); where a head can attend to nothing, they are not "
     "needed for that",
     needs=(COMMAND,),
+    scaled_down="small models trained here",
 )
 def no_op_option(study: Study, outcome: Outcome) -> None:
     purpose = "sinks/escape is read from a folder of training runs"

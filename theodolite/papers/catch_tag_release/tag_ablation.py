@@ -65,6 +65,7 @@ def _chosen_tag(study: Study) -> tuple[int, int, torch.Tensor]:
     "deeper layers (abstract)",
     needs=("model",),
     options=("layer", "head"),
+    scaled_down="at most 64 contexts in which the head has a sink",
 )
 def ablated(study: Study, outcome: Outcome) -> None:
     layer, head, direction = _chosen_tag(study)

@@ -223,6 +223,7 @@ def _curves(series: list[_Checkpoint]) -> Any:
     "Sinusoidal patterns are learned, not predefined (section 2); training dynamics are left to later work "
     "(section 7)",
     needs=("model", "arrays.positional_basis", "layers.low_frequency_10"),
+    scaled_down="every checkpoint is surveyed on at most 64 contexts",
 )
 def training(study: Study, outcome: Outcome) -> None:
     series = _surveyed(study)
@@ -284,6 +285,7 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
     "Addition: accuracy in distribution and on shorter numbers",
     "Above 99 % in distribution, less than 20 % on average on 1 to 4 digits (section 4.3, appendix D.3)",
     needs=("model",),
+    scaled_down="accuracy on 1000 new sums of each kind",
 )
 def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()

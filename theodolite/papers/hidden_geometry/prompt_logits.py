@@ -152,6 +152,7 @@ def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str,
     "pos-pos determines attention to neighbouring tokens, cvec-cvec that to identical and shifted ones (Fig. 6)",
     needs=_SPLIT,
     options=("prompt", "layer", "head"),
+    scaled_down="positions 1 to 128 are drawn",
 )
 def figure_6(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
@@ -251,6 +252,7 @@ def _retained_readings(
     "The global mean vector μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)",
     needs=_SPLIT,
     options=("prompt", "layer", "head"),
+    scaled_down="positions 1 to 128 are drawn",
 )
 def figure_30(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)

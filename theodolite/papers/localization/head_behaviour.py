@@ -87,6 +87,7 @@ def _numbers(prediction: Prediction) -> dict[str, Floats]:
         "arrays.propagation_predicted",
         "arrays.propagation_predicted_data",
     ),
+    scaled_down="the covariance of the increments is from at most 64 contexts",
 )
 def behaviour(study: Study, outcome: Outcome) -> None:
     run, seed = study.run, int(study.provenance["seed"])

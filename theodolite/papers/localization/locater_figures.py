@@ -46,6 +46,10 @@ FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (
 COMMAND = "theodolite train locater"
 """Writes the grid."""
 
+SMALLER = (
+    "2,048 byte-pair tokens, not 33,000 words; WikiText-2's validation part is a tenth of the published text"
+)
+
 NEGLIGIBLE = 0.01
 """Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
 RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
@@ -297,6 +301,7 @@ def _of_published_shape(place: int, layers: int, width: int) -> Experiment:
         "With stronger κ₂ the eigenspectrum scale shrinks, the attention entropy increases, and the perplexity "
         f"improves (Fig. {place})",
         needs=(COMMAND,),
+        scaled_down=SMALLER,
     )
     def figure(study: Study, outcome: Outcome) -> None:
         fill(outcome, *_of_shape(study, (layers, width)))
@@ -312,6 +317,7 @@ OF_SHAPES = [_of_published_shape(place, *shape) for place, shape in FIGURES.item
     "Signal propagation over training, with LocAteR and without",
     "LocAteR entails salient horizontal stripes; without it ρ is uniform (Fig. 7)",
     needs=(COMMAND,),
+    scaled_down=SMALLER,
 )
 def figure_7(study: Study, outcome: Outcome) -> None:
     runs, recipe = _of_shape(study, None)

@@ -92,6 +92,7 @@ def text_walk(study: Study) -> TextWalk:
     "Text as a random walk",
     "Tokens walk at random with Gaussian steps, which “may be semantically plausible” (Assumption 1, Remark 3)",
     needs=("model",),
+    scaled_down="64 positions at most, full second moments at the pairs of six of them",
 )
 def walk(study: Study, outcome: Outcome) -> None:
     text, seed, model = text_walk(study), int(study.provenance["seed"]), study.require_model()

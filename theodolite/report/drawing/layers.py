@@ -225,7 +225,7 @@ def rank_collapse(run: Run) -> go.Figure:
     last = float(layer_numbers(run).max())
     limit = go.Scatter(
         x=[-0.3, last + 0.3],
-        y=[RANK_COLLAPSE] * 2,
+        y=[RANK_COLLAPSE.limit] * 2,
         name="collapsed below",
         mode="lines",
         line={"color": style.REFERENCE, "width": 1, "dash": "dash"},
