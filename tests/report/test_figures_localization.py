@@ -9,19 +9,20 @@ import pytest
 
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
+from theodolite.report.exhibit import by_name
 from theodolite.report.payload import figure_json
 
 X = np.linspace(0, 1, 5)
 ROWS = np.arange(10, dtype=np.float64).reshape(2, 5) / 10
 
 
-def test_curves_and_their_patches_carry_the_values():
+def test_curves_carry_the_values():
     lines = (Line("a & b", "#0072B2"), Line("second", "#D55E00", "dash"))
     figure = drawing.curves(X, lines, list(ROWS), ("x", "y"))
     np.testing.assert_allclose(figure.data[1].y, ROWS[1], rtol=1e-6)
     assert figure.data[0].name == "a &amp; b"
     assert figure.data[1].line.dash == "dash"
-    np.testing.assert_allclose(drawing.values_patch(list(ROWS))[0]["y"], ROWS[0], rtol=1e-6)
+    np.testing.assert_allclose(figure.data[0].y, ROWS[0], rtol=1e-6)
 
 
 def test_both_formulas_of_every_eta_share_a_colour():
@@ -32,10 +33,6 @@ def test_both_formulas_of_every_eta_share_a_colour():
         np.testing.assert_allclose(figure.data[pair].y, first, rtol=1e-6)
         np.testing.assert_allclose(figure.data[pair + 1].y, second, rtol=1e-6)
         assert figure.data[pair].line.color == figure.data[pair + 1].line.color
-    patches = drawing.propagation_patch(published, corrected)
-    np.testing.assert_allclose(
-        [patch["y"] for patch in patches], [trace.y for trace in figure.data], rtol=1e-6
-    )
 
 
 def test_windows_are_shaded_where_they_are():
@@ -59,7 +56,7 @@ def test_maps_stand_side_by_side_on_their_own_axes(square):
     assert (figure.data[0].zmin, figure.data[0].zmax) == (0.0, 2.0)
     assert (figure.data[2].zmin, figure.data[2].zmax) == (-2.0, 2.0)
     assert [note.text for note in figure.layout.annotations] == list(pictures)
-    np.testing.assert_allclose(drawing.maps_patch(list(pictures.values()))[1]["z"], ROWS + 1, rtol=1e-6)
+    np.testing.assert_allclose(figure.data[1].z, ROWS + 1, rtol=1e-6)
     assert (figure.layout.yaxis.autorange == "reversed") == square
 
 
@@ -71,7 +68,10 @@ def test_a_simulation_has_both_of_its_errors_and_four_predictions():
     np.testing.assert_allclose(figure.data[1].error_y.array, walks, rtol=1e-6)
     assert [trace.name for trace in figure.data[2:]] == ["published", "corrected", "finite length", "exact"]
     np.testing.assert_allclose(figure.data[5].y, predictions[3], rtol=1e-6)
-    figure_json(figure, {"0": drawing.simulation_patch(ROWS[1], (walks, draws), predictions)})
+    choice = by_name(
+        "pair", ["a", "b"], lambda place: drawing.simulation(X, ROWS[place], (walks, draws), predictions)
+    )
+    figure_json(figure, choice.variants())
 
 
 def test_entropies_and_bars_keep_their_intervals():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.papers.experiment import Study, experiment
@@ -249,20 +250,21 @@ def _readings(
 def _scatter(run: Run, predictions: dict[str, Prediction], measured: Floats) -> Exhibit:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
     means = [mean_of(prediction.curve) for prediction in predictions.values()]
+
+    def drawn(place: int) -> go.Figure:
+        titles = ("predicted mean ρ", "measured mean ρ")
+        return head_scatter(means[place], measured, layers, heads, titles)
+
     return Exhibit(
         "heads",
         "Predicted and measured signal propagation of every head",
-        head_scatter(means[0], measured, layers, heads, ("predicted mean ρ", "measured mean ρ")),
+        drawn(0),
         "Mean over the keys of ρ, as predicted for random walks and as measured on the text, one point per head; "
         "violet "
         "blocks are early, green ones late.",
         "points on a rising line. A column of points says that the prediction does not tell heads apart.",
         f"{BAO}, section 4; the comparison with real heads is ours",
-        choice=by_name(
-            "from",
-            list(SOURCES.values()),
-            lambda place: [{"x": means[place].astype(np.float32), "y": measured.astype(np.float32)}, {}],
-        ),
+        choice=by_name("from", list(SOURCES.values()), drawn),
         wide=True,
     )
 
@@ -272,19 +274,20 @@ def _curves(run: Run, predictions: dict[str, Prediction], measured: Floats) -> E
     theta = (np.array(shown, dtype=np.float64) + 1) / measured.shape[1]
     curves = [measured, *(prediction.curve for prediction in predictions.values())]
 
-    def values(place: int) -> list[Floats]:
-        return [curve[place, shown] for curve in curves]
+    def drawn(place: int) -> go.Figure:
+        values = [curve[place, shown] for curve in curves]
+        return drawing.curves(theta, LINES, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
 
     return Exhibit(
         "curves",
         "ρ of one head, measured and predicted",
-        drawing.curves(theta, LINES, values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]}),
+        drawn(0),
         "Share of contexts in which the key at θ = i/T propagates to the last query, and what the exact moments of a "
         "random walk predict from W_QK, from W_QK Σ̂ and from the increments' covariance.",
         "whether any prediction follows the measured curve. Where none does, the tokens of this layer do not "
         "follow a random walk.",
         f"{BAO}, section 4, with the exact moments at finite T",
-        choice=by_name("head", head_labels(run), lambda place: drawing.values_patch(values(place))),
+        choice=by_name("head", head_labels(run), drawn),
         wide=True,
     )
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -71,18 +72,19 @@ def figure_3(study: Study, outcome: Outcome) -> None:
     def values(place: int) -> list[Floats]:
         return [curves[name][place].numpy() for name in VARIANTS]
 
-    lines = drawing.curves(
-        THETA.numpy(), (PUBLISHED, CORRECTED), values(0), ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.15]}
-    )
+    def lines(place: int) -> go.Figure:
+        both, limits = (PUBLISHED, CORRECTED), {"range": [-0.02, 1.15]}
+        return drawing.curves(THETA.numpy(), both, values(place), ("θ", "ρ(θ)"), yaxis=limits)
+
     picture = Exhibit(
         "curves",
         "ρ(θ) at large ξ and small η",
-        drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)}),
+        drawing.with_windows(lines(0), {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)}),
         "Probability that the token at θ propagates, for both readings of Fig. 3: those of its caption, and the one of "
         "the text. Shaded: where Lemma 2's limit for r = 5.12 is 1.",
         "a step up at ½ that stays up for ξη = 1.28, and comes down again at 0.695 for ξη = 5.12.",
         f"{BAO}, Fig. 3 and Lemma 2",
-        choice=by_name("ξ and η", LABELS_3, lambda place: drawing.values_patch(values(place)), grid=True),
+        choice=by_name("ξ and η", LABELS_3, lines, grid=True),
         wide=True,
     )
     columns = {
@@ -164,29 +166,24 @@ def _rise(bound: Tensor) -> float:
 def figure_4(study: Study, outcome: Outcome) -> None:
     bounds = {length: _bounds(length) for length in LENGTHS_4}
 
-    def values(length: int) -> list[Floats]:
-        highest = torch.full_like(NU, math.log(length))
-        return [curve.numpy() for curve in (*bounds[length].values(), highest)]
-
     lines = [*(line for _, line in BOUNDS.values()), HIGHEST]
+
+    def drawn(length: int) -> go.Figure:
+        highest = torch.full_like(NU, math.log(length))
+        values = [curve.numpy() for curve in (*bounds[length].values(), highest)]
+        titles = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats")
+        return drawing.curves(NU.numpy(), lines, values, titles, yaxis={"rangemode": "tozero"})
+
     picture = Exhibit(
         "bounds",
         "Lower bound of the attention entropy",
-        drawing.curves(
-            NU.numpy(),
-            lines,
-            values(LENGTHS_4[0]),
-            ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats"),
-            yaxis={"rangemode": "tozero"},
-        ),
+        drawn(LENGTHS_4[0]),
         "The exact bound for T tokens, its form for large T, eq. 9 as printed, and the highest entropy that T "
         "outcomes have.",
         "a printed curve far above ln T, which no entropy exceeds; the exact one starts at ln T and only falls.",
         f"{ZHAI}, Theorem 3.1; {BAO}, eq. 9 and Fig. 4",
         choice=by_name(
-            "tokens",
-            [f"T = {length}" for length in LENGTHS_4],
-            lambda place: drawing.values_patch(values(LENGTHS_4[place])),
+            "tokens", [f"T = {length}" for length in LENGTHS_4], lambda place: drawn(LENGTHS_4[place])
         ),
         wide=True,
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -157,25 +158,26 @@ def _plane() -> Exhibit:
 
 def _by_inputs(logit: Tensor, pairs: Pairs) -> Exhibit:
     lines = (Line("softmax", style.BLUE), Line("piecewise linear", style.VERMILLION))
+
+    def drawn(length: int) -> go.Figure:
+        titles = ("ω₁, the others 0", "value of input 1")
+        return drawing.curves(logit.numpy(), lines, [curve.numpy() for curve in pairs[length]], titles)
+
     return Exhibit(
         "inputs",
         "One input above the others, by their number",
-        drawing.curves(logit.numpy(), lines, _numpy(pairs[2]), ("ω₁, the others 0", "value of input 1")),
+        drawn(2),
         "Softmax and its approximation of the first of T inputs, the others being 0.",
         "at T = 2 two curves that nearly agree; at T = 40 and 64 softmax has saturated long before the line rises.",
         f"{BAO}, section 2; more than two inputs are ours",
         choice=by_name(
             "inputs",
             [f"T = {length}" for length in LENGTHS_1],
-            lambda place: drawing.values_patch(_numpy(pairs[LENGTHS_1[place]])),
+            lambda place: drawn(LENGTHS_1[place]),
             grid=True,
         ),
         wide=True,
     )
-
-
-def _numpy(tensors: tuple[Tensor, ...]) -> list[Floats]:
-    return [tensor.numpy() for tensor in tensors]
 
 
 def _grid_2(variant: str) -> Tensor:
@@ -267,47 +269,41 @@ def _maps_2() -> Exhibit:
         propagation(theta, MAP_XI[:, None], eta, name).permute(1, 2, 0).numpy() for name in VARIANTS
     ]
 
-    def pictures(place: int) -> dict[str, Floats]:
+    def drawn(place: int) -> go.Figure:
         first, second = planes[0][place], planes[1][place]
-        return {"published": first, "corrected": second, "published − corrected": first - second}
-
-    return Exhibit(
-        "maps",
-        "ρ(θ) over ξ, published and corrected",
-        drawing.maps(
-            pictures(0),
+        return drawing.maps(
+            {"published": first, "corrected": second, "published − corrected": first - second},
             (MAP_XI.numpy(), theta.numpy()),
             ("ξ", "θ", "ρ"),
             (0.0, 1.0),
             signed=("published − corrected",),
-        ),
+        )
+
+    return Exhibit(
+        "maps",
+        "ρ(θ) over ξ, published and corrected",
+        drawn(0),
         "Probability that the token at relative position θ propagates, for every ξ; one η at a time. The printed "
         "variance grows towards the end of the context; the right one is symmetric about its middle.",
         "late sites at the right and early ones at the left for small η, a band at θ = ½ for η ≥ 0.5.",
         SOURCE_2,
-        choice=by_name(
-            "η",
-            [f"η = {value:g}" for value in ETAS],
-            lambda place: drawing.maps_patch(list(pictures(place).values())),
-        ),
+        choice=by_name("η", [f"η = {value:g}" for value in ETAS], drawn),
         wide=True,
     )
 
 
 def _curves_2(published: Floats, corrected: Floats) -> Exhibit:
+    def drawn(place: int) -> go.Figure:
+        return drawing.propagation_curves(THETA.numpy(), ETAS, published[place], corrected[place])
+
     return Exhibit(
         "curves",
         "ρ(θ) for every η",
-        drawing.propagation_curves(THETA.numpy(), ETAS, published[0], corrected[0]),
+        drawn(0),
         "The same as curves: corrected solid, published dashed.",
         "curves for large |ξ| that move from one side to the middle as η grows, and sink.",
         SOURCE_2,
-        choice=by_name(
-            "ξ",
-            [f"ξ = {value:g}" for value in XIS],
-            lambda place: drawing.propagation_patch(published[place], corrected[place]),
-            grid=True,
-        ),
+        choice=by_name("ξ", [f"ξ = {value:g}" for value in XIS], drawn, grid=True),
         wide=True,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -106,19 +107,17 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
     observed = sim.propagation.numpy()
     walks, draws = (error.numpy() for error in sim.propagation_errors())
 
-    def values(place: int) -> tuple[Floats, tuple[Floats, Floats], list[Floats]]:
-        return (
-            observed[place],
-            (walks[place], draws[place]),
-            [predicted[key][place].numpy() for key in PREDICTED],
-        )
-
     positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
+
+    def drawn(place: int) -> go.Figure:
+        curves = [predicted[key][place].numpy() for key in PREDICTED]
+        return drawing.simulation(positions, observed[place], (walks[place], draws[place]), curves)
+
     covariance = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}[name]
     return Exhibit(
         name,
         f"Simulated signal propagation, {name} Σ",
-        drawing.simulation(positions, *values(0)),
+        drawn(0),
         f"Share of {SETTING.walks} random walks of {SETTING.length} tokens (d = {SETTING.width}, {covariance}) in "
         "which "
         f"token i propagates to the last query, mean over {SETTING.draws} draws of W_QK = B diag(w) Bᵀ, "
@@ -130,7 +129,7 @@ def _curves(name: str, sim: Simulation, predicted: dict[str, Tensor]) -> Exhibit
         choice=by_name(
             "mean ± scale",
             [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs],
-            lambda place: drawing.simulation_patch(*values(place)),
+            drawn,
             grid=True,
         ),
         wide=True,
@@ -148,17 +147,19 @@ def _entropies(sims: dict[str, Simulation]) -> Exhibit:
         name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
         for name, sim in sims.items()
     }
+
+    def drawn(name: str) -> go.Figure:
+        return drawing.entropies(SETTING.scales, SETTING.means, *grids[name], LEAST_ENTROPY)
+
     return Exhibit(
         "entropy",
         "Attention entropy by mean and scale of the eigenvalues",
-        drawing.entropies(SETTING.scales, SETTING.means, *grids["isotropic"], LEAST_ENTROPY),
+        drawn("isotropic"),
         "Entropy of the softmax of the last query's logits, mean over walks and draws of W_QK, with standard errors "
         f"over draws; the highest possible is ln {SETTING.length} = {np.log(SETTING.length):.2f}.",
         "lines that fall to the right, if a small scale meant a high entropy at every mean.",
         f"{BAO}, Fig. 5 right",
-        choice=by_name(
-            "Σ", list(COVARIANCES), lambda place: drawing.entropies_patch(*grids[COVARIANCES[place]])
-        ),
+        choice=by_name("Σ", list(COVARIANCES), lambda place: drawn(COVARIANCES[place])),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -127,31 +128,32 @@ def _relative(gram: Floats) -> Floats:
 def _maps(moments: WalkMoments) -> Exhibit:
     text_sums, state = moments.sums[TEXT]
 
-    def pictures(layer: int) -> dict[str, Floats]:
+    at = np.array(text_sums.shown, dtype=np.float64) + 1
+
+    def drawn(layer: int) -> go.Figure:
         grams = {name: mean_gram(sums[1], layer).numpy() for name, sums in moments.sums.items()}
         grams["min(s, t)"] = steps_shared(text_sums).numpy()
-        return {name: _relative(gram) for name, gram in grams.items()}
+        return drawing.maps(
+            {name: _relative(gram) for name, gram in grams.items()},
+            (at, at),
+            ("t", "s", "over the largest"),
+            (-1.0, 1.0),
+            signed=tuple(grams),
+            square=True,
+        )
 
-    at = np.array(text_sums.shown, dtype=np.float64) + 1
     count = len(state["contexts"])
     return Exhibit(
         "moments",
         "E[x_s·x_t] of what attention reads",
-        drawing.maps(
-            pictures(count // 2),
-            (at, at),
-            ("t", "s", "over the largest"),
-            (-1.0, 1.0),
-            signed=(*moments.sums, "min(s, t)"),
-            square=True,
-        ),
+        drawn(count // 2),
         "Mean over contexts of the inner product of what the attention module reads at positions s and t, each "
         "picture over its own largest value: the text of the run, random tokens, Gaussian random walks with the "
         "covariance of the text's increments, and what Assumption 1 says.",
         "whether the text looks like the two pictures on the right: strong in the lower right corner only, with "
         "level sets that run along two sides of squares. A flat picture with a strong diagonal is no walk.",
         f"{BAO}, Assumption 1 and Remark 3; the comparison is ours",
-        choice=by_layer(count, lambda layer: drawing.maps_patch(list(pictures(layer).values()))),
+        choice=by_layer(count, drawn),
         wide=True,
     )
 
@@ -159,47 +161,42 @@ def _maps(moments: WalkMoments) -> Exhibit:
 def _growth(moments: WalkMoments) -> Exhibit:
     at = np.array(moments.text.inputs.shown, dtype=np.float64) + 1
 
-    def values(layer: int) -> list[Floats]:
+    def drawn(layer: int) -> go.Figure:
         norms = [mean_gram(state, layer).diagonal().numpy() for _, state in moments.sums.values()]
-        return [norm / norm[0] for norm in norms]
+        values, log = [norm / norm[0] for norm in norms], {"type": "log", "dtick": 1}
+        titles = ("t", "E‖x_t‖² over E‖x_1‖²")
+        return drawing.curves(at, list(LINES.values()), values, titles, xaxis=log, yaxis=log)
 
     count = len(moments.text.input_state["contexts"])
-    log = {"type": "log", "dtick": 1}
     return Exhibit(
         "growth",
         "E‖x_t‖² by position",
-        drawing.curves(
-            at, list(LINES.values()), values(count // 2), ("t", "E‖x_t‖² over E‖x_1‖²"), xaxis=log, yaxis=log
-        ),
+        drawn(count // 2),
         "Mean squared norm of what the attention module reads, over that at the first position that is not left out.",
         "a line of slope 1, as that of the simulated walk; after a norm layer the size cannot grow at all.",
         f"{BAO}, Assumption 1: E‖x_t‖² = t tr Σ",
-        choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
+        choice=by_layer(count, drawn),
     )
 
 
 def _autocorrelation(moments: WalkMoments) -> Exhibit:
     lags = np.arange(1, LAGS + 1, dtype=np.float64)
 
-    def values(layer: int) -> list[Floats]:
-        return [autocorrelations(*sums, layer)[1:].numpy() for sums in moments.sums.values()]
+    def drawn(layer: int) -> go.Figure:
+        values = [autocorrelations(*sums, layer)[1:].numpy() for sums in moments.sums.values()]
+        titles = ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²")
+        return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
 
     count = len(moments.text.input_state["contexts"])
     return Exhibit(
         "increments",
         "Autocorrelation of the increments",
-        drawing.curves(
-            lags,
-            list(LINES.values()),
-            values(count // 2),
-            ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²"),
-            yaxis={"range": [-0.6, 0.3]},
-        ),
+        drawn(count // 2),
         "ε_t = x_{t+1} − x_t of what the attention module reads. Tokens that are independent of their neighbours have "
         "−½ at lag 1 and 0 after it.",
         "0 at every lag, as for the simulated walk.",
         f"{BAO}, Assumption 1",
-        choice=by_layer(count, lambda layer: drawing.values_patch(values(layer))),
+        choice=by_layer(count, drawn),
     )
 
 
@@ -207,24 +204,21 @@ def _by_layer(tables: dict[str, pd.DataFrame]) -> Exhibit:
     names = ("r_squared", "autocorrelation", "growth", "frobenius", "cosine")
     short = ["R²", "autocorrelation", "growth", "Frobenius error", "cosine"]
 
-    def values(name: str) -> list[Floats]:
-        return [table[name].to_numpy(dtype=np.float64) for table in tables.values()]
+    def drawn(place: int) -> go.Figure:
+        layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
+        values = [table[names[place]].to_numpy(dtype=np.float64) for table in tables.values()]
+        return drawing.curves(layers, list(LINES.values()), values, ("layer", ""))
 
     return Exhibit(
         "layers",
         "How closely each layer follows a random walk",
-        drawing.curves(
-            tables[TEXT]["layer"].to_numpy(dtype=np.float64),
-            list(LINES.values()),
-            values(names[0]),
-            ("layer", ""),
-        ),
+        drawn(0),
         "One number per layer: "
         + "; ".join(f"{label}: {MEASURES[name]}" for label, name in zip(short, names, strict=True))
         + ".",
         "the text's line on that of the simulated walk.",
         f"{BAO}, Assumption 1; the measures are ours",
-        choice=by_name("measure", short, lambda place: drawing.values_patch(values(names[place]))),
+        choice=by_name("measure", short, drawn),
     )
 
 
