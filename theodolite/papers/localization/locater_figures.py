@@ -214,7 +214,7 @@ def _maps(data: Comparable) -> list[Exhibit]:
             "on the same held-out windows; of the first seed.",
             "horizontal stripes: positions that stay high or low.",
             f"{BAO}, Fig. 7",
-            choice=by_name("setting", names, lambda place: drawing.map_patch(*arrays[place])),
+            choice=by_name("setting", names, lambda place: drawing.propagation_map(*arrays[place])),
             wide=True,
         ),
         Exhibit(
