@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -121,10 +122,14 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     median = float(table["low_frequency_10"].median())
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
+
+    def picture(place: int) -> go.Figure:
+        return maps.weight_maps(tiles[place], [f"head {head}" for head in heads], len(shown))
+
     figure = Exhibit(
         "positional-logits",
         "QK matrix of the positional basis, every head",
-        maps.weight_maps(tiles[0], [f"head {head}" for head in heads], len(shown)),
+        picture(0),
         f"Logits of {counted(len(shown), 'position')} of {positions} (queries downwards) with pos + μ on both sides, "
         f"through norm, projection and rotation, mean over {counted(len(sample), 'context')}; masked pairs are drawn "
         "too. "
@@ -134,7 +139,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
         choice=by_name(
             "block",
             [f"block {layer}" for layer in drawn],
-            lambda place: maps.weight_patch(tiles[place]),
+            picture,
         ),
         wide=True,
     )

@@ -112,9 +112,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
         choice=by_name(
             "layer",
             [f"layer {layer}" for layer in layers],
-            lambda place: drawing.bounds_patch(
-                cutoffs, bounds[place], attained[place], float(trivial[place])
-            ),
+            lambda place: drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place),
         ),
         wide=True,
     )

@@ -164,11 +164,15 @@ def _maps(layers: list[_Layer]) -> Any:
     ]
     side = chosen[0].split.diagonal_map.shape[1]
     middle = len(chosen) // 2
+
+    def drawn(place: int) -> Any:
+        return drawing.weight_maps(tiles[place], [f"head {head}" for head in heads], side)
+
     # The picker opens with its middle entry.
     return Exhibit(
         "weights",
         "Weights of the heads of a block, rotated into the positional basis",
-        drawing.weight_maps(tiles[middle], [f"head {head}" for head in heads], side),
+        drawn(middle),
         f"The first {side} rows and columns. Blue: entries of Vᵀ(W − D)V above the threshold, V the right singular "
         "vectors of the positional basis, the largest first. Red: entries of D, the diagonal of W in the coordinates "
         "of the stream; the larger of the two where both are. Colour goes by the square root of magnitude, over the "
@@ -179,7 +183,7 @@ def _maps(layers: list[_Layer]) -> Any:
         choice=by_name(
             "layer",
             [f"block {layer.block}" for layer in chosen],
-            lambda place: drawing.weight_patch(tiles[place]),
+            drawn,
         ),
         wide=True,
     )
