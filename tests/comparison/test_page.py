@@ -14,6 +14,7 @@ from theodolite import compare
 from theodolite.comparison.page import experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
+from theodolite.report.exhibit import by_name
 from theodolite.report.outcome_page import render
 
 
@@ -57,29 +58,29 @@ def test_a_share_of_none_has_a_place_on_a_logarithmic_axis(audits):
 
 
 def dots(of: drawing.Dots):
-    return functools.partial(drawing.scatter, dots=of), functools.partial(drawing.scatter_patch, dots=of)
+    return functools.partial(drawing.scatter, dots=of)
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_patches_give_the_figure_of_the_other_table(audits, place):
-    """A figure of one table under the patch of another is the other's figure, but for what only the first has."""
+def test_the_picker_gives_the_figure_of_the_other_table(audits, place):
+    """A figure of one table under the variant of another is the other's figure."""
     cases = [
-        ("sinks", *dots(drawing.SINK_DOTS)),
-        ("tags", *dots(drawing.TAG_DOTS)),
-        ("spectra", *dots(drawing.SPECTRUM_DOTS)),
-        ("head outputs", *dots(drawing.OUTPUT_DOTS)),
-        ("entropies", drawing.entropies, drawing.entropies_patch),
-        ("positional basis", drawing.positions, drawing.positions_patch),
+        ("sinks", dots(drawing.SINK_DOTS)),
+        ("tags", dots(drawing.TAG_DOTS)),
+        ("spectra", dots(drawing.SPECTRUM_DOTS)),
+        ("head outputs", dots(drawing.OUTPUT_DOTS)),
+        ("entropies", drawing.entropies),
+        ("positional basis", drawing.positions),
     ]
-    for name, draw, patch in cases:
-        figure = draw(audits[1 - place].part(name).table)
-        expected = draw(audits[place].part(name).table)
-        patches = patch(audits[place].part(name).table)
-        assert len(patches) == len(figure.data)
-        for trace, changed, other in zip(figure.data, patches, expected.data, strict=True):
-            drawn, expected_trace = trace.update(changed).to_plotly_json(), other.to_plotly_json()
-            for key in {"x", "y", "z", "text"} & set(expected_trace):
-                np.testing.assert_array_equal(drawn[key], expected_trace[key], err_msg=f"{name} {key}")
+    for name, draw in cases:
+        tables = [audit.part(name).table for audit in audits]
+        first, expected = (draw(tables[index]).to_plotly_json()["data"] for index in (1 - place, place))
+        choice = by_name("model", ["first", "second"], lambda index, of=tables, draw=draw: draw(of[index]))
+        variant = choice.variants()[str(place)]
+        for trace, changed, other in zip(first, variant, expected, strict=True):
+            drawn = {key: value for key, value in (trace | changed).items() if value is not None}
+            for key in drawn.keys() | other.keys():
+                np.testing.assert_array_equal(drawn[key], other[key], err_msg=f"{name} {key}")
 
 
 def test_entropies_stand_at_their_heads(audits):

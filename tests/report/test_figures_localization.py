@@ -9,6 +9,7 @@ import pytest
 
 from theodolite.report.drawing import localization as drawing
 from theodolite.report.drawing.localization import Line
+from theodolite.report.exhibit import by_name
 from theodolite.report.payload import figure_json
 
 X = np.linspace(0, 1, 5)
@@ -67,7 +68,10 @@ def test_a_simulation_has_both_of_its_errors_and_four_predictions():
     np.testing.assert_allclose(figure.data[1].error_y.array, walks, rtol=1e-6)
     assert [trace.name for trace in figure.data[2:]] == ["published", "corrected", "finite length", "exact"]
     np.testing.assert_allclose(figure.data[5].y, predictions[3], rtol=1e-6)
-    figure_json(figure, {})
+    choice = by_name(
+        "pair", ["a", "b"], lambda place: drawing.simulation(X, ROWS[place], (walks, draws), predictions)
+    )
+    figure_json(figure, choice.variants())
 
 
 def test_entropies_and_bars_keep_their_intervals():

@@ -29,7 +29,6 @@ from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import Exhibit, by_name
 from theodolite.report.measures import BAO, SONG, ZHANG
 from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.style import Patch
 from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token, visible
 
 COMPARED = Heading(
@@ -209,12 +208,11 @@ def _listed_sinks(positions: Sequence[int], tokens: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """The figure of a part: how its table is drawn, and what changes for that of another comparison."""
+    """The figure of a part: how its table is drawn, with a picker of the comparisons."""
 
     part: str
     title: str
     draw: Callable[[pd.DataFrame], go.Figure]
-    patch: Callable[[pd.DataFrame], list[Patch]]
     shows: str
     look_for: str
     source: str
@@ -228,7 +226,7 @@ class _Drawing:
         if not any(map(len, tables)):
             return None
         names = [audit.other for audit in having]
-        choice = by_name("model", names, lambda index: self.patch(tables[index]))
+        choice = by_name("model", names, lambda index: self.draw(tables[index]))
         return Exhibit(
             key,
             self.title,
@@ -251,7 +249,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "sinks",
             "Sinks before and after",
             lambda table: drawing.scatter(table, drawing.SINK_DOTS),
-            lambda table: drawing.scatter_patch(table, drawing.SINK_DOTS),
             "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
             "dots at the lower edge (lost) and at the left edge (new). On the line nothing changed.",
             f"{ZHANG}, section 3.3",
@@ -260,7 +257,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "tags",
             "Tags before and after",
             lambda table: drawing.scatter(table, drawing.TAG_DOTS),
-            lambda table: drawing.scatter_patch(table, drawing.TAG_DOTS),
             "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
             "dots at the lower edge. A lost dot near the line has rotated: it tags in another direction.",
             f"{ZHANG}, sections 2 and 3.4",
@@ -269,7 +265,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             outputs.NAME,
             "Head outputs before and after",
             lambda table: drawing.scatter(table, drawing.OUTPUT_DOTS),
-            lambda table: drawing.scatter_patch(table, drawing.OUTPUT_DOTS),
             "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
             "dots at the lower edge: heads that write nothing any more. A lost head near the line writes other things.",
             "ours",
@@ -278,7 +273,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "entropies",
             "Entropy of attention, head by head",
             drawing.entropies,
-            drawing.entropies_patch,
             "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
             "strong colours on the right: heads that attend to fewer keys (blue) or more (orange) than before.",
             f"{BAO}, section 5",
@@ -288,7 +282,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "outlier dimensions",
             "Outlier dimensions, layer by layer",
             lambda table: drawing.outliers(table, dimensions, layers),
-            lambda table: drawing.outliers_patch(table, dimensions, layers),
             "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
             "rows that are strong in only one of the two.",
             f"{ZHANG}, section 3.2; Dettmers et al. 2022",
@@ -298,7 +291,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "positional basis",
             "Positions, layer by layer",
             drawing.positions,
-            drawing.positions_patch,
             "Rank and relative norm of the positional basis. Overlap: mean squared cosine between its leading "
             "directions before and after; curve: similarity of the positions' Gram matrices, invariant to rotation.",
             "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
@@ -309,7 +301,6 @@ def _exhibits(audits: Sequence[Audit]) -> list[Exhibit]:
             "spectra",
             "Norm of W_QK before and after",
             lambda table: drawing.scatter(table, drawing.SPECTRUM_DOTS),
-            lambda table: drawing.scatter_patch(table, drawing.SPECTRUM_DOTS),
             "One dot per head: the Frobenius norm of its query-key matrix.",
             "dots far below the line: heads whose logits hardly distinguish keys any more.",
             f"{BAO}, section 3",

@@ -233,7 +233,7 @@ def _exhibits(
             choice=by_name(
                 "place",
                 list(plane),
-                lambda place: drawing.clusters_patch(list(plane.values())[place], of_shown, names),
+                lambda place: drawing.clusters(list(plane.values())[place], of_shown, shown, names),
                 grid=True,
             ),
             wide=True,

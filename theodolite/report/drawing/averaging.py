@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.style import Patch
+from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
 from theodolite.system.wording import for_plotly
 
 SQUARE, GAP = 390, 0.08
@@ -29,62 +29,30 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     Args:
         pictures: name → (T, T). separator: position of [SEP] from 0; its column is marked.
     """
-    width = (1 - GAP * (len(pictures) - 1)) / len(pictures)
-    traces: list[Any] = []
-    layout: dict[str, Any] = {"annotations": [], "shapes": [], "margin": {"t": TITLES}}
-    for index, (name, patch) in enumerate(
-        zip(pictures, attention_patch(list(pictures.values())), strict=True)
-    ):
-        suffix = style.axis_suffix(index)
-        length = len(patch["z"])
-        left = index * (width + GAP)
-        positions = np.arange(1, length + 1)
-        traces.append(
-            go.Heatmap(
-                patch,
-                x=positions,
-                y=positions,
-                zmin=0,
-                zmax=1,
-                colorscale=style.MAGNITUDE,
-                showscale=index == len(pictures) - 1,
-                colorbar=style.colour_bar("attention"),
-                hoverongaps=False,
-                hovertemplate="query %{y}, key %{x}: %{z:.3g}<extra></extra>",
-                xaxis=f"x{suffix}",
-                yaxis=f"y{suffix}",
-            )
+    shown = []
+    axis = {"showgrid": False, "zeroline": False}
+    for index, (name, picture) in enumerate(pictures.items()):
+        positions = np.arange(1, len(picture) + 1)
+        trace = heat(
+            np.where(np.tri(len(picture), dtype=bool), picture, np.nan),
+            0,
+            1,
+            "query %{y}, key %{x}: %{z:.3g}<extra></extra>",
+            bar="attention" if index == len(pictures) - 1 else None,
+            x=positions,
+            y=positions,
         )
-        axis = {"showgrid": False, "zeroline": False}
-        layout[f"xaxis{suffix}"] = axis | {
-            "domain": [left, left + width],
-            "anchor": f"y{suffix}",
-            "title": {"text": "key"},
-        }
-        layout[f"yaxis{suffix}"] = axis | {
-            "anchor": f"x{suffix}",
-            "autorange": "reversed",
-            "title": {"text": "query" if index == 0 else ""},
-        }
-        layout["annotations"].append(
-            {"x": left, "y": 1, "xref": "paper", "yref": "paper", "text": for_plotly(name)}
-            | {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "yshift": 4}
+        rows = axis | {"autorange": "reversed"}
+        shown.append(Panel(name, [trace], "key", "" if index else "query", axis, rows))
+    drawn = panels(
+        shown, len(shown), height=SQUARE - HEADROOM, gaps=(GAP, 0), layout={"margin": {"t": TITLES}}
+    )
+    for index, picture in enumerate(pictures.values()):
+        edges = {"x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": len(picture) + 0.5}
+        drawn.add_shape(
+            type="rect", **edges, line={"width": 1.5, "color": style.VERMILLION}, row=1, col=index + 1
         )
-        layout["shapes"].append(
-            {"type": "rect", "x0": separator + 0.5, "x1": separator + 1.5, "y0": 0.5, "y1": length + 0.5}
-            | {"xref": f"x{suffix}", "yref": f"y{suffix}", "line": {"width": 1.5, "color": style.VERMILLION}}
-        )
-    return style.figure(traces, height=SQUARE, layout=layout)
-
-
-def attention_patch(pictures: Sequence[Floats]) -> list[Patch]:
-    """What changes in `attention_maps` for other sequences or weights; the future stays blank."""
-    patches = []
-    for picture in pictures:
-        visible = picture.astype(np.float32)
-        visible[np.triu_indices(len(visible), 1)] = np.nan
-        patches.append({"z": visible})
-    return patches
+    return drawn
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
@@ -96,24 +64,15 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
     traces: list[Any] = []
     for index, (name, (measured, derived)) in enumerate(curves.items()):
         colour = style.CATEGORIES[index % len(style.CATEGORIES)]
-        for label, values, dash, mode in (
-            (name, measured, "solid", "lines+markers"),
-            (f"{name}, derived", derived, "dot", "lines"),
+        for label, values, dash, marker in (
+            (name, measured, "solid", 5),
+            (f"{name}, derived", derived, "dot", 0),
         ):
             shown = np.where(values > BELOW, values, np.nan)
             if np.isfinite(shown).any():
-                traces.append(
-                    go.Scatter(
-                        x=s_tag.astype(np.float32),
-                        y=shown,
-                        name=for_plotly(label),
-                        mode=mode,
-                        line={"color": colour, "dash": dash, "width": 1.8},
-                        marker={"size": 5},
-                        showlegend=label == name,
-                        hovertemplate=f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>",
-                    )
-                )
+                hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
+                own = {"hover": hover, "legendgroup": name, "showlegend": label == name}
+                traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
     highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
     lowest = min(
         float(np.nanmin(np.where(measured > BELOW, measured, np.nan))) for measured, _ in curves.values()
@@ -136,31 +95,13 @@ def losses(
     """
     traces: list[Any] = []
     for colour, (name, rows) in zip(style.CATEGORIES, curves.items(), strict=False):
+        hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
         for seed, row in enumerate(rows):
-            traces.append(
-                go.Scatter(
-                    x=steps[name].astype(np.float32),
-                    y=row.astype(np.float32),
-                    name=for_plotly(name),
-                    legendgroup=name,
-                    showlegend=seed == 0,
-                    mode="lines",
-                    line={"color": colour, "width": 1.2},
-                    hovertemplate=f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>",
-                )
-            )
+            traces += line(steps[name], row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
     last = max(float(at[-1]) for at in steps.values())
     for dash, (name, level) in zip(("dot", "dash"), marks.items(), strict=False):
-        traces.append(
-            go.Scatter(
-                x=[0, last],
-                y=[level, level],
-                name=for_plotly(name),
-                mode="lines",
-                line={"color": style.GREY, "dash": dash, "width": 1.5},
-                hovertemplate=f"{for_plotly(name)}: {level:.3g}<extra></extra>",
-            )
-        )
+        hover = f"{for_plotly(name)}: {level:.3g}<extra></extra>"
+        traces += line([0, last], [level, level], name, style.GREY, dash=dash, width=1.5, hover=hover)
     layout = {"yaxis": {"type": "log", "exponentformat": "power"}, "legend": {"y": 1.04}}
     return style.figure(traces, "step", "mean squared error", height=430, layout=layout)
 
@@ -195,30 +136,14 @@ def seeds(
             strict=False,
         )
     ]
-    line = {"color": style.GREY, "dash": "dot", "width": 1.5}
+    power = {"type": "log", "exponentformat": "power"}
     layout: dict[str, Any] = {
-        "xaxis": {"type": "log", "exponentformat": "power"},
-        "yaxis": {"type": "log", "exponentformat": "power"} if logarithmic else {"range": [-0.05, 1.05]},
-        "shapes": [
-            {
-                "type": "line",
-                "x0": limits[0],
-                "x1": limits[0],
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": line,
-            },
-            {
-                "type": "line",
-                "x0": 0,
-                "x1": 1,
-                "xref": "paper",
-                "y0": limits[1],
-                "y1": limits[1],
-                "line": line,
-            },
-        ],
+        "xaxis": power,
+        "yaxis": power if logarithmic else {"range": [-0.05, 1.05]},
         "legend": {"y": 1.04},
     }
-    return style.figure(traces, *titles, height=430, layout=layout)
+    drawn = style.figure(traces, *titles, height=430, layout=layout)
+    limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
+    drawn.add_vline(limits[0], line=limit)
+    drawn.add_hline(limits[1], line=limit)
+    return drawn

@@ -12,10 +12,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
 from theodolite.report.drawing.prompt import MARK
 from theodolite.report.drawing.traces import sink_name
-from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 STATUS_COLOURS = {
@@ -27,6 +26,7 @@ STATUS_COLOURS = {
 FEWEST = 0.004
 """Where a share of 0 is drawn on a logarithmic axis."""
 
+BARE: dict[str, Any] = {"showgrid": False, "zeroline": False}
 GAP = 0.035  # between panels, of the figure's width
 COLUMNS = 4  # models side by side; more of them stand in several rows
 PAGE, OUTPUT_HEIGHT = 900, 430  # pixels: the width that panels share, and the height of those of outputs
@@ -61,24 +61,31 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
     """One dot per unit, before on x and after on y; on the dotted line nothing changed."""
-    diagonal, *dot_patches = scatter_patch(table, dots)
-    line = go.Scatter(
-        mode="lines",
-        line={"color": style.GREY, "dash": "dot", "width": 1},
+    values = table[[dots.before, dots.after]].to_numpy(np.float64)
+    values = np.maximum(values, FEWEST) if dots.shares else values
+    largest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
+    diagonal = [FEWEST if dots.shares else 0.0, largest]
+    traces: list[Any] = line(
+        *(diagonal, diagonal, "unchanged", style.GREY),
+        dash="dot",
+        width=1,
         showlegend=False,
         hoverinfo="skip",
-        **diagonal,
     )
-    traces = [
-        go.Scatter(
-            name=status,
-            mode="markers",
-            marker={"size": 9, "color": colour, "opacity": 0.75},
-            hovertemplate="%{text}<extra>" + status + "</extra>",
-            **patch,
+    for status, colour in STATUS_COLOURS.items():
+        of_status = (table["status"] == status).to_numpy()
+        x, y = values[of_status].T.astype(np.float32)
+        traces.append(
+            go.Scatter(
+                x=x,
+                y=y,
+                text=[_hover_text(row, dots) for _, row in table[of_status].iterrows()],
+                name=status,
+                mode="markers",
+                marker={"size": 9, "color": colour, "opacity": 0.75},
+                hovertemplate="%{text}<extra>" + status + "</extra>",
+            )
         )
-        for (status, colour), patch in zip(STATUS_COLOURS.items(), dot_patches, strict=True)
-    ]
     axis: dict[str, Any] = {"range": list(dots.limits)} if dots.limits else {}
     if dots.shares:
         ticks = [FEWEST, 0.01, 0.03, 0.1, 0.3, 1.0]
@@ -88,25 +95,8 @@ def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
             "tickvals": ticks,
             "ticktext": ["none", *(percent(tick) for tick in ticks[1:])],
         }
-    layout = {"xaxis": axis, "yaxis": axis}
     titles = (f"{dots.title}, before", f"{dots.title}, after")
-    return style.figure([line, *traces], *titles, height=420, layout=layout)
-
-
-def scatter_patch(table: pd.DataFrame, dots: Dots) -> list[Patch]:
-    """What changes in `scatter` for another table."""
-    values = table[[dots.before, dots.after]].to_numpy(np.float64)
-    values = np.maximum(values, FEWEST) if dots.shares else values
-    largest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
-    diagonal = [FEWEST if dots.shares else 0.0, largest]
-    patches: list[Patch] = [{"x": diagonal, "y": diagonal}]
-    for status in STATUS_COLOURS:
-        of_status = (table["status"] == status).to_numpy()
-        x, y = values[of_status].T.astype(np.float32)
-        patches.append(
-            {"x": x, "y": y, "text": [_hover_text(row, dots) for _, row in table[of_status].iterrows()]}
-        )
-    return patches
+    return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
 
 
 def _hover_text(row: pd.Series, dots: Dots) -> str:
@@ -118,53 +108,28 @@ def _hover_text(row: pd.Series, dots: Dots) -> str:
 
 def entropies(table: pd.DataFrame) -> go.Figure:
     """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
-    grids = _entropy_grids(table)
-    largest = float(np.nanmax(np.abs(grids[2]))) or 1.0
-    share = {"zmin": 0, "zmax": 1, "colorscale": style.MAGNITUDE}
-    panels = [
-        ("before", share, "of the highest"),
-        ("after", share | {"showscale": False}, "of the highest"),
-        ("change in nats", {"zmin": -largest, "zmax": largest, "colorscale": style.SIGNED}, "nats"),
-    ]
-    bars = [style.colour_bar("", x=0.605), None, style.colour_bar("", x=1.01)]
-    traces, layout = [], _panels([name for name, _, _ in panels], [0.0, 0.335, 0.74], 0.26)
-    for index, ((name, colours, unit), grid, bar) in enumerate(zip(panels, grids, bars, strict=True)):
-        suffix = style.axis_suffix(index)
-        traces.append(
-            go.Heatmap(
-                z=grid.astype(np.float32),
-                colorbar=bar,
-                xaxis=f"x{suffix}",
-                yaxis=f"y{suffix}",
-                hovertemplate=f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>",
-                **colours,
-            )
-        )
-        layout[f"xaxis{suffix}"] |= {"title": {"text": "head"}, "dtick": max(1, grid.shape[1] // 12)}
-        layout[f"yaxis{suffix}"] |= {
-            "dtick": max(1, len(grid) // 12),
-            "title": {"text": "" if index else "layer"},
-            "autorange": "reversed",
-        }
-    return style.figure(traces, height=min(640, max(280, 150 + 26 * len(grids[0]))), layout=layout)
-
-
-def entropies_patch(table: pd.DataFrame) -> list[Patch]:
-    """What changes in `entropies` for another table; the change keeps its own scale."""
-    grids = _entropy_grids(table)
-    largest = float(np.nanmax(np.abs(grids[2]))) or 1.0
-    limits: list[Patch] = [{}, {}, {"zmin": -largest, "zmax": largest}]
-    return [{"z": grid.astype(np.float32)} | limit for grid, limit in zip(grids, limits, strict=True)]
-
-
-def _entropy_grids(table: pd.DataFrame) -> list[Floats]:
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
-    grids = []
-    for name in ("share_before", "share_after", "difference"):
+    largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
+    shown = []
+    for name, column, unit, limits, scale, bar in (
+        ("before", "share_before", "of the highest", (0, 1), style.MAGNITUDE, 0.605),
+        ("after", "share_after", "of the highest", (0, 1), style.MAGNITUDE, None),
+        ("change in nats", "difference", "nats", (-largest, largest), style.SIGNED, 1.01),
+    ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
-        grid[layer, head] = table[name]
-        grids.append(grid)
-    return grids
+        grid[layer, head] = table[column]
+        colours = {"showscale": bar is not None, "colorbar": bar and style.colour_bar("", x=bar)}
+        hover = f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>"
+        columns = BARE | {"dtick": max(1, grid.shape[1] // 12)}
+        rows = BARE | {"dtick": max(1, len(grid) // 12), "autorange": "reversed"}
+        trace = heat(grid, *limits, hover, scale=scale, **colours)
+        shown.append(Panel(name, [trace], "head", "" if shown else "layer", columns, rows))
+    height = min(640, max(280, 150 + 26 * (int(layer.max()) + 1)))
+    drawn = panels(shown, 3, height=height - HEADROOM)
+    for place, start in enumerate((0.0, 0.335, 0.74)):  # between the last two stands a colour bar
+        drawn.update_xaxes(domain=[start, start + 0.26], col=place + 1)
+        drawn.layout.annotations[place].x = start
+    return drawn
 
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
@@ -174,91 +139,50 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
         table: one row per layer and dimension; blank where a dimension is no outlier. dimensions: the rows of the maps.
         layers: of the residual stream.
     """
-    width = (1 - 2 * GAP) / 2
-    traces, layout = [], _panels(["before", "after"], [0.0, width + 2 * GAP], width)
-    for index, (side, patch) in enumerate(
-        zip(("before", "after"), outliers_patch(table, dimensions, layers), strict=True)
-    ):
-        suffix = style.axis_suffix(index)
-        traces.append(
-            go.Heatmap(
-                y=[str(dimension) for dimension in dimensions],
-                zmin=0,
-                zmax=1,
-                colorscale=style.MAGNITUDE,
-                showscale=index == 0,
-                colorbar=style.colour_bar("share of tokens"),
-                xaxis=f"x{suffix}",
-                yaxis=f"y{suffix}",
-                hoverongaps=False,
-                hovertemplate=f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>",
-                **patch,
-            )
-        )
-        layout[f"xaxis{suffix}"] |= {
-            "title": {"text": "residual layer"},
-            "dtick": max(1, layers // 12),
-            "range": [-0.5, layers - 0.5],
-        }
-        layout[f"yaxis{suffix}"] |= {"type": "category", "title": {"text": "" if index else "dimension"}}
-    return style.figure(traces, height=min(700, 170 + 22 * len(dimensions)), layout=layout)
-
-
-def outliers_patch(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> list[Patch]:
-    """What changes in `outliers` for another table."""
     row = [dimensions.index(dimension) for dimension in table["dimension"]]
-    grids = np.full((2, len(dimensions), layers), np.nan)
-    for grid, side in zip(grids, ("before", "after"), strict=True):
+    shown = []
+    for side in ("before", "after"):
+        grid = np.full((len(dimensions), layers), np.nan)
         grid[row, table["layer"].to_numpy(dtype=int)] = table[side]
-    return [{"z": grid.astype(np.float32)} for grid in grids]
+        hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>"
+        names = [str(dimension) for dimension in dimensions]
+        trace = heat(grid, 0, 1, hover, bar=None if shown else "share of tokens", y=names)
+        columns = BARE | {"dtick": max(1, layers // 12), "range": [-0.5, layers - 0.5]}
+        rows = BARE | {"type": "category"}
+        title = "" if shown else "dimension"
+        shown.append(Panel(side, [trace], "residual layer", title, columns, rows))
+    return panels(shown, 2, height=min(700, 170 + 22 * len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
 POSITION_CURVES = {
-    "rank": ("rank_before", "rank_after"),
-    "relative norm": ("relative_norm_before", "relative_norm_after"),
+    "rank": {"before": ("rank_before", style.REFERENCE), "after": ("rank_after", style.MEASURED)},
+    "relative norm": {
+        "before": ("relative_norm_before", style.REFERENCE),
+        "after": ("relative_norm_after", style.MEASURED),
+    },
+    "overlap of the directions": {
+        "overlap": ("overlap", style.GREEN),
+        "curve": ("curve", style.PURPLE),
+    },
 }
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
     """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
-    layer, patches = table["layer"].to_numpy(), iter(positions_patch(table))
-    width = (1 - 4 * GAP) / 3
-    titles = [*POSITION_CURVES, "overlap of the directions"]
-    layout = _panels(titles, [index * (width + 2 * GAP) for index in range(3)], width)
-    traces = []
-    for index, title in enumerate(titles):
-        suffix = style.axis_suffix(index)
-        curves = (
-            {"overlap": style.GREEN, "curve": style.PURPLE}
-            if index == 2
-            else {"before": style.REFERENCE, "after": style.MEASURED}
+    layer = table["layer"].to_numpy()
+    axis = BARE | {"dtick": max(1, len(layer) // 8)}
+    shown, named = [], set()
+    for title, curves in POSITION_CURVES.items():
+        traces: list[Any] = []
+        for name, (column, colour) in curves.items():
+            hover = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
+            own = {"hover": hover, "showlegend": name not in named}
+            traces += line(layer, table[column], name, colour, width=2, marker=6, **own)
+            named.add(name)
+        shown.append(
+            Panel(title, traces, "residual layer", "", axis, {"rangemode": "tozero", "zeroline": False})
         )
-        for name, colour in curves.items():
-            traces.append(
-                go.Scatter(
-                    x=layer,
-                    name=name,
-                    mode="lines+markers",
-                    line={"color": colour},
-                    xaxis=f"x{suffix}",
-                    yaxis=f"y{suffix}",
-                    showlegend=index != 1,
-                    hovertemplate=f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>",
-                    **next(patches),
-                )
-            )
-        layout[f"xaxis{suffix}"] |= {"title": {"text": "residual layer"}, "dtick": max(1, len(layer) // 8)}
-        layout[f"yaxis{suffix}"] |= {"rangemode": "tozero", "showgrid": True}
-    layout["legend"] = {"y": 1.12}
-    return style.figure(traces, height=340, layout=layout)
-
-
-def positions_patch(table: pd.DataFrame) -> list[Patch]:
-    """What changes in `positions` for another table."""
-    patches: list[Patch] = [
-        {"y": table[name].to_numpy(np.float32)} for pair in POSITION_CURVES.values() for name in pair
-    ]
-    return patches + [{"y": table[name].to_numpy(np.float32)} for name in ("overlap", "curve")]
+    return panels(shown, 3, height=340 - HEADROOM, gaps=(2 * GAP, 0), layout={"legend": {"y": 1.12}})
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
@@ -270,29 +194,24 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     """
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)
-    width = (1 - GAP * (columns - 1)) / columns
-    panel = PAGE * width if square else OUTPUT_HEIGHT
-    total = rows * panel + (rows - 1) * ROW_GAP
-    tops = [1 - row * (panel + ROW_GAP) / total for row in range(rows)]
-    starts = [index % columns * (width + GAP) for index in range(len(figures))]
-    heights = [
-        (max(tops[index // columns] - panel / total, 0.0), tops[index // columns])
-        for index in range(len(figures))
-    ]
-    layout = _panels(list(figures), starts, width, heights)
-    traces = []
-    for index, figure in enumerate(figures.values()):
-        suffix = style.axis_suffix(index)
-        traces.append(figure.data[0].update(xaxis=f"x{suffix}", yaxis=f"y{suffix}", showscale=index == 0))
-        for axis in ("xaxis", "yaxis"):
-            layout[f"{axis}{suffix}"] |= _fewer_labels(figure.layout[axis].to_plotly_json())
-        if index % columns:
-            layout[f"yaxis{suffix}"] |= {"title": {"text": ""}}
+    height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
+    shown = []
+    for index, (name, figure) in enumerate(figures.items()):
+        own = {axis: _fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis")}
+        titles = [axis.pop("title", {}).get("text", "") for axis in own.values()]
         if square:
-            layout[f"xaxis{suffix}"] |= {"constrain": "domain"}
-            layout[f"yaxis{suffix}"] |= {"scaleanchor": f"x{suffix}", "constrain": "domain"}
-    layout["margin"] = {"l": 80, "t": 40, "b": 70}
-    return style.figure(traces, height=round(total) + 110, layout=layout)
+            own["xaxis"] |= {"constrain": "domain"}
+            own["yaxis"] |= {"scaleanchor": f"x{style.axis_suffix(index)}", "constrain": "domain"}
+        trace = figure.data[0].update(showscale=index == 0)
+        shown.append(Panel(name, [trace], titles[0], titles[1] if index % columns == 0 else "", **own))
+    total = rows * height + (rows - 1) * ROW_GAP
+    drawn = panels(
+        shown, columns, gaps=(GAP, ROW_GAP / total), layout={"margin": {"l": 80, "t": 40, "b": 70}}
+    )
+    drawn.update_layout(height=round(total) + 110)
+    for title in drawn.layout.annotations:
+        title.text = "<br>".join(textwrap.wrap(title.text, WRAP // columns, break_long_words=False))
+    return drawn
 
 
 def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
@@ -302,33 +221,3 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
     written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
     names = {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
     return axis | names
-
-
-def _panels(
-    titles: Sequence[str],
-    starts: Sequence[float],
-    width: float,
-    heights: Sequence[tuple[float, float]] | None = None,
-) -> dict[str, Any]:
-    """Axes of panels, each under its title; all as high as the figure, or from and to their own `heights`."""
-    layout: dict[str, Any] = {"annotations": []}
-    across = len(set(starts))
-    for index, (title, start) in enumerate(zip(titles, starts, strict=True)):
-        suffix = style.axis_suffix(index)
-        low, high = heights[index] if heights else (0.0, 1.0)
-        axis = {"showgrid": False, "zeroline": False}
-        layout[f"xaxis{suffix}"] = axis | {"domain": [start, start + width], "anchor": f"y{suffix}"}
-        layout[f"yaxis{suffix}"] = axis | {"domain": [low, high], "anchor": f"x{suffix}"}
-        layout["annotations"].append(
-            {
-                "text": "<br>".join(map(for_plotly, textwrap.wrap(title, WRAP // across))),
-                "x": start + width / 2,
-                "y": high,
-                "xref": "paper",
-                "yref": "paper",
-                "xanchor": "center",
-                "yanchor": "bottom",
-                "showarrow": False,
-            }
-        )
-    return layout

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
 from theodolite.report.drawing.contexts import cosine_map
+from theodolite.report.drawing.grammar import HEADROOM, Panel, line, panels
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 
@@ -31,18 +32,16 @@ PANEL_ROW = 26  # pixels a row
 NARROW = 16  # characters in a line of an axis title
 
 
-def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **more: Any) -> go.Scatter:
-    return go.Scatter(
-        x=layers,
-        y=values.astype(np.float32),
-        error_y=None if errors is None else style.error_bars(errors),
-        name=name,
-        mode="lines+markers",
-        line={"color": THIS_MODEL, "width": 2.4} | more.pop("line", {}),
-        marker={"size": 6},
-        hovertemplate=f"layer %{{x}}<br>{name}: %{{y:.4g}}<extra></extra>",
-        **more,
-    )
+def _this_model(
+    layers: Floats,
+    values: Floats,
+    name: str,
+    errors: Floats | None,
+    colour: str = THIS_MODEL,
+    dash: str = "solid",
+) -> list[go.Scatter]:
+    hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
+    return line(layers, values, name, colour, errors=errors, dash=dash, width=2.4, marker=6, hover=hover)
 
 
 def _layer_axis(layers: Floats) -> dict[str, Any]:
@@ -62,21 +61,19 @@ def against_published(
     traces: list[Any] = []
     for model in published.MODELS:
         for text, values in zip(published.TEXTS, rows[model], strict=True):
-            traces.append(
-                go.Scatter(
-                    x=depth,
-                    y=np.array(values, dtype=np.float32),
-                    name=model,
-                    legendgroup=model,
-                    showlegend=text == "OpenWebText",
-                    mode="lines",
-                    opacity=0.75,
-                    line={"color": PAPER[model], "width": LINE, "dash": DASHES[text]},
-                    customdata=list(range(13)),
-                    hovertemplate=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
-                )
+            traces += line(
+                depth,
+                values,
+                model,
+                PAPER[model],
+                width=LINE,
+                dash=DASHES[text],
+                showlegend=text == "OpenWebText",
+                opacity=0.75,
+                customdata=list(range(13)),
+                hover=f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>",
             )
-    traces.append(_this_model(layers, need_column(run.layers, name), "this model", errors))
+    traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
     axis = {"type": "log", "dtick": "D2", "tickformat": "~g"} if log else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=420, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
 
@@ -89,32 +86,23 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
         quantities: the panels, in order.
     """
     names = [for_plotly(name) for name in rows]
-    width = (1 - PANEL_GAP * (len(quantities) - 1)) / len(quantities)
-    traces: list[Any] = []
-    layout: dict[str, Any] = {"showlegend": False}
-    for index, quantity in enumerate(quantities):
-        suffix = style.axis_suffix(index)
+    shown = []
+    for quantity in quantities:
         cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
-        traces.append(
-            go.Scatter(
-                x=cells[:, 0].astype(np.float32),
-                y=names,
-                error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
-                xaxis=f"x{suffix}",
-                mode="markers",
-                marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
-                hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
-            )
+        dots = go.Scatter(
+            x=cells[:, 0].astype(np.float32),
+            y=names,
+            error_x=dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
+            mode="markers",
+            marker={"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)},
+            hovertemplate=f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>",
         )
-        left = index * (width + PANEL_GAP)
-        layout[f"xaxis{suffix}"] = {
-            "domain": [left, left + width],
-            "title": {"text": "<br>".join(textwrap.wrap(quantity, NARROW))},  # beside others
-            "rangemode": "tozero",
-            "nticks": 4,
-        }
-    layout["yaxis"] = {"autorange": "reversed", "type": "category"}
-    return style.figure(traces, quantities[0], height=110 + PANEL_ROW * len(names), layout=layout)
+        title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
+        axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
+        axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
+        shown.append(Panel("", [dots], title, "", {"rangemode": "tozero", "nticks": 4}, axis))
+    height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (PANEL_GAP, 0)
+    return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
 
 
 def shares_by_cutoff(
@@ -130,17 +118,10 @@ def shares_by_cutoff(
         ):
             if not shares:
                 continue
-            traces.append(
-                go.Scatter(
-                    x=[str(cutoff) for cutoff in shares],
-                    y=np.array(list(shares.values()), dtype=np.float32),
-                    name=name + origin,
-                    mode="lines+markers",
-                    line={"color": colour, "width": 2.2 if not origin else LINE, "dash": dash},
-                    marker={"size": 6 if not origin else 4},
-                    hovertemplate=f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>",
-                )
-            )
+            hover = f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
+            size = {"width": LINE, "marker": 4} if origin else {"width": 2.2, "marker": 6}
+            cutoffs = [str(cutoff) for cutoff in shares]
+            traces += line(cutoffs, [*shares.values()], name + origin, colour, dash=dash, hover=hover, **size)
     layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
     return style.figure(traces, "K", "share of energy", height=360, layout=layout)
 
@@ -153,8 +134,7 @@ def two_texts(
     for (name, (values, errors)), colour, dash in zip(
         curves.items(), (THIS_MODEL, style.BLUE), ("solid", "dash"), strict=False
     ):
-        label = for_plotly(name)
-        traces.append(_this_model(layers, values, label, errors, line={"color": colour, "dash": dash}))
+        traces += _this_model(layers, values, name, errors, colour, dash)
     axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
     return style.figure(traces, "layer", y, height=340, layout={"xaxis": _layer_axis(layers), "yaxis": axis})
 
@@ -178,17 +158,10 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
             continue
         relative = values / values.max()
         above_rounding = relative > 1e-8  # beyond that it is rounding
-        traces.append(
-            go.Scatter(
-                x=np.arange(1, len(values) + 1, dtype=np.int32)[above_rounding],
-                y=relative[above_rounding].astype(np.float32),
-                name=name,
-                showlegend=name == fixed_name,
-                mode="lines",
-                line={"color": colour, "width": width},
-                hovertemplate=f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>",
-            )
-        )
+        number_of = np.arange(1, len(values) + 1)[above_rounding]
+        hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
+        own = {"width": width, "hover": hover, "showlegend": name == fixed_name}
+        traces += line(number_of, relative[above_rounding], name, colour, **own)
     axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
     return style.figure(
         traces, "number", "singular value over the largest", height=380, layout={"yaxis": axis}
@@ -210,7 +183,7 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
         customdata=[number(ratio, 4) for ratio in ratios.values()],
         hovertemplate="GPT-2: %{customdata} × layer 0<extra></extra>",
     )
-    traces = [_this_model(layers, norms, "this model", errors), dots]
+    traces = [*_this_model(layers, norms, "this model", errors), dots]
     axis = {"type": "log", "dtick": "D2", "tickformat": "~s"}
     return style.figure(
         traces, "layer", "mean ‖h‖₂", height=360, layout={"xaxis": _layer_axis(layers), "yaxis": axis}

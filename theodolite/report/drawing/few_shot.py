@@ -14,6 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
+from theodolite.report.drawing.grammar import line
 from theodolite.system.wording import for_plotly, percent, with_error
 
 FIGURE_HEIGHT = 380
@@ -41,12 +42,12 @@ def accuracy_by_shots(
         shift = ASIDE * (index - (len(models) - 1) / 2)
         if by_seed is not None:
             lines.append(_marks(by_seed[by_seed["model"] == model], colour, shift))
-        lines.append(_line(model, means[means["model"] == model], colour, shift))
+        lines += _line(model, means[means["model"] == model], colour, shift)
     shots = sorted(set(means["shots"]))
     if len(best):
-        lines.append(_bound("best possible", range(len(best)), best, "dash"))
+        lines += _bound("best possible", list(range(len(best))), best, "dash")
     if math.isfinite(chance):
-        lines.append(_bound("chance", shots, [chance] * len(shots), "dot"))
+        lines += _bound("chance", shots, [chance] * len(shots), "dot")
     layout = {
         "xaxis": {"tickmode": "array", "tickvals": shots, "zeroline": False},
         "yaxis": {"tickformat": ".0%", "zeroline": False},
@@ -54,31 +55,27 @@ def accuracy_by_shots(
     return style.figure(lines, "examples in the prompt", "accuracy", height=FIGURE_HEIGHT, layout=layout)
 
 
-def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
-    accuracy = rows["accuracy"].to_numpy(dtype=np.float64)
-    low, high = (rows[name].to_numpy(dtype=np.float64) for name in ("low", "high"))
+def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[go.Scatter]:
+    accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
     name = for_plotly(model)
-    return go.Scatter(
-        x=(rows["shots"].to_numpy(dtype=np.float64) + shift).astype(np.float32),
-        y=accuracy.astype(np.float32),
-        error_y={
-            "type": "data",
-            "symmetric": False,
-            "array": (high - accuracy).astype(np.float32),
-            "arrayminus": (accuracy - low).astype(np.float32),
-            "thickness": 1.2,
-            "width": 3,
-        },
-        name=name,
+    whiskers = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3}
+    whiskers |= {
+        "array": (high - accuracy).astype(np.float32),
+        "arrayminus": (accuracy - low).astype(np.float32),
+    }
+    return line(
+        rows["shots"].to_numpy(np.float64) + shift,
+        accuracy,
+        model,
+        colour,
+        error_y=whiskers,
         legendgroup=name,
-        mode="lines+markers",
-        line={"color": colour, "width": 1.8},
-        marker={"size": 6},
+        marker=6,
         customdata=[
-            [shots, percent(value), percent(lowest), percent(highest)]
-            for shots, value, lowest, highest in zip(rows["shots"], accuracy, low, high, strict=True)
+            [shots, *map(percent, values)]
+            for shots, *values in zip(rows["shots"], accuracy, low, high, strict=True)
         ],
-        hovertemplate=f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} "
+        hover=f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} "
         "(%{customdata[2]} to %{customdata[3]})<extra></extra>",
     )
 
@@ -102,12 +99,6 @@ def _marks(rows: pd.DataFrame, colour: str, shift: float) -> go.Scatter:
     )
 
 
-def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> go.Scatter:
-    return go.Scatter(
-        x=list(shots),
-        y=np.asarray(values, dtype=np.float32),
-        name=name,
-        mode="lines",
-        line={"color": style.GREY, "width": 1.2, "dash": dash},
-        hovertemplate=f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>",
-    )
+def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> list[go.Scatter]:
+    hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"
+    return line(shots, values, name, style.GREY, dash=dash, width=1.2, hover=hover)

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
 from theodolite.system.wording import for_plotly
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
@@ -41,18 +42,15 @@ def curves(
     x: Floats, lines: Sequence[Line], values: Sequence[Floats], titles: tuple[str, str], **layout: Any
 ) -> go.Figure:
     """Curves over one axis; `titles` of x and y."""
-    traces = [
-        go.Scatter(
-            x=x.astype(np.float32),
-            y=value.astype(np.float32),
-            name=for_plotly(line.name),
-            mode="lines",
-            line={"color": line.colour, "dash": line.dash, "width": line.width},
-            hovertemplate=f"{for_plotly(line.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>",
-        )
-        for line, value in zip(lines, values, strict=True)
-    ]
+    traces: list[Any] = []
+    for curve, y in zip(lines, values, strict=True):
+        hover = f"{for_plotly(curve.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>"
+        traces += _curve(x, y, curve, hover)
     return style.figure(traces, *titles, height=CURVES_HEIGHT, layout=layout)
+
+
+def _curve(x: Floats, y: Floats, curve: Line, hover: str) -> list[go.Scatter]:
+    return line(x, y, curve.name, curve.colour, dash=curve.dash, width=curve.width, hover=hover)
 
 
 def propagation_curves(
@@ -106,61 +104,38 @@ def maps(
         signed: names of the maps that are coloured by their sign.
         square: cells as wide as high, rows from top to bottom, as a matrix is written.
     """
-    width = (1 - PANEL_GAP * (len(pictures) - 1)) / len(pictures)
     largest = max(abs(limit) for limit in limits)
-    traces, layout = [], {}
-    annotations = []
+    bare: dict[str, Any] = {"showgrid": False, "zeroline": False}
+    shown = []
     for index, (name, picture) in enumerate(pictures.items()):
-        suffix, start = style.axis_suffix(index), index * (width + PANEL_GAP)
         low, high = (-largest, largest) if name in signed else limits
-        traces.append(
-            go.Heatmap(
-                x=axes[0].astype(np.float32),
-                y=axes[1].astype(np.float32),
-                z=picture.astype(np.float32),
-                zmin=low,
-                zmax=high,
-                colorscale=style.SIGNED if name in signed else style.MAGNITUDE,
-                showscale=index == 0,
-                colorbar=style.colour_bar(titles[2]),
-                xaxis=f"x{suffix}",
-                yaxis=f"y{suffix}",
-                hovertemplate=f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}"
-                f"<br>{titles[2]} %{{z:.4g}}<extra></extra>",
+        hover = (
+            f"{for_plotly(name)}<br>{titles[0]} %{{x:.4g}}, {titles[1]} %{{y:.4g}}<br>{titles[2]} %{{z:.4g}}"
+        )
+        trace = heat(
+            picture,
+            low,
+            high,
+            f"{hover}<extra></extra>",
+            scale=style.SIGNED if name in signed else style.MAGNITUDE,
+            bar=None if index else titles[2],
+            x=axes[0],
+            y=axes[1],
+        )
+        rows = {"autorange": "reversed", "scaleanchor": f"x{style.axis_suffix(index)}"}
+        rows |= {"constrain": "domain", "constraintoward": "top"}
+        shown.append(
+            Panel(
+                name,
+                [trace],
+                titles[0],
+                "" if index else titles[1],
+                bare | ({"constrain": "domain", "constraintoward": "left"} if square else {}),
+                bare | (rows if square else {}),
             )
         )
-        axis: dict[str, Any] = {"showgrid": False, "zeroline": False}
-        layout[f"xaxis{suffix}"] = axis | {"domain": [start, start + width], "anchor": f"y{suffix}"}
-        layout[f"xaxis{suffix}"] |= {"title": {"text": titles[0]}} | (
-            {"constrain": "domain"} if square else {}
-        )
-        layout[f"yaxis{suffix}"] = axis | {
-            "anchor": f"x{suffix}",
-            "title": {"text": "" if index else titles[1]},
-        }
-        if square:
-            layout[f"yaxis{suffix}"] |= {
-                "autorange": "reversed",
-                "scaleanchor": f"x{suffix}",
-                "constrain": "domain",
-            }
-        annotations.append(_panel_title(name, start + width / 2))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
-    return style.figure(traces, height=height, layout=layout | {"annotations": annotations})
-
-
-def _panel_title(name: str, centre: float) -> dict[str, Any]:
-    return {
-        "text": for_plotly(name),
-        "x": centre,
-        "y": 1.0,
-        "xref": "paper",
-        "xanchor": "center",
-        "yref": "paper",
-        "yanchor": "bottom",
-        "showarrow": False,
-        "font": {"size": 12},
-    }
+    return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
 
 
 PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
@@ -176,38 +151,30 @@ def simulation(
         predictions: published, corrected, finite, exact, (T,) each.
     """
     x, y = positions.astype(np.float32), simulated.astype(np.float32)
-    over_walks, over_draws = errors
-    points = go.Scatter(
-        x=x,
-        y=y,
-        error_y=style.error_bars(over_draws, width=4, thickness=1.0),
-        name="simulated, error over draws of W_QK",
-        mode="markers",
-        marker={"size": 5, "color": style.ORANGE},
-        hovertemplate="token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>",
-    )
-    inner = go.Scatter(
-        x=x,
-        y=y,
-        error_y=style.error_bars(over_walks, width=0, thickness=2.5),
-        name="simulated, error over walks",
-        mode="markers",
-        marker={"size": 1, "color": style.PURPLE},
-        hoverinfo="skip",
-    )
-    lines = [
+    traces = [
         go.Scatter(
             x=x,
-            y=prediction.astype(np.float32),
-            name=line.name,
-            mode="lines",
-            line={"color": line.colour, "dash": line.dash, "width": line.width},
-            hovertemplate=f"token %{{x}}: {line.name} %{{y:.3f}}<extra></extra>",
-        )
-        for line, prediction in zip(PREDICTED, predictions, strict=True)
+            y=y,
+            error_y=style.error_bars(errors[1], width=4, thickness=1.0),
+            name="simulated, error over draws of W_QK",
+            mode="markers",
+            marker={"size": 5, "color": style.ORANGE},
+            hovertemplate="token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>",
+        ),
+        go.Scatter(
+            x=x,
+            y=y,
+            error_y=style.error_bars(errors[0], width=0, thickness=2.5),
+            name="simulated, error over walks",
+            mode="markers",
+            marker={"size": 1, "color": style.PURPLE},
+            hoverinfo="skip",
+        ),
     ]
+    for curve, values in zip(PREDICTED, predictions, strict=True):
+        traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "legend": {"font": {"size": 10}}}
-    return style.figure([points, inner, *lines], "token i", "ρᵢ", height=440, layout=layout)
+    return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
 
 
 def entropies(
@@ -218,19 +185,18 @@ def entropies(
     Args:
         values, errors: nats and standard errors, (means, scales). least: the lower end of the axis, in nats.
     """
-    traces = [
-        go.Scatter(
-            x=np.array(scales, dtype=np.float32),
-            y=values[index].astype(np.float32),
-            error_y=style.error_bars(errors[index]),
-            name=f"mean {mean:g}",
-            mode="lines+markers",
-            line={"color": style.order_colour(index / max(1, len(means) - 1)), "width": 2},
-            marker={"size": 7},
-            hovertemplate=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
+    traces: list[Any] = []
+    for index, mean in enumerate(means):
+        traces += line(
+            np.array(scales, dtype=np.float64),
+            values[index],
+            f"mean {mean:g}",
+            style.order_colour(index / max(1, len(means) - 1)),
+            errors=errors[index],
+            width=2,
+            marker=7,
+            hover=f"mean {mean:g}, scale %{{x:g}}<br>%{{y:.3f}} nats<extra></extra>",
         )
-        for index, mean in enumerate(means)
-    ]
     layout = {
         "xaxis": {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]},
         "yaxis": {

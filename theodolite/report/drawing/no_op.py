@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from theodolite.report import style
+from theodolite.report.drawing.grammar import Panel, line, panels
 
 COLUMNS = 3
 ROW = 250  # pixels
@@ -24,31 +25,25 @@ def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[st
         table: one row per model, `escape`, `seed` and the measures. names: what `escape` holds → its title, in order.
         measures: column → title.
     """
-    rows = -(-len(measures) // COLUMNS)
-    figure = make_subplots(
-        rows=rows,
-        cols=COLUMNS,
-        subplot_titles=["<br>".join(textwrap.wrap(title, TITLE_WIDTH)) for title in measures.values()],
-        vertical_spacing=0.12,
-    )
-    seeds = sorted(table["seed"].unique())
-    for panel, name in enumerate(measures):
-        for number, seed in enumerate(seeds):
-            of_seed = table[table["seed"] == seed].set_index("escape")[name].reindex(list(names))
-            line = go.Scatter(
-                x=list(names.values()),
-                y=of_seed.to_numpy(np.float64),
-                mode="lines+markers",
-                name=f"seed {seed}",
-                legendgroup=str(seed),
-                showlegend=panel == 0,
-                marker={"size": 9},
-                line={"width": 1, "color": style.CATEGORIES[number % len(style.CATEGORIES)]},
-                hovertemplate="%{x}: %{y:.4g}<extra>seed " + str(seed) + "</extra>",
+    shown = []
+    for measure, title in measures.items():
+        traces: list[Any] = []
+        for number, seed in enumerate(sorted(table["seed"].unique())):
+            of_seed = table[table["seed"] == seed].set_index("escape")[measure].reindex(list(names))
+            traces += line(
+                list(names.values()),
+                of_seed.to_numpy(np.float64),
+                f"seed {seed}",
+                style.CATEGORIES[number % len(style.CATEGORIES)],
+                width=1,
+                marker=9,
+                hover=f"%{{x}}: %{{y:.4g}}<extra>seed {seed}</extra>",
+                showlegend=not shown,
             )
-            figure.add_trace(line, row=panel // COLUMNS + 1, col=panel % COLUMNS + 1)
-    figure.update_layout(
-        template=style.template(), height=ROW * rows + 80, margin={"t": 90}, legend={"y": 1.08}
+        shown.append(Panel(title, traces))
+    layout = {"margin": {"t": 90}, "legend": {"y": 1.08}}
+    drawn = panels(shown, COLUMNS, height=ROW, gaps=(0.07, 0.12), layout=layout)
+    drawn.for_each_annotation(
+        lambda title: title.update(text="<br>".join(textwrap.wrap(title.text, TITLE_WIDTH)))
     )
-    figure.update_annotations(font_size=12)
-    return figure
+    return drawn

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
-from theodolite.report.style import Patch
+from theodolite.report.drawing.grammar import heat
 from theodolite.system.wording import for_plotly, shown_token
 
 LABELLED = 64
@@ -53,23 +53,21 @@ def attention(weights: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> g
     """A head's attention, queries down and keys across; `sinks` are marked at both axes."""
     visible = np.where(np.tri(len(tokens), dtype=bool) | (weights > 0), weights, np.nan)
     names = _numbered(tokens)
-    heat = go.Heatmap(
-        z=visible.astype(np.float32),
+    trace = heat(
+        visible,
+        0,
+        1,
+        "query %{text}<br>key %{customdata}<br>%{z:.3f}<extra></extra>",
+        bar="attention",
         customdata=[names] * len(names),
         text=[[name] * len(names) for name in names],
-        zmin=0,
-        zmax=1,
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("attention"),
-        hovertemplate="query %{text}<br>key %{customdata}<br>%{z:.3f}<extra></extra>",
-        hoverongaps=False,
     )
     layout = {
         "xaxis": _axis(tokens, sinks),
         "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
         "margin": {"l": 90, "b": 90},
     }
-    return style.figure([heat], "key", "query", height=760, layout=layout)
+    return style.figure([trace], "key", "query", height=760, layout=layout)
 
 
 def by_dimension(
@@ -87,16 +85,16 @@ def by_dimension(
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     values = vectors[:, dimensions]
     limit = float(largest.max()) or 1.0
-    heat = go.Heatmap(
-        z=values.astype(np.float32),
+    trace = heat(
+        values,
+        -limit,
+        limit,
+        "%{text}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
+        scale=style.SIGNED,
+        bar="value",
         x=list(range(len(dimensions))),
         customdata=[[str(d) for d in dimensions]] * len(values),
         text=[[name] * len(dimensions) for name in _numbered(tokens)],
-        zmin=-limit,
-        zmax=limit,
-        colorscale=style.SIGNED,
-        colorbar=style.colour_bar("value"),
-        hovertemplate="%{text}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
     )
     ticks = evenly(len(dimensions), 16)
     layout = {
@@ -109,7 +107,7 @@ def by_dimension(
         "yaxis": _axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0},
         "margin": {"l": 90},
     }
-    return style.figure([heat], "dimension of the residual stream", y, height=760, layout=layout)
+    return style.figure([trace], "dimension of the residual stream", y, height=760, layout=layout)
 
 
 def coloured(
@@ -163,32 +161,13 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
     return style.figure(dots, "first component", "second component", height=380)
 
 
-def clusters_patch(scores: Floats, groups: Sequence[str], names: Sequence[str]) -> list[Patch]:
-    """What changes in `clusters` for the output of another head or layer."""
-    group_of = np.array(groups)
-    return [
-        {
-            "x": scores[group_of == name, 0].astype(np.float32),
-            "y": scores[group_of == name, 1].astype(np.float32),
-        }
-        for name in names
-    ]
-
-
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
     """Mean attention that each token receives from the layer's strongest head, (blocks, tokens)."""
-    heat = go.Heatmap(
-        z=values.astype(np.float32),
-        text=[_numbered(tokens)] * len(values),
-        zmin=0,
-        zmax=1,
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("attention"),
-        hovertemplate="layer %{y}, %{text}<br>%{z:.3f}<extra></extra>",
-    )
+    hover = "layer %{y}, %{text}<br>%{z:.3f}<extra></extra>"
+    trace = heat(values, 0, 1, hover, bar="attention", text=[_numbered(tokens)] * len(values))
     layout = {
         "xaxis": _axis(tokens, sinks),
         "yaxis": {"showgrid": False, "dtick": max(1, len(values) // 12), "autorange": "reversed"},
     }
     height = min(640, max(260, 160 + 22 * len(values)))
-    return style.figure([heat], "", "layer", height=height, layout=layout | {"margin": {"b": 100}})
+    return style.figure([trace], "", "layer", height=height, layout=layout | {"margin": {"b": 100}})

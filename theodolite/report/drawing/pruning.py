@@ -7,6 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
+from theodolite.report.drawing.grammar import heat
 from theodolite.system.wording import for_plotly
 
 ROW = 26  # pixels
@@ -20,19 +21,18 @@ def error_map(table: pd.DataFrame, column: str) -> go.Figure:
     """
     names = list(dict.fromkeys(table["matrix"]))
     values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]
-    heat = go.Heatmap(
-        z=values.to_numpy(np.float32),
+    trace = heat(
+        values.to_numpy(),
+        0,
+        float(np.nanmax([*table[column], 1e-3])),
+        "block %{y}, %{x}: %{z:.3f}<extra></extra>",
+        bar="relative error",
         x=[for_plotly(name) for name in names],
         y=[str(layer) for layer in values.index],
-        zmin=0,
-        zmax=float(np.nanmax([*table[column], 1e-3])),
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("relative error"),
-        hovertemplate="block %{y}, %{x}: %{z:.3f}<extra></extra>",
     )
     layout = {
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
         "xaxis": {"type": "category", "showgrid": False, "automargin": True},
     }
     height = 130 + ROW * len(values)
-    return style.figure([heat], "", "block", height=height, layout=layout)
+    return style.figure([trace], "", "block", height=height, layout=layout)

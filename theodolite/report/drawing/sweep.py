@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
+from theodolite.report.drawing.grammar import HEADROOM, Panel, line, panels
 from theodolite.system.wording import for_plotly
 
-PANELS = ([0.0, 0.44], [0.56, 1.0])
-SIDES = (("loss_more", "loss above the dense model's, nats per token"), ("sinks_kept", "share of sinks kept"))
+SIDES = {
+    "loss_more": ("loss above the dense model's, nats per token", "front_loss"),
+    "sinks_kept": ("share of sinks kept", "front_sinks"),
+}
+"""Measure → its title, and the column that tells which rows are on its Pareto front."""
 
 
 def fronts(table: pd.DataFrame) -> go.Figure:
@@ -21,76 +25,52 @@ def fronts(table: pd.DataFrame) -> go.Figure:
     Args:
         table: `bytes`, `rank_ratio`, `sparsity`, both measures with their `_se`, `front_loss` and `front_sinks`.
     """
-    traces: list[Any] = []
     ratios = sorted(table["rank_ratio"].unique())
-    colours = {
-        ratio: style.order_colour(index / max(1, len(ratios) - 1)) for index, ratio in enumerate(ratios)
-    }
-    for index, ((name, _), flag) in enumerate(zip(SIDES, ("front_loss", "front_sinks"), strict=True)):
-        axes = _axes(index)
-        line = table[table[flag]].sort_values("bytes")
-        traces.append(
-            go.Scatter(
-                x=line["bytes"],
-                y=line[name],
-                mode="lines",
-                line={"color": style.GREY, "width": 1},
-                hoverinfo="skip",
-                showlegend=False,
-                **axes,
-            )
+
+    def traces(name: str) -> list[Any]:
+        front = table[table[SIDES[name][1]]].sort_values("bytes")
+        drawn = line(
+            front["bytes"], front[name], "front", style.GREY, width=1, hoverinfo="skip", showlegend=False
         )
-        for ratio in ratios:
+        for index, ratio in enumerate(ratios):
             rows = table[table["rank_ratio"] == ratio]
-            traces.append(
-                go.Scatter(
-                    x=rows["bytes"],
-                    y=rows[name],
-                    error_y=style.error_bars(rows[f"{name}_se"]),
-                    mode="markers",
-                    marker={"size": 10, "color": colours[ratio]},
-                    name=f"rank ratio {ratio:g}",
-                    showlegend=index == 0,
-                    text=[f"{sparsity:.0%} removed" for sparsity in rows["sparsity"]],
-                    hovertemplate="%{text}: %{y:.3g} at %{x:.1%} of the bytes<extra>rank ratio "
-                    + f"{ratio:g}</extra>",
-                    **axes,
-                )
+            label, colour = f"rank ratio {ratio:g}", style.order_colour(index / max(1, len(ratios) - 1))
+            drawn += line(
+                rows["bytes"],
+                rows[name],
+                label,
+                colour,
+                errors=rows[f"{name}_se"].to_numpy(),
+                mode="markers",
+                marker=10,
+                text=[f"{sparsity:.0%} removed" for sparsity in rows["sparsity"]],
+                hovertemplate=f"%{{text}}: %{{y:.3g}} at %{{x:.1%}} of the bytes<extra>{label}</extra>",
             )
-    return _figure(traces, {"title": {"text": "bytes relative to the dense model"}, "tickformat": ".0%"})
+        return drawn
+
+    return _figure(traces, "bytes relative to the dense model", {"tickformat": ".0%"})
 
 
 def plans(table: pd.DataFrame) -> go.Figure:
     """Both measures by plan: one dot per calibration text, with lines joining those of one text."""
     names = [for_plotly(name) for name in table["plan"].drop_duplicates()]
-    traces = []
-    for index, (name, _) in enumerate(SIDES):
+
+    def traces(name: str) -> list[Any]:
+        drawn: list[Any] = []
         for number, (calibration, rows) in enumerate(table.groupby("part")):
-            traces.append(
-                go.Scatter(
-                    x=names,
-                    y=rows[name].to_numpy(np.float64),
-                    mode="lines+markers",
-                    marker={"size": 9},
-                    line={"width": 1, "color": style.CATEGORIES[number % len(style.CATEGORIES)]},
-                    name=f"calibration {calibration}",
-                    showlegend=index == 0,
-                    hovertemplate="%{x}: %{y:.4g}<extra></extra>",
-                    **_axes(index),
-                )
+            colour = style.CATEGORIES[number % len(style.CATEGORIES)]
+            hover = "%{x}: %{y:.4g}<extra></extra>"
+            drawn += line(
+                names, rows[name], f"calibration {calibration}", colour, width=1, marker=9, hover=hover
             )
-    return _figure(traces, {})
+        return drawn
+
+    return _figure(traces, "", {})
 
 
-def _axes(index: int) -> dict[str, str]:
-    suffix = style.axis_suffix(index)
-    return {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-
-
-def _figure(traces: list[Any], x_axis: dict[str, Any]) -> go.Figure:
-    layout: dict[str, Any] = {}
-    for index, (_, title) in enumerate(SIDES):
-        suffix = style.axis_suffix(index)
-        layout[f"xaxis{suffix}"] = {"domain": PANELS[index], "anchor": f"y{suffix}"} | x_axis
-        layout[f"yaxis{suffix}"] = {"anchor": f"x{suffix}", "title": {"text": title}}
-    return style.figure(traces, height=430, layout=layout)
+def _figure(traces: Callable[[str], list[Any]], x: str, axis: dict[str, Any]) -> go.Figure:
+    """A panel per measure, all under the legend of the first."""
+    shown = [Panel("", traces(name), x, title, xaxis=axis) for name, (title, _) in SIDES.items()]
+    for trace in shown[1].traces:
+        trace.showlegend = False
+    return panels(shown, 2, height=430 - HEADROOM, gaps=(0.12, 0))

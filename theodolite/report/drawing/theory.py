@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.style import Patch
+from theodolite.report.drawing.grammar import heat, line
 from theodolite.system.wording import for_plotly, head_name, number
 
 THIS_MODEL = style.MEASURED
@@ -54,15 +54,7 @@ def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
 def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
     """`weight_tiles` with the heads' names above them; `side`: cells along a tile."""
     across = min(len(names), TILES_ACROSS)
-    heat = go.Heatmap(
-        z=tiles.astype(np.float32),
-        zmin=-1,
-        zmax=1,
-        colorscale=style.SIGNED,
-        showscale=False,
-        hoverinfo="skip",
-        hoverongaps=False,
-    )
+    trace = heat(tiles, -1, 1, "", scale=style.SIGNED, hoverinfo="skip")
     labels = [
         {
             "x": (head % across) * (side + TILE_GAP) + side / 2,
@@ -94,13 +86,8 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
     }
     return style.figure(
-        [heat], height=30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4), layout=layout
+        [trace], height=30 + TILE_PIXELS * math.ceil(len(names) / across) * 6 // max(across, 4), layout=layout
     )
-
-
-def weight_patch(tiles: Floats) -> list[Patch]:
-    """What changes in `weight_maps` for another layer."""
-    return [{"z": tiles.astype(np.float32)}]
 
 
 def head_values(
@@ -131,19 +118,9 @@ def head_values(
         ]
         for layer, row in enumerate(grid)
     ]
-    heat = go.Heatmap(
-        z=colour_values.astype(np.float32),
-        zmin=limits[0],
-        zmax=limits[1],
-        text=text,
-        colorscale=style.MAGNITUDE,
-        colorbar=bar,
-        xgap=1,
-        ygap=1,
-        hoverongaps=False,
-        hovertemplate="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>",
-    )
-    return style.figure([heat], "head", "layer", layout=style.head_map_layout(*grid.shape))
+    hover = "<b>L%{y}H%{x}</b><br>%{text}<extra></extra>"
+    trace = heat(colour_values, *limits, hover, cells=True, text=text, showscale=True, colorbar=bar)
+    return style.figure([trace], "head", "layer", layout=style.head_map_layout(*grid.shape))
 
 
 def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
@@ -173,36 +150,15 @@ def smoothness_bounds(
     positive = all_values[np.isfinite(all_values) & (all_values > 0)]
     # What is left at the last k is rounding: a curve may leave the picture below.
     low = max(float(positive.min()), float(trivial.max()) * 1e-7)
-    traces: list[Any] = [
-        go.Scatter(
-            name=f"bound, m = {order + 1}",
-            mode="lines",
-            line={"color": colour, "dash": "dash", "width": 1.8},
-            hovertemplate=f"k = %{{x}}: bound with m = {order + 1} %{{y:.3g}}<extra></extra>",
-        )
-        for order, colour in zip(range(bounds.shape[1]), ORDERS, strict=True)
-    ]
-    traces.append(
-        go.Scatter(
-            name="attained",
-            mode="lines+markers",
-            line={"color": THIS_MODEL, "width": 2.4},
-            marker={"size": 6},
-            hovertemplate="k = %{x}: attained %{y:.3g}<extra></extra>",
-        )
-    )
-    traces.append(
-        go.Scatter(
-            name="no approximation, ‖G‖/T",
-            mode="lines",
-            line={"color": style.GREY, "dash": "dot", "width": 1.5},
-            hovertemplate="‖G‖/T = %{y:.3g}<extra></extra>",
-        )
-    )
-    for trace, patch in zip(
-        traces, bounds_patch(cutoffs, bounds[layer], attained[layer], trivial[layer]), strict=True
-    ):
-        trace.update(patch)
+    traces: list[Any] = []
+    for order, (values, colour) in enumerate(zip(bounds[layer], ORDERS, strict=True), start=1):
+        hover = f"k = %{{x}}: bound with m = {order} %{{y:.3g}}<extra></extra>"
+        traces += line(cutoffs, values, f"bound, m = {order}", colour, dash="dash", hover=hover)
+    hover = "k = %{x}: attained %{y:.3g}<extra></extra>"
+    traces += line(cutoffs, attained[layer], "attained", THIS_MODEL, width=2.4, marker=6, hover=hover)
+    none, hover = "no approximation, ‖G‖/T", "‖G‖/T = %{y:.3g}<extra></extra>"
+    flat = np.full(len(cutoffs), trivial[layer])
+    traces += line(cutoffs, flat, none, style.GREY, dash="dot", width=1.5, hover=hover)
     ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
     layout = {
         "xaxis": {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]},
@@ -215,13 +171,6 @@ def smoothness_bounds(
     return style.figure(
         traces, "k, number of frequencies kept", "error, ‖G − approximation‖/T", height=430, layout=layout
     )
-
-
-def bounds_patch(cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: float) -> list[Patch]:
-    """What changes in `smoothness_bounds` for another layer."""
-    x = np.array(cutoffs, dtype=np.int32)
-    flat = np.full(len(cutoffs), trivial)
-    return [{"x": x, "y": values.astype(np.float32)} for values in (*bounds, attained, flat)]
 
 
 def factorisation(
@@ -238,35 +187,20 @@ def factorisation(
     """
     drawn = bound[1] <= LARGEST_ERROR
     low = min(float(means.min()) for means, _ in curves.values()) / 2
-    traces = [
-        go.Scatter(
-            x=levels.astype(np.float32),
-            y=means.astype(np.float32),
-            error_y=style.error_bars(errors),
-            name=for_plotly(name),
-            mode="lines+markers",
-            line={"color": colour, "width": 2},
-            marker={"size": 8, "symbol": symbol},
-            hovertemplate=f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>",
+    traces: list[Any] = []
+    for (name, (means, errors)), colour, symbol in zip(
+        curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
+    ):
+        own = {"hover": f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"}
+        traces += line(
+            levels, means, name, colour, errors=errors, width=2, marker=8, marker_symbol=symbol, **own
         )
-        for (name, (means, errors)), colour, symbol in zip(
-            curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
-        )
-    ]
     lines = {"bound": (bound[0][drawn], bound[1][drawn], style.GREY, "dash")}
     for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
         lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
-    traces += [
-        go.Scatter(
-            x=x.astype(np.float32),
-            y=y.astype(np.float32),
-            name=for_plotly(name),
-            mode="lines",
-            line={"color": colour, "dash": dash, "width": 1.6},
-            hovertemplate=f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>",
-        )
-        for name, (x, y, colour, dash) in lines.items()
-    ]
+    for name, (x, y, colour, dash) in lines.items():
+        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>"
+        traces += line(x, y, name, colour, dash=dash, width=1.6, hover=hover)
     log_range = [
         math.log10(end) for end in (min(levels.min(), *marks.values()), max(levels.max(), *marks.values()))
     ]
@@ -292,21 +226,16 @@ def layer_lines(layers: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: 
     traces: list[Any] = []
     for index, (name, (values, errors)) in enumerate(curves.items()):
         baseline = bool(index % 2)
-        traces.append(
-            go.Scatter(
-                x=layers.astype(np.float32),
-                y=values.astype(np.float32),
-                error_y=style.error_bars(errors),
-                name=for_plotly(name),
-                mode="lines" if baseline else "lines+markers",
-                line={
-                    "color": (THIS_MODEL, style.BLUE)[index // 2],
-                    "width": 2,
-                    "dash": "dot" if baseline else "solid",
-                },
-                marker={"size": 6},
-                hovertemplate=f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>",
-            )
+        traces += line(
+            layers,
+            values,
+            name,
+            (THIS_MODEL, style.BLUE)[index // 2],
+            errors=errors,
+            width=2,
+            dash="dot" if baseline else "solid",
+            marker=0 if baseline else 6,
+            hover=f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>",
         )
     axis: dict[str, Any] = {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False}
     axis |= style.every_tick(len(layers))

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from theodolite.measure.tags import NAMED
 from theodolite.report import style
 from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import heat, line
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 SHOWN_SINKS = 40
@@ -47,16 +48,16 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     ]
     layers = [str(layer) for layer in range(release.shape[1])]
     heats = [
-        go.Heatmap(
-            z=values.astype(np.float32),
+        heat(
+            values,
+            0,
+            float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
+            f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
             x=columns,
             y=names,
-            zmin=0,
-            zmax=float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
             xgap=gap,
-            colorscale=style.MAGNITUDE,
+            showscale=True,
             colorbar=style.colour_bar(f"η² {quantity}", x=bar_x),
-            hovertemplate=f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
         )
         # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
         for values, columns, quantity, bar_x, gap in (
@@ -130,15 +131,14 @@ def release_scatter(heads: pd.DataFrame) -> go.Figure:
         hovertemplate="%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
     )
     top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
-    line = go.Scatter(
-        x=[0, top],
-        y=[0, top],
-        mode="lines",
-        line={"color": style.GREY, "dash": "dot", "width": 1},
+    diagonal = line(
+        *([0, top], [0, top], "unchanged", style.GREY),
+        dash="dot",
+        width=1,
         showlegend=False,
         hoverinfo="skip",
     )
     layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
     return style.figure(
-        [line, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
+        [*diagonal, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
     )

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
+from theodolite.report.drawing.grammar import Panel, line, panels
 from theodolite.system.wording import percent
 
 PANELS_ACROSS = 3
@@ -53,59 +54,31 @@ def measures_by_step(
     log_steps = log_step_axis(steps)
     layers = next(iter(measures.values()))[0].shape[1]
     down = math.ceil(len(measures) / PANELS_ACROSS)
-    width = (1 - PANEL_GAP * (PANELS_ACROSS - 1)) / PANELS_ACROSS
-    height = (1 - PANEL_DROP * (down - 1)) / down
-    traces: list[Any] = []
-    layout: dict[str, Any] = {"showlegend": False, "annotations": [], "shapes": []}
+    shown = []
     for index, (title, (values, errors)) in enumerate(measures.items()):
-        suffix = style.axis_suffix(index)
-        row, column = divmod(index, PANELS_ACROSS)
-        left, top = column * (width + PANEL_GAP), 1 - row * (height + PANEL_DROP)
-        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-        traces += [
-            _layer_line(log_steps, steps, values[:, layer], errors[:, layer], layer, layers) | axes
-            for layer in range(layers)
-        ]
-        layout[f"xaxis{suffix}"] = _step_axis(steps, log_steps) | {
-            "domain": [left, left + width],
-            "anchor": f"y{suffix}",
-            "title": {"text": "step" if row == down - 1 else ""},
-        }
-        layout[f"yaxis{suffix}"] = {
-            "domain": [top - height, top],
-            "anchor": f"x{suffix}",
-            "rangemode": "tozero",
-        }
-        layout["annotations"].append(
-            {"x": left, "y": top, "xref": "paper", "yref": "paper", "text": title, "showarrow": False}
-            | {"xanchor": "left", "yanchor": "bottom", "yshift": 4}
-        )
-        if title in limits:
-            layout["shapes"].append(
-                {"type": "line", "xref": f"x{suffix} domain", "yref": f"y{suffix}", "x0": 0, "x1": 1}
-                | {
-                    "y0": limits[title],
-                    "y1": limits[title],
-                    "line": {"dash": "dot", "width": 1.2, "color": style.GREY},
-                }
+        traces: list[Any] = []
+        for layer in range(layers):
+            traces += line(
+                log_steps,
+                values[:, layer],
+                f"layer {layer}",
+                style.order_colour(layer / max(1, layers - 1)),
+                errors=errors[:, layer],
+                width=1.6,
+                marker=5,
+                customdata=list(steps),
+                hover=f"layer {layer}, step %{{customdata}}: %{{y:.4g}}<extra></extra>",
             )
-    bar = style.depth_bar(layers)
-    return style.figure([*map(go.Scatter, traces), bar], height=90 + 210 * down, layout=layout)
-
-
-def _layer_line(
-    log_steps: Floats, steps: Sequence[int], values: Floats, errors: Floats, layer: int, layers: int
-) -> dict[str, Any]:
-    return {
-        "x": log_steps.astype(np.float32),
-        "y": values.astype(np.float32),
-        "error_y": style.error_bars(errors),
-        "customdata": list(steps),
-        "mode": "lines+markers",
-        "line": {"color": style.order_colour(layer / max(1, layers - 1)), "width": 1.6},
-        "marker": {"size": 5},
-        "hovertemplate": f"layer {layer}, step %{{customdata}}: %{{y:.4g}}<extra></extra>",
-    }
+        x = "step" if index // PANELS_ACROSS == down - 1 else ""
+        shown.append(Panel(title, traces, x, "", _step_axis(steps, log_steps), {"rangemode": "tozero"}))
+    gaps = (PANEL_GAP, PANEL_DROP)
+    drawn = panels(shown, PANELS_ACROSS, height=210, gaps=gaps, layout={"showlegend": False})
+    for index, title in enumerate(measures):
+        if title in limits:
+            row, column = divmod(index, PANELS_ACROSS)
+            limit = {"dash": "dot", "width": 1.2, "color": style.GREY}
+            drawn.add_hline(limits[title], line=limit, row=row + 1, col=column + 1)
+    return drawn.add_trace(style.depth_bar(layers))
 
 
 def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
