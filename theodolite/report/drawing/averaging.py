@@ -71,7 +71,7 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
             shown = np.where(values > BELOW, values, np.nan)
             if np.isfinite(shown).any():
                 hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
-                own = {"hover": hover, "legendgroup": name, "showlegend": label == name}
+                own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
                 traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
     highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
     lowest = min(

@@ -110,7 +110,7 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
-    shown = []
+    shown: list[Panel] = []
     for name, column, unit, limits, scale, bar in (
         ("before", "share_before", "of the highest", (0, 1), style.MAGNITUDE, 0.605),
         ("after", "share_after", "of the highest", (0, 1), style.MAGNITUDE, None),
@@ -118,11 +118,14 @@ def entropies(table: pd.DataFrame) -> go.Figure:
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
-        colours = {"showscale": bar is not None, "colorbar": bar and style.colour_bar("", x=bar)}
+        colours: dict[str, Any] = {
+            "showscale": bar is not None,
+            "colorbar": bar and style.colour_bar("", x=bar),
+        }
         hover = f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>"
         columns = BARE | {"dtick": max(1, grid.shape[1] // 12)}
         rows = BARE | {"dtick": max(1, len(grid) // 12), "autorange": "reversed"}
-        trace = heat(grid, *limits, hover, scale=scale, **colours)
+        trace = heat(grid, limits[0], limits[1], hover, scale=scale, **colours)
         shown.append(Panel(name, [trace], "head", "" if shown else "layer", columns, rows))
     height = min(640, max(280, 150 + 26 * (int(layer.max()) + 1)))
     drawn = panels(shown, 3, height=height - HEADROOM)
@@ -140,7 +143,7 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
         layers: of the residual stream.
     """
     row = [dimensions.index(dimension) for dimension in table["dimension"]]
-    shown = []
+    shown: list[Panel] = []
     for side in ("before", "after"):
         grid = np.full((len(dimensions), layers), np.nan)
         grid[row, table["layer"].to_numpy(dtype=int)] = table[side]
@@ -171,12 +174,13 @@ def positions(table: pd.DataFrame) -> go.Figure:
     """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
     layer = table["layer"].to_numpy()
     axis = BARE | {"dtick": max(1, len(layer) // 8)}
-    shown, named = [], set()
+    named: set[str] = set()
+    shown: list[Panel] = []
     for title, curves in POSITION_CURVES.items():
         traces: list[Any] = []
         for name, (column, colour) in curves.items():
             hover = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
-            own = {"hover": hover, "showlegend": name not in named}
+            own: dict[str, Any] = {"hover": hover, "showlegend": name not in named}
             traces += line(layer, table[column], name, colour, width=2, marker=6, **own)
             named.add(name)
         shown.append(
@@ -195,7 +199,7 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)
     height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
-    shown = []
+    shown: list[Panel] = []
     for index, (name, figure) in enumerate(figures.items()):
         own = {axis: _fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis")}
         titles = [axis.pop("title", {}).get("text", "") for axis in own.values()]

@@ -86,7 +86,7 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
         quantities: the panels, in order.
     """
     names = [for_plotly(name) for name in rows]
-    shown = []
+    shown: list[Panel] = []
     for quantity in quantities:
         cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
         dots = go.Scatter(
@@ -119,7 +119,7 @@ def shares_by_cutoff(
             if not shares:
                 continue
             hover = f"{name}{origin}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
-            size = {"width": LINE, "marker": 4} if origin else {"width": 2.2, "marker": 6}
+            size: dict[str, Any] = {"width": LINE, "marker": 4} if origin else {"width": 2.2, "marker": 6}
             cutoffs = [str(cutoff) for cutoff in shares]
             traces += line(cutoffs, [*shares.values()], name + origin, colour, dash=dash, hover=hover, **size)
     layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
@@ -160,7 +160,7 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
         above_rounding = relative > 1e-8  # beyond that it is rounding
         number_of = np.arange(1, len(values) + 1)[above_rounding]
         hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
-        own = {"width": width, "hover": hover, "showlegend": name == fixed_name}
+        own: dict[str, Any] = {"width": width, "hover": hover, "showlegend": name == fixed_name}
         traces += line(number_of, relative[above_rounding], name, colour, **own)
     axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
     return style.figure(

@@ -25,7 +25,7 @@ def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[st
         table: one row per model, `escape`, `seed` and the measures. names: what `escape` holds → its title, in order.
         measures: column → title.
     """
-    shown = []
+    shown: list[Panel] = []
     for measure, title in measures.items():
         traces: list[Any] = []
         for number, seed in enumerate(sorted(table["seed"].unique())):

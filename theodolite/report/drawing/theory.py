@@ -191,7 +191,9 @@ def factorisation(
     for (name, (means, errors)), colour, symbol in zip(
         curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
     ):
-        own = {"hover": f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"}
+        own: dict[str, Any] = {
+            "hover": f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"
+        }
         traces += line(
             levels, means, name, colour, errors=errors, width=2, marker=8, marker_symbol=symbol, **own
         )
