@@ -124,7 +124,7 @@ def test_small_trace_over_temperature_is_not_uniform() -> None:
 
 
 def test_section_2_the_clamped_line_is_neither_the_closest_nor_close_for_many_inputs() -> None:
-    """T = 2: error 1/(1 + e²) = 0.119 at δ = 2, and 0.056 for the line of slope 0.176; T = 40: 0.77."""
+    """T = 2: error 1/(1 + e²) = 0.119 at δ = 2, and 0.056 for the closest line; T = 40: 0.77."""
     difference = torch.linspace(-40, 40, 80_001, dtype=DOUBLE)
     pair = torch.stack([difference, torch.zeros_like(difference)], -1)
     softmax = pair.softmax(-1)
