@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from theodolite.theory import (
+    curve_centre,
     entropy_lower_bound,
+    piecewise_softmax,
     propagation,
     propagation_finite,
     qk_moments,
@@ -119,6 +121,31 @@ def test_small_trace_over_temperature_is_not_uniform() -> None:
         # 1/T, which the limit drops, would outweigh so small an s.
         s = walk_value(torch.diag(values), position, 100, draws=200) - 1 / 100
         assert ((s >= 0) & (s <= 1)).double().mean().item() == expected
+
+
+def test_section_2_the_clamped_line_is_neither_the_closest_nor_close_for_many_inputs() -> None:
+    """T = 2: error 1/(1 + e²) = 0.119 at δ = 2, and 0.056 for the closest line; T = 40: 0.77."""
+    difference = torch.linspace(-40, 40, 80_001, dtype=DOUBLE)
+    pair = torch.stack([difference, torch.zeros_like(difference)], -1)
+    softmax = pair.softmax(-1)
+    assert (softmax - piecewise_softmax(pair)).abs().max().item() == pytest.approx(0.1192, abs=1e-4)
+    errors = [
+        (softmax[:, 0] - (0.5 + slope * difference).clamp(0, 1)).abs().max().item()
+        for slope in torch.linspace(0.1, 0.25, 151).tolist()
+    ]
+    assert min(errors) == pytest.approx(0.056, abs=1e-3)
+    raised = torch.zeros(1801, 40, dtype=DOUBLE)
+    raised[:, 0] = torch.linspace(-10, 80, 1801)
+    gap = (raised.softmax(-1) - piecewise_softmax(raised)).abs().max().item()
+    assert gap == pytest.approx(0.77, abs=0.005)
+
+
+def test_below_fig_2_the_middle_site_is_not_at_one_half() -> None:
+    """|ξ| = 5, η = ½: the centre is 0.70 or 0.30, as ½ + 1/(2ξη); ξ = 10: 0.60."""
+    theta = torch.linspace(0, 1, 401, dtype=DOUBLE)
+    for xi in (5.0, -5.0, 10.0):
+        centre = curve_centre(propagation(theta, number(xi), number(0.5)), theta).item()
+        assert centre == pytest.approx(0.5 + 1 / xi, abs=0.005)
 
 
 def test_remark_2_drops_a_mean_of_the_same_order() -> None:

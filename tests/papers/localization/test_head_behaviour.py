@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.judging import UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.measure.agreement import others_mean
 from theodolite.papers import Study
 from theodolite.papers.catalogue import EXPERIMENTS
+from theodolite.papers.localization.head_behaviour import judge_curves
 from theodolite.papers.localization.text_as_walk import text_walk
-from theodolite.passes.head_predictions import from_increments, from_survey
+from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.survey import survey
+from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
+
+
+def test_predicted_curves_are_judged_by_the_mean_curve_of_the_other_heads():
+    """Oracle: curves made up: an offset smaller than heads differ; one larger, though within a tenth; and the mean of
+    all other heads itself, which is no nearer than itself."""
+    generator = torch.Generator().manual_seed(0)
+    measured = 0.5 + 0.1 * (torch.rand(24, 32, generator=generator, dtype=torch.float64) - 0.5)
+    curves = {"weights": measured + 0.005, "text": measured + 0.08, "increments": others_mean(measured)}
+    predictions = {
+        name: Prediction(curve, np.full(24, "uniform"), torch.ones(24).double())
+        for name, curve in curves.items()
+    }
+    outcome = Outcome()
+    errors = judge_curves(outcome, predictions, measured, 0)
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, UNDECIDED]
+    assert errors["text"].value == pytest.approx(0.08)
+    assert errors["others"].value == errors["increments"].value == pytest.approx(0.025, rel=0.2)
+    assert "close would be 0.1" in outcome.verdicts[1].evidence
 
 
 def test_the_page_compares_three_predictions_with_every_head(opened):

@@ -227,7 +227,7 @@ def test_figures_from_a_folder(tmp_path: Path) -> None:
     assert command_of([*OF_SHAPES, figure_7]) == "theodolite train locater"
     del study.provenance["grid"]
     with pytest.raises(UsageError, match="pass the folder"):
-        study.outcome(made_by["localization/figure7"])
+        study.outcome(made_by["localization/figure8"])
 
 
 def test_pages(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ CURVE_POINTS = 128  # drawn a curve
 ORDERS = Criterion(
     "at least", 0.5, "“a reasonable proxy” (section 6) read as: half of a perfect order (ours)"
 )
-CLOSE = Criterion("at most", 0.1, "a tenth of the range of a probability (ours)")
+NEARER = Criterion("less than", 0.0, "nearer than a curve that knows nothing of the head (ours)")
+CLOSE = 0.1
+"""Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
 AGREES = Criterion("at least", 0.4, "“moderate” agreement beyond chance (Landis & Koch 1977; ours)")
 OPPOSED = Criterion("less than", 0.0, "less of the one with more of the other")
 
@@ -107,7 +109,7 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         for predicted, shown, _, _ in COMPARED
     }
     _judge_order(outcome, correlation_of)
-    errors = _judge_curves(outcome, predictions, measured, seed)
+    errors = judge_curves(outcome, predictions, measured, seed)
     shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), seed)
     _judge_entropy(
         outcome, correlation_of, rank_correlation_of_heads(numbers["width"], numbers["entropy"], seed)
@@ -122,21 +124,16 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     outcome.read("error of the mean curve of all other heads", _shown(errors["others"]))
     outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
     rows = [
-        {"from": SOURCES[name], "predicted": predicted, "measured": shown}
-        | vars(_estimate(correlation_of[name, of, to]))
-        | {"low": correlation_of[name, of, to].low, "high": correlation_of[name, of, to].high}
+        {"from": SOURCES[name], "predicted": predicted, "measured": shown, "rank_correlation": of.value}
+        | {"standard_error": of.error, "low": of.low, "high": of.high, "heads": of.n}
         for name in predictions
-        for of, to, predicted, shown in COMPARED
+        for number_name, measured_name, predicted, shown in COMPARED
+        for of in (correlation_of[name, number_name, measured_name],)
     ]
-    named = {"value": "rank_correlation", "error": "standard_error"}
-    outcome.tables["correlations"] = pd.DataFrame(rows).rename(columns=named)
+    outcome.tables["correlations"] = pd.DataFrame(rows)
     _draw_scatter(outcome, run, predictions, numbers["ρ"])
     _draw_curves(outcome, run, predictions, measured)
     _draw_correlations(outcome, correlation_of)
-
-
-def _estimate(measured: OverHeads) -> Estimate:
-    return Estimate(measured.value, measured.error, measured.n, "heads")
 
 
 def _shown(measured: OverHeads) -> str:
@@ -147,7 +144,7 @@ def _claim(
     outcome: Outcome, claim: str, what: str, measured: OverHeads, criterion: Criterion, more: str = ""
 ) -> None:
     """Judge a number over heads, with the interval of its bootstrap in the evidence."""
-    verdict = judge(claim, what, _estimate(measured), criterion)
+    verdict = judge(claim, what, Estimate(measured.value, measured.error, measured.n, "heads"), criterion)
     if np.isfinite(measured.low):
         more = (
             f"; 95 % interval {number(measured.low)} to {number(measured.high)} over {measured.n} heads{more}"
@@ -166,23 +163,27 @@ def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
         )
 
 
-def _judge_curves(
+def judge_curves(
     outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, seed: int
 ) -> dict[str, OverHeads]:
-    """The error of each source's curves, and of the mean curve of all other heads, by which they are judged."""
-    curves = {name: prediction.curve for name, prediction in predictions.items()}
-    curves["others"] = others_mean(measured)
-    errors = {
-        name: mean_over_heads(curve_errors(curve, measured).numpy(), seed) for name, curve in curves.items()
-    }
+    """Judge each source's curves by how much nearer they are than the mean curve of all other heads, head by head.
+
+    Returns:
+        The error of each source's curves, and of that baseline (`others`).
+    """
+    baseline = curve_errors(others_mean(measured), measured).numpy()
+    errors = {"others": mean_over_heads(baseline, seed)}
     for name, label in SOURCES.items():
+        of_heads = curve_errors(predictions[name].curve, measured).numpy()
+        errors[name] = mean_over_heads(of_heads, seed)
         _claim(
             outcome,
-            f"The predicted curve ρ_1 … ρ_T is the measured one, from {label}",
-            "mean absolute error of ρ, mean over heads",
-            errors[name],
-            CLOSE,
-            f"; the mean curve of all other heads: {_shown(errors['others'])}",
+            "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the mean curve of all other heads, from "
+            f"{label}",
+            "mean absolute error of ρ less that of the mean curve of all other heads, mean over heads",
+            mean_over_heads(of_heads - baseline, seed),
+            NEARER,
+            f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
         )
     return errors
 
