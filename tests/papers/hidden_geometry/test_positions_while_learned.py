@@ -20,9 +20,9 @@ from theodolite.papers import EXPERIMENTS, Study
 from theodolite.papers.hidden_geometry import positions_while_learned as training
 from theodolite.papers.hidden_geometry.addition_check import binomial_error, is_adder, why_not_an_adder
 from theodolite.papers.hidden_geometry.positions_while_learned import (
-    _accuracy_verdicts,
-    _verdicts,
     appears,
+    judge_accuracy,
+    judge_layer,
     met_at,
     series_of,
     some_contexts,
@@ -31,6 +31,7 @@ from theodolite.papers.training.task_models import TaskModelConfig, train_task_m
 from theodolite.papers.training.tasks import Additions
 from theodolite.passes.survey import survey
 from theodolite.report.drawing.training import log_step_axis
+from theodolite.report.outcome import Outcome
 
 SERIES, ADDITION = EXPERIMENTS["geometry/training"], EXPERIMENTS["geometry/addition"]
 SPIRAL = {"low_frequency_10": 0.95, "smooth_roughness": 0.01, "turns": 1.2, "relative_norm": 0.5}
@@ -56,6 +57,13 @@ def _of(run, model):
     """The run, as if it were of this model."""
     described = run.provenance["model"] | {"sha256": model.sha256}
     return replace(run, provenance=run.provenance | {"model": described})
+
+
+def _answers(fill, *arguments) -> list[str]:
+    """Of the verdicts that a function adds to an outcome."""
+    outcome = Outcome()
+    fill(outcome, *arguments)
+    return [verdict.answer for verdict in outcome.verdicts]
 
 
 def _table(*rows: dict[str, float]) -> pd.DataFrame:
@@ -100,12 +108,12 @@ def test_every_criterion_is_needed(name):
 def test_claims_go_by_the_text_and_few_positions_decide_nothing(run):
     """Oracle: what the paper says of language and of additions."""
     table = _table(CLOUD, SPIRAL)
-    assert [verdict.answer for verdict in _verdicts(table, 1, run)] == [HOLDS, HOLDS]
+    assert _answers(judge_layer, table, 1, run) == [HOLDS, HOLDS]
     corpus = run.provenance["corpus"] | {"name": "addition"}
     additions = replace(run, provenance=run.provenance | {"corpus": corpus})
-    assert [verdict.answer for verdict in _verdicts(table, 1, additions)] == [FAILS]
+    assert _answers(judge_layer, table, 1, additions) == [FAILS]
     short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
-    assert _verdicts(table, 1, replace(run, arrays=short))[0].answer == UNTESTABLE
+    assert _answers(judge_layer, table, 1, replace(run, arrays=short)) == [UNTESTABLE]
 
 
 def test_a_series_is_surveyed_step_by_step_and_kept(run, adder, few, tmp_path, monkeypatch):
@@ -175,7 +183,7 @@ def test_accuracies_are_judged_with_their_errors(accuracies, expected):
     """Oracle: the paper's own numbers hold by its own words."""
     values = np.array(accuracies)
     errors = np.array([binomial_error(value, 1000) for value in accuracies])
-    assert [verdict.answer for verdict in _accuracy_verdicts(values, errors, 1000, "10 digits")] == expected
+    assert _answers(judge_accuracy, values, errors, 1000, "10 digits") == expected
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.5])

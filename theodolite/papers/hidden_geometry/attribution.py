@@ -1,4 +1,4 @@
-"""Which constituent makes a head what it is, and which carries most logits: the tables of a run, judged.
+"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2).
 
 Reads a run's own tables; nothing is measured here.
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Criterion, Verdict
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
@@ -21,9 +22,9 @@ from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, percent
 from theodolite.theory.decomposition import PARTS
 
@@ -173,39 +174,6 @@ def _claims(pattern: PatternClaims) -> list[tuple[str, str]]:
     return [(pattern.claim, pattern.strict), (pattern.ours, pattern.group)]
 
 
-def _verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
-    followers = [head for head in heads if head.follows]
-    if not followers:
-        return [_none_found(pattern.claim, heads, pattern.strict)]
-    verdicts = []
-    for claim, group in _claims(pattern):
-        wins = [head.determined_by(pattern, group) for head in followers]
-        retained = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
-        what = (
-            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the "
-            "excess, and "
-            f"no other group more (it retains {percent(retained)} on average)"
-        )
-        verdicts.append(judge(claim, what, float(np.mean(wins)), MOST_HEADS))
-    return verdicts
-
-
-def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
-    return Exhibit(
-        pattern.name,
-        f"Attention to {pattern.title}: one constituent alone, and ablated",
-        figures_constituents.attribution(run, pattern.name),
-        f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the heads that "
-        "pay most: as measured (solid line), recomputed from the logits of one group of constituents alone and with "
-        "that group ablated, and uniform attention (dotted line).",
-        f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its part "
-        "without mean and bias.",
-        f"{SONG}, section 5.2; the recomputation is ours",
-        wide=True,
-    )
-
-
 @experiment(
     "geometry/attribution",
     "Which constituent makes a head attend to identical, neighbouring or shifted tokens",
@@ -213,33 +181,56 @@ def _attribution_exhibit(run: Run, pattern: PatternClaims) -> Exhibit:
     needs=("attribution.score",),
 )
 def attribution(study: Study, outcome: Outcome) -> None:
-    heads = {pattern.name: attributed_heads(study.run, pattern.name) for pattern in CLAIMS}
-    verdicts = [verdict for pattern in CLAIMS for verdict in _verdicts(pattern, heads[pattern.name])]
-    readings = []
+    run = study.run
     for pattern in CLAIMS:
-        count = sum(head.follows for head in heads[pattern.name])
-        top = f"; highest score {number(heads[pattern.name][0].score)}" if heads[pattern.name] else ""
-        readings.append(Reading(f"heads that attend to {pattern.title}", f"{count}{top}"))
-    readings += refusals(study.run)
-    table = study.run.attribution.copy()
+        heads = attributed_heads(run, pattern.name)
+        followers = [head for head in heads if head.follows]
+        top = f"; highest score {number(heads[0].score)}" if heads else ""
+        outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
+        _judge_followers(outcome, pattern, heads, followers)
+        if heads:
+            outcome.figure(
+                pattern.name,
+                f"Attention to {pattern.title}: one constituent alone, and ablated",
+                figures_constituents.attribution(run, pattern.name),
+                f"Mean attention {ATTENTION_PATTERNS[pattern.name].target}, on a repeated random sequence, of the "
+                "heads that pay most: as measured (solid line), recomputed from the logits of one group of "
+                "constituents alone and with that group ablated, and uniform attention (dotted line).",
+                f"{pattern.group} alone near the solid line, and ablated near the dotted one. {pattern.strict} is its "
+                "part without mean and bias.",
+                f"{SONG}, section 5.2; the recomputation is ours",
+                wide=True,
+            )
+    read_refusals(outcome, run)
+    table = outcome.tables["attribution"] = run.attribution.copy()
     excess = table["score"] - table["uniform"]
     excess = excess.where(excess > 0)
     table["kept"] = (table["only"] - table["uniform"]) / excess
     table["left"] = (table["without"] - table["uniform"]) / excess
-    exhibits = [_attribution_exhibit(study.run, pattern) for pattern in CLAIMS if heads[pattern.name]]
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"attribution": table}
-    outcome.exhibits += exhibits
 
 
-def refusals(run: Run) -> list[Reading]:
+def _judge_followers(
+    outcome: Outcome, pattern: PatternClaims, heads: list[Head], followers: list[Head]
+) -> None:
+    if not followers:
+        outcome.verdicts.append(_none_found(pattern.claim, heads, pattern.strict))
+        return
+    for claim, group in _claims(pattern):
+        wins = [head.determined_by(pattern, group) for head in followers]
+        retained = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
+        what = (
+            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
+            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the "
+            f"excess, and no other group more (it retains {percent(retained)} on average)"
+        )
+        outcome.claim(claim, what, float(np.mean(wins)), MOST_HEADS)
+
+
+def read_refusals(outcome: Outcome, run: Run) -> None:
     """A line where layers could not be split, with the reason."""
-    refused = provenance(run, "constituents_refused") or {}
-    if not refused:
-        return []
-    reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
-    return [Reading("layers whose logits cannot be split", f"{len(refused)}: {reasons}")]
+    if refused := provenance(run, "constituents_refused"):
+        reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
+        outcome.read("layers whose logits cannot be split", f"{len(refused)}: {reasons}")
 
 
 def share_grids(run: Run) -> dict[str, Floats]:
@@ -264,41 +255,6 @@ def _largest(grids: dict[str, Floats]) -> dict[str, float]:
     return {group: float((winners == place).mean()) for place, group in enumerate(grids)}
 
 
-def _share_exhibits(grids: dict[str, Floats]) -> list[Exhibit]:
-    names = list(grids)
-    pictures = [maps.head_values(grid, "share of logit variance") for grid in grids.values()]
-    layers = np.arange(len(grids["position"]), dtype=np.float64)
-    by_layer = {group: _layer_means(grid) for group, grid in grids.items()}
-    return [
-        Exhibit(
-            "shares",
-            "Share of logit variance of every head",
-            pictures[0],
-            "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
-            "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
-            "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
-            "heads dominated by one group: strong in one map, pale in the others.",
-            f"{SONG}, eq. 10; the shares are ours",
-            choice=by_name(
-                "group",
-                names,
-                lambda place: [{"z": pictures[place].data[0].z, "text": pictures[place].data[0].text}],
-                grid=True,
-            ),
-            wide=True,
-        ),
-        Exhibit(
-            "by-layer",
-            "Mean share by layer",
-            drawing.shares_by_layer(layers, by_layer),
-            "The mean over each layer's heads; mean and bias count with what is on the other side.",
-            "position early, context late.",
-            f"{SONG}, eq. 10; the shares are ours",
-            wide=True,
-        ),
-    ]
-
-
 @experiment(
     "geometry/constituents",
     "How much of each head's logit variance each constituent carries",
@@ -319,38 +275,59 @@ def constituents(study: Study, outcome: Outcome) -> None:
     largest, largest_strict = _largest(apart), _largest(strict)
     heads = int(np.isfinite(grids["position"]).sum())
     means = {group: float(np.nanmean(grid)) for group, grid in grids.items()}
-    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    verdicts = [
-        judge(
-            "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
-            what.format("pos-pos", len(strict), percent(means["pos-pos"])),
-            largest_strict["pos-pos"],
-            OFTEN,
-        ),
-        judge(
-            "Position is often dominant, mean and bias included (ours)",
-            what.format("position", len(apart), percent(means["position"])),
-            largest["position"],
-            OFTEN,
-        ),
-    ]
-    readings = [
-        Reading(
-            f"{group}: mean share of logit variance" + ("; largest in" if group in apart else ""),
-            percent(means[group]) + (f"; {percent(largest[group])} of the heads" if group in apart else ""),
-            "“important, often dominant”" if group == "pos-pos" else "",
+    for group in grids:
+        named = f"{group}: mean share of logit variance" + ("; largest in" if group in apart else "")
+        shown = percent(means[group]) + (
+            f"; {percent(largest[group])} of the heads" if group in apart else ""
         )
-        for group in grids
-    ]
-    rows = [
+        outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
+    read_refusals(outcome, run)
+    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
+    outcome.claim(
+        "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)",
+        what.format("pos-pos", len(strict), percent(means["pos-pos"])),
+        largest_strict["pos-pos"],
+        OFTEN,
+    )
+    outcome.claim(
+        "Position is often dominant, mean and bias included (ours)",
+        what.format("position", len(apart), percent(means["position"])),
+        largest["position"],
+        OFTEN,
+    )
+    outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))
         for head in range(heads_per_block(run))
-    ]
-    outcome.readings += [*readings, *refusals(run)]
-    outcome.verdicts += verdicts
-    outcome.tables |= {"shares": pd.DataFrame(rows)}
-    outcome.exhibits += _share_exhibits(grids)
+    )
+
+    def draw(place: int) -> go.Figure:
+        return maps.head_values(list(grids.values())[place], "share of logit variance")
+
+    outcome.figure(
+        "shares",
+        "Share of logit variance of every head",
+        draw(0),
+        "One cell per head: which share of the variance that the softmax sees (rows of logits less their means) a "
+        "group of constituents carries. Position, context, cross, constant and additive sum to 1; one below 0 "
+        "works against the rest and is drawn as 0. pos-pos and cvec-cvec are within position and context.",
+        "heads dominated by one group: strong in one map, pale in the others.",
+        f"{SONG}, eq. 10; the shares are ours",
+        choice=by_name("group", list(grids), draw, grid=True),
+        wide=True,
+    )
+    outcome.figure(
+        "by-layer",
+        "Mean share by layer",
+        drawing.shares_by_layer(
+            np.arange(blocks(run), dtype=np.float64),
+            {group: _layer_means(grid) for group, grid in grids.items()},
+        ),
+        "The mean over each layer's heads; mean and bias count with what is on the other side.",
+        "position early, context late.",
+        f"{SONG}, eq. 10; the shares are ours",
+        wide=True,
+    )
 
 
 def _layer_means(grid: Floats) -> Floats:

@@ -1,4 +1,5 @@
-"""Models that are trained here: the positional basis while it is learned, and the accuracy of addition.
+"""Models that are trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of
+addition (section 4.3, appendix D.3).
 
 A series of checkpoints is surveyed one by one on the same contexts. Nothing is trained.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,9 +30,8 @@ from theodolite.papers.hidden_geometry.positional_basis import shape_of
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, error_of, evenly, need, value_of
 from theodolite.report.drawing import training as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, listed, number, with_error
 
 SERIES = "series"
@@ -185,36 +184,20 @@ def appears(
     return Verdict(claim, HOLDS if learned == expected else FAILS, evidence)
 
 
-def _verdicts(table: pd.DataFrame, layer: int, run: Run) -> list[Verdict]:
+def judge_layer(outcome: Outcome, table: pd.DataFrame, layer: int, run: Run) -> None:
     """On one layer of the series whose last checkpoint gave `run`."""
     learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
     positions = need(run, "positional_basis").shape[1] - 1
     if positions < criteria.LEAST_POSITIONS:
         why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
-        return [Verdict(f"{learned}: layer {layer}", UNTESTABLE, why)]
-    if digits_of(run.provenance["corpus"]["name"]):
+        outcome.cannot_test(f"{learned}: layer {layer}", why)
+    elif digits_of(run.provenance["corpus"]["name"]):
         claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
-        return [appears(table, layer, claim, SMOOTH_CURVE, expected=False)]
-    return [
-        appears(table, layer, learned, SMOOTH_CURVE),
-        appears(table, layer, "The positional basis comes to form a spiral (abstract: “often”)", SPIRAL),
-    ]
-
-
-def _curves(series: list[_Checkpoint]) -> Any:
-    shown = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
-    layers = evenly(len(need(shown[0].run, "positional_pca")), SHOWN_LAYERS)
-    curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in shown])
-    return Exhibit(
-        "curves",
-        "The positional basis over training",
-        drawing.curves_by_step([entry.step for entry in shown], layers, curves.astype(np.float64)),
-        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
-        "own scale, the same for both; violet positions are early, green ones late.",
-        "the step at which a cloud becomes a curve, and whether the layers follow one another.",
-        f"{SONG}, Fig. 1, at every checkpoint of a training run",
-        wide=True,
-    )
+        outcome.verdicts.append(appears(table, layer, claim, SMOOTH_CURVE, expected=False))
+    else:
+        spiral = "The positional basis comes to form a spiral (abstract: “often”)"
+        outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
+        outcome.verdicts.append(appears(table, layer, spiral, SPIRAL))
 
 
 @experiment(
@@ -227,42 +210,45 @@ def _curves(series: list[_Checkpoint]) -> Any:
 )
 def training(study: Study, outcome: Outcome) -> None:
     series = _surveyed(study)
-    steps = [entry.step for entry in series]
-    table = _table(series)
-    layers = int(table["layer"].max()) + 1
-    run = series[-1].run
-    panels = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
+    steps, run = [entry.step for entry in series], series[-1].run
+    table = outcome.tables["steps"] = _table(series)
+    grids = {title: (_grid(table, name), _grid(table, f"{name}_se")) for name, title in MEASURES.items()}
+    for title, (means, _) in grids.items():
+        pairs = zip(steps, means, strict=True)
+        shown = [f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()]
+        outcome.read(f"{title}, mean over layers, by step", ", ".join(shown))
+    for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
+        judge_layer(outcome, table, layer, run)
+    drawn = [series[place] for place in evenly(len(series), SHOWN_STEPS)]
+    layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
+    curves = np.stack([need(entry.run, "positional_pca")[layers, 1:, :2] for entry in drawn])
+    outcome.figure(
+        "curves",
+        "The positional basis over training",
+        drawing.curves_by_step([entry.step for entry in drawn], layers, curves.astype(np.float64)),
+        "Each cell: the positional basis of one layer at one training step on its own two leading directions and its "
+        "own scale, the same for both; violet positions are early, green ones late.",
+        "the step at which a cloud becomes a curve, and whether the layers follow one another.",
+        f"{SONG}, Fig. 1, at every checkpoint of a training run",
+        wide=True,
+    )
     limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
-    measures = Exhibit(
+    outcome.figure(
         "measures",
         "The geometry of positions against training step",
-        drawing.measures_by_step(steps, panels, limits),
+        drawing.measures_by_step(steps, grids, limits),
         f"One line per layer (violet: early, green: late), on {len(need(run, 'context_label'))} contexts, the same for "
         "every checkpoint; bars are standard errors where a measure has one, dotted lines the criteria.",
         "the steps at which smoothness and norm rise, and whether they stay high.",
         f"{SONG}, sections 2 and 3, at every checkpoint of a training run",
         wide=True,
     )
-    chosen = sorted({1, (layers - 1) // 2} - {0})
-    readings = []
-    for title, (means, _) in panels.items():
-        pairs = zip(steps, means, strict=True)
-        values = [
-            f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()
-        ]
-        readings.append(Reading(f"{title}, mean over layers, by step", ", ".join(values)))
-    verdicts = [verdict for layer in chosen for verdict in _verdicts(table, layer, run)]
-    runs = {f"step {entry.step}": entry.run.provenance for entry in series}
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"steps": table}
-    outcome.exhibits += [_curves(series), measures]
-    outcome.runs |= runs
+    outcome.runs |= {f"step {entry.step}": entry.run.provenance for entry in series}
 
 
-def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str) -> list[Verdict]:
+def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
     """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
-    learned = judge(
+    outcome.claim(
         "Addition is learned in distribution (section 4.3)",
         f"exact-match accuracy on {count} sums of {trained}",
         Estimate(float(values[0]), float(errors[0])),
@@ -274,10 +260,10 @@ def _accuracy_verdicts(values: Floats, errors: Floats, count: int, trained: str)
         Estimate(float(values[1:].mean()), float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))),
         NO_GENERALISATION,
     )
-    if learned.answer != HOLDS:
+    if outcome.verdicts[0].answer != HOLDS:
         why = "a model that does not add in distribution has nothing to generalise"
         shorter = Verdict(shorter.claim, UNTESTABLE, f"{shorter.evidence}; {why}")
-    return [learned, shorter]
+    outcome.verdicts.append(shorter)
 
 
 @experiment(
@@ -301,19 +287,17 @@ def addition(study: Study, outcome: Outcome) -> None:
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
     values = np.array([measured["accuracy"], *by_digits.values()])
     errors = np.array([binomial_error(float(value), count) for value in values])
-    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
     absolute, rotary = PAPER_ACCURACY.values()
-    printed = [
-        "“above 99 %”",
-        *(f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)),
-    ]
-    readings = [
-        Reading(f"exact-match accuracy, {name}", with_error(float(value), float(e)), published)
-        for name, published, value, e in zip(names, printed, values, errors, strict=True)
-    ]
-    readings.append(Reading("positions of this model", model.positions, "absolute; rotary"))
-    table = pd.DataFrame({"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count})
-    figure = Exhibit(
+    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
+    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
+    outcome.read("positions of this model", model.positions, "absolute; rotary")
+    judge_accuracy(outcome, values, errors, count, trained)
+    outcome.tables["accuracy"] = pd.DataFrame(
+        {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
+    )
+    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
+    outcome.figure(
         "accuracy",
         "Exact-match accuracy by number of digits",
         drawing.accuracies(names, (values, errors), paper),
@@ -324,7 +308,3 @@ def addition(study: Study, outcome: Outcome) -> None:
         f"{SONG}, appendix D.3",
         wide=True,
     )
-    outcome.readings += readings
-    outcome.verdicts += _accuracy_verdicts(values, errors, count, trained)
-    outcome.tables |= {"accuracy": table}
-    outcome.exhibits += [figure]

@@ -30,14 +30,13 @@ from theodolite.papers.hidden_geometry.attribution import (
     Head,
     PatternClaims,
     attributed_heads,
-    refusals,
+    read_refusals,
     top_head_verdicts,
 )
 from theodolite.passes.run import Run
 from theodolite.report.drawing import qk as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import SONG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 
@@ -113,22 +112,6 @@ def _panel_caption(study: Study, length: int) -> str:
     return caption
 
 
-def _panels(study: Study, split: Constituents, title: str, head: int, tokens: list[str]) -> Exhibit:
-    return Exhibit(
-        title.split(":")[0],
-        title,
-        drawing.qk_panels(split, head, tokens),
-        f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
-        "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
-        "Constant is "
-        "mean and bias alone, which otherwise count with what is on the other side. All panels but QK and attention "
-        "sum to QK. Attention is the model's own, up to its largest weight.",
-        "the panel that has the pattern of QK, and of attention.",
-        f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
-        wide=True,
-    )
-
-
 def _tables(
     ids: Tensor, tokens: list[str], panels: dict[str, list[drawing.Panel]]
 ) -> dict[str, pd.DataFrame]:
@@ -157,20 +140,30 @@ def _title(place: tuple[int, int], followed: list[PatternClaims], top: dict[str,
 def figure_6(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
     top = _top_heads(study.run)
-    exhibits, panels, readings = [], {}, []
+    panels = {}
     for (layer, head), followed in _chosen(study, top).items():
         split = _split(study, ids, layer, head)
         name = head_name(layer, head)
         panels[name] = drawing.constituent_panels(split, head)
-        exhibits.append(_panels(study, split, _title((layer, head), followed, top), head, tokens))
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
-        readings.append(Reading(f"{name}: largest shares of the logits' variance on this prompt", named))
-    verdicts = [v for pattern in CLAIMS for v in top_head_verdicts(pattern, top[pattern.name])]
-    outcome.readings += [*readings, *refusals(study.run)]
-    outcome.verdicts += verdicts
+        outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
+        outcome.figure(
+            name,
+            _title((layer, head), followed, top),
+            drawing.qk_panels(split, head, tokens),
+            f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
+            "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
+            "Constant is mean and bias alone, which otherwise count with what is on the other side. All panels but "
+            "QK and attention sum to QK. Attention is the model's own, up to its largest weight.",
+            "the panel that has the pattern of QK, and of attention.",
+            f"{SONG}, Fig. 6 and Figs. 32 to 34; there raw and without constants",
+            wide=True,
+        )
+    read_refusals(outcome, study.run)
+    for pattern in CLAIMS:
+        outcome.verdicts += top_head_verdicts(pattern, top[pattern.name])
     outcome.tables |= _tables(ids, tokens, panels)
-    outcome.exhibits += exhibits
 
 
 def _mean_verdict(run: Run) -> Verdict:
@@ -227,23 +220,18 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _retained_readings(
-    retained: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims
-) -> list[Reading]:
+def _read_retained(
+    outcome: Outcome, retained: pd.DataFrame, place: tuple[int, int], pattern: PatternClaims
+) -> None:
     """What the paper's constituent alone keeps of a pattern, with μ and without; nothing where there is no pattern."""
-    rows = retained[
-        (retained["layer"] == place[0])
-        & (retained["head"] == place[1])
-        & (retained["pattern"] == pattern.name)
-    ]
-    if not (rows["score"] >= TIMES_UNIFORM * rows["uniform"]).all():
-        return []
-    shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
-    shares_text = (
-        f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart"
-    )
-    what = f"{head_name(*place)}, attention to {pattern.title}: retained by {pattern.strict} alone"
-    return [Reading(what, shares_text)]
+    layer, head = place
+    rows = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
+    if (rows["score"] >= TIMES_UNIFORM * rows["uniform"]).all():
+        shares = rows[rows["group"] == pattern.strict].set_index("mean")["kept"]
+        outcome.read(
+            f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",
+            f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart",
+        )
 
 
 @experiment(
@@ -256,45 +244,33 @@ def _retained_readings(
 )
 def figure_30(study: Study, outcome: Outcome) -> None:
     ids, tokens = _prompt_tokens(study)
-    exhibits, panels, rows = [], {}, []
+    panels, rows = {}, []
     chosen = _chosen(study, _top_heads(study.run))
     for layer, head in chosen:
         split = _split(study, ids, layer, head)
         rows += _retained_rows(study, layer, head)
-        for key, place, constituents_shown in (
-            ("with", "Fig. 30", split.coarse(MEAN_WITH_POSITION)),
-            ("without", "Fig. 31", split),
+        for key, place, where, shown in (
+            ("with", "Fig. 30", "is within pos", split.coarse(MEAN_WITH_POSITION)),
+            ("without", "Fig. 31", "is apart, within constant", split),
         ):
             name = f"{head_name(layer, head)} {key} the global mean"
-            panels[name] = drawing.constituent_panels(constituents_shown, head, raw=True)
-            where = "is within pos" if key == "with" else "is apart, within constant"
-            exhibits.append(
-                Exhibit(
-                    f"L{layer}H{head}-{key}",
-                    name,
-                    drawing.qk_panels(constituents_shown, head, tokens, raw=True),
-                    f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest "
-                    "to its "
-                    f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
-                    "the same patterns with and without the mean.",
-                    f"{SONG}, {place}",
-                    wide=True,
-                )
+            panels[name] = drawing.constituent_panels(shown, head, raw=True)
+            largest = max(panels[name][:-2], key=lambda panel: panel.share)
+            outcome.read(f"{name}: largest share", largest.name)
+            outcome.figure(
+                f"L{layer}H{head}-{key}",
+                name,
+                drawing.qk_panels(shown, head, tokens, raw=True),
+                f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
+                f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
+                "the same patterns with and without the mean.",
+                f"{SONG}, {place}",
+                wide=True,
             )
-    retained = pd.DataFrame(rows)
-    readings = [
-        Reading(f"{name}: largest share", max(of_head[:-2], key=lambda panel: panel.share).name)
-        for name, of_head in panels.items()
-    ]
+    outcome.verdicts.append(_mean_verdict(study.run))
+    outcome.tables |= _tables(ids, tokens, panels)
     if rows:
-        readings += [
-            line
-            for place, followed in chosen.items()
-            for pattern in followed
-            for line in _retained_readings(retained, place, pattern)
-        ]
-    tables = _tables(ids, tokens, panels) | ({"kept": retained} if rows else {})
-    outcome.readings += readings
-    outcome.verdicts += [_mean_verdict(study.run)]
-    outcome.tables |= tables
-    outcome.exhibits += exhibits
+        retained = outcome.tables["kept"] = pd.DataFrame(rows)
+        for head_place, followed in chosen.items():
+            for pattern in followed:
+                _read_retained(outcome, retained, head_place, pattern)
