@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
-from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly, shown_token
 
 LABELLED = 64
@@ -161,18 +160,6 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
         for index, name in enumerate(names)
     ]
     return style.figure(dots, "first component", "second component", height=380)
-
-
-def clusters_patch(scores: Floats, groups: Sequence[str], names: Sequence[str]) -> list[Patch]:
-    """What changes in `clusters` for the output of another head or layer."""
-    group_of = np.array(groups)
-    return [
-        {
-            "x": scores[group_of == name, 0].astype(np.float32),
-            "y": scores[group_of == name, 1].astype(np.float32),
-        }
-        for name in names
-    ]
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
