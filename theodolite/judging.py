@@ -7,7 +7,7 @@ where it comes from. Nothing here reads a run, draws or writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,6 +140,18 @@ class Criterion:
     def __str__(self) -> str:
         beyond = f" by {number(self.negligible)} at least" if self.negligible else ""
         return f"criterion: {self.side} {number(self.limit)}{beyond}, {self.source}"
+
+
+def independent(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts without those that an earlier one's number decides: a number in two claims' evidence counts once."""
+    numbers: set[tuple[str, str]] = set()
+    first = []
+    for verdict in verdicts:
+        number_judged = verdict.answer, verdict.evidence
+        if verdict.answer == UNTESTABLE or number_judged not in numbers:
+            first.append(verdict)
+        numbers.add(number_judged)
+    return first
 
 
 def harmless(text: str, limit: int | None = None) -> str:

@@ -12,11 +12,12 @@ import pytest
 from tests.report.synthetic import HOSTILE
 from tests.report.test_page import Reader
 from theodolite.errors import WorkError
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
 from theodolite.papers import EXPERIMENTS, Study, write_index, write_outcome
 from theodolite.papers.claims import claims
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome_page import _tally
 
 CLAIMS = replace(
     claims(
@@ -42,9 +43,10 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     assert not reader.open
     texts = " ".join(text for kind in reader.texts.values() for text in kind)
     if len(outcome.verdicts) > 1:
-        assert f"{len(outcome.verdicts)} claims: " in texts
+        counted = independent(outcome.verdicts)
+        assert f"{len(counted)} claims: " in texts
         for answer in {verdict.answer for verdict in outcome.verdicts}:
-            count = sum(verdict.answer == answer for verdict in outcome.verdicts)
+            count = sum(verdict.answer == answer for verdict in counted)
             several = {"holds": "hold", "fails": "fail"}.get(answer, answer)
             assert f"{count} {several if count > 1 else answer}" in texts
     for verdict in outcome.verdicts:
@@ -150,3 +152,13 @@ def test_marks_tell_the_answers_apart(run, tmp_path):
     marks = [element.get("class") for element in reader.named("li")]
     assert [mark for mark in marks if mark] == ["holds", "partly", "fails", "open", "open"]
     assert reader.texts["span"][::2] == ["✓", "◐", "✗", "–", "–"]
+
+
+def test_a_number_that_decides_several_claims_counts_once():
+    """Oracle: by hand; what is not testable has no number, and counts every time."""
+    shared = [Verdict(f"claim {place}", HOLDS, "rank 8; criterion: at most 16") for place in range(3)]
+    others = [Verdict("another", FAILS, "rank 20; criterion: at most 16")]
+    missing = [Verdict(f"missing {place}", UNTESTABLE, "no model") for place in range(2)]
+    noted = "; claims judged by the same number count once"
+    assert _tally([*shared, *others, *missing]) == f"4 claims: 1 holds, 1 fails, 2 not testable here{noted}"
+    assert _tally([*others, *missing]) == "3 claims: 1 fails, 2 not testable here"

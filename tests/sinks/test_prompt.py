@@ -9,7 +9,8 @@ import transformers
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
-from theodolite.papers.catch_tag_release.prompt_sinks import prompt_outcome
+from theodolite.papers.catch_tag_release.prompt_sinks import show_prompt
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
 
 LENGTH = 24
@@ -92,14 +93,20 @@ def test_groups_by_hand(model, eager):
     assert found
 
 
+def shown(trace, tokens, **options):
+    outcome = Outcome()
+    show_prompt(outcome, trace, tokens, **options)
+    return outcome
+
+
 def test_without_a_head_named_the_one_that_tags_most(model):
     trace = trace_prompt(model, IDS)
     assert len(trace.sinks)
-    outcome = prompt_outcome(trace, [str(token) for token in IDS.tolist()], chosen=True)
+    outcome = shown(trace, [str(token) for token in IDS.tolist()], chosen=True)
     # That it has a sink is why it was chosen, and no verdict.
     assert [verdict.claim.partition(" ")[0] for verdict in outcome.verdicts] == ["Tokens", "The"]
     assert "chosen because" in outcome.readings[0].here
-    named = prompt_outcome(trace, [str(token) for token in IDS.tolist()])
+    named = shown(trace, [str(token) for token in IDS.tolist()])
     assert named.verdicts[0].answer == "holds"
     assert len(named.readings) == len(outcome.readings) - 1
     assert list(outcome.tables["places"]["place"])[1] == "output of the head"
@@ -115,7 +122,7 @@ def test_a_head_without_sinks_is_drawn_and_judged(model, folder):
             block.attn.c_attn.weight.zero_()
     with pytest.raises(UsageError, match="no head has a sink on this prompt"):
         trace_prompt(flat, IDS)
-    outcome = prompt_outcome(trace_prompt(flat, IDS, 0, 0), [str(token) for token in IDS.tolist()])
+    outcome = shown(trace_prompt(flat, IDS, 0, 0), [str(token) for token in IDS.tolist()])
     assert [verdict.answer for verdict in outcome.verdicts] == [
         "fails",
         "not testable here",

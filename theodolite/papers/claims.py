@@ -7,7 +7,7 @@ from typing import get_args
 import pandas as pd
 
 from theodolite.errors import UsageError
-from theodolite.judging import UNTESTABLE, Answer, Verdict
+from theodolite.judging import UNTESTABLE, Answer, Verdict, independent
 from theodolite.papers.experiment import Experiment, Study, experiment
 from theodolite.report.outcome import Outcome
 
@@ -37,8 +37,8 @@ def claims(group: str, paper: str, experiments: list[Experiment]) -> Experiment:
             outcome.verdicts += verdicts
             rows += [{"experiment": each.name, **vars(verdict)} for verdict in verdicts]
         for answer in get_args(Answer):
-            counted = sum(verdict.answer == answer for verdict in outcome.verdicts)
-            outcome.read(f"claims: {answer}", str(counted))
+            count = sum(verdict.answer == answer for verdict in independent(outcome.verdicts))
+            outcome.read(f"claims: {answer}", str(count))
         outcome.tables["claims"] = pd.DataFrame(rows)
 
     return collected

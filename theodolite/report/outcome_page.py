@@ -12,7 +12,17 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, harmless, reading_order
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    UNDECIDED,
+    UNTESTABLE,
+    Verdict,
+    harmless,
+    independent,
+    reading_order,
+)
 from theodolite.report import content
 from theodolite.report.data import records
 from theodolite.report.measures import BAO, SONG, TITLES, ZHANG
@@ -147,14 +157,16 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 def _tally(verdicts: list[Verdict]) -> str:
     """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
-    counts = {answer: sum(verdict.answer == answer for verdict in verdicts) for answer in MARKS}
+    counted = independent(verdicts)
+    counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
-    counted = ", ".join(
+    listed = ", ".join(
         f"{count} {many.get(answer, answer) if count > 1 else answer}"
         for answer, count in counts.items()
         if count
     )
-    return f"{len(verdicts)} claims: {counted}" if len(verdicts) > 1 else ""
+    repeated = "; claims judged by the same number count once" if len(counted) < len(verdicts) else ""
+    return f"{len(counted)} claims: {listed}{repeated}" if len(verdicts) > 1 else ""
 
 
 def _shown(verdict: Verdict) -> dict[str, str]:

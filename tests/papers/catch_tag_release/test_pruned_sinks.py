@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,14 +62,29 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 def test_paired_verdicts():
     dense, oats = random_sinks(0), random_sinks(0)
     none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
-    assert pruned_sinks._oats_verdict(dense, oats).answer == "holds"
-    assert pruned_sinks._oats_verdict(dense, none).answer == "fails"
-    assert pruned_sinks._method_verdict(dense, oats, none, "Wanda").answer == "holds"
-    assert pruned_sinks._method_verdict(dense, none, oats, "Wanda").answer == "fails"
-    assert (
-        pruned_sinks._method_verdict(dense, random_sinks(2, 0.5), random_sinks(3, 0.5), "Wanda").answer
-        == "not decided"
-    )
+    oats_answer = partial(answer, pruned_sinks._judge_oats, dense)
+    method_answer = partial(answer, pruned_sinks._judge_method, dense, name="Wanda")
+    assert oats_answer(oats) == "holds"
+    assert oats_answer(none) == "fails"
+    assert method_answer(oats, none) == "holds"
+    assert method_answer(none, oats) == "fails"
+    assert method_answer(random_sinks(2, 0.5), random_sinks(3, 0.5)) == "not decided"
+
+
+def answer(judge, *measured, **options):
+    outcome = Outcome()
+    judge(outcome, *measured, **options)
+    return outcome.verdicts[0].answer
+
+
+def test_a_layers_sinks_and_the_whole_models_loss_are_told_apart(study):
+    for name, whose in (
+        ("figure4", " of the dense model's sinks in layer 4; "),
+        ("figure5", "dense model's sinks; "),
+    ):
+        readings = study.outcome(EXPERIMENTS[f"sinks/{name}"]).readings
+        assert all(whose in reading.here for reading in readings)
+        assert all("; the whole model has " in reading.here for reading in readings)
 
 
 def test_the_front_is_of_those_that_none_beats():

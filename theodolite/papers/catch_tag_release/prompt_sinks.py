@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.judging import FAILS, HOLDS, Verdict
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
-from theodolite.papers.experiment import Experiment, experiment
+from theodolite.papers.experiment import Experiment, Study, experiment
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
-from theodolite.report.exhibit import Exhibit, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
 from theodolite.system.wording import counted, head_name, number, shown_token
 from theodolite.theory.colouring import principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
 
-if TYPE_CHECKING:
-    from theodolite.papers.experiment import Study
-
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
 
 
-def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> Outcome:
+def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
     """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain.
 
     Args:
@@ -54,8 +50,10 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         for name, vectors in vectors_at.items()
     }
     chance = chance_explained(trace.group[grouped])
-    table = pd.DataFrame({"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance})
-    listing = pd.DataFrame(
+    outcome.tables["places"] = pd.DataFrame(
+        {"place": list(eta), "variance_explained": list(eta.values()), "by_chance": chance}
+    )
+    outcome.tables["tokens"] = pd.DataFrame(
         {
             "position": range(len(tokens)),
             "token_id": trace.ids.tolist(),
@@ -65,26 +63,19 @@ def prompt_outcome(trace: PromptTrace, tokens: list[str], *, chosen: bool = Fals
         }
     )
     head = head_name(trace.layer, trace.head)
-    choice = [Reading("head", f"{head}, chosen because its sinks tag most of the prompt")] if chosen else []
-    readings = [
-        *choice,
-        Reading(f"sinks of {head}", _listed_sinks(trace, tokens)),
-        *(
-            Reading(f"η² of the grouping by sink: {name}", f"{number(value)} (by chance {number(chance)})")
-            for name, value in eta.items()
-        ),
-    ]
-    return Outcome(
-        readings,
-        _verdicts(trace, eta, chance)[int(chosen) :],
-        {"places": table, "tokens": listing},
-        _exhibits(trace, tokens, sinks, vectors_at, scores, colours, groups),
-    )
+    if chosen:
+        outcome.read("head", f"{head}, chosen because its sinks tag most of the prompt")
+    outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
+    for name, value in eta.items():
+        explained = f"{number(value)} (by chance {number(chance)})"
+        outcome.read(f"η² of the grouping by sink: {name}", explained)
+    _judge(outcome, trace, eta, chance, chosen)
+    _figures(outcome, trace, tokens, sinks, scores, colours, groups)
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers "
-    "the release."""
+    """The vectors that are coloured, in the order of the computation: the head's output is the tag, deeper layers
+    the release."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {
@@ -123,135 +114,121 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
     return "; ".join(catches)
 
 
-def _verdicts(trace: PromptTrace, eta: dict[str, float], chance: float) -> list[Verdict]:
+def _judge(outcome: Outcome, trace: PromptTrace, eta: dict[str, float], chance: float, chosen: bool) -> None:
     caught = "Sinks catch the attention of tokens that come later (Fig. 2a)"
     tagged = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
     released = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
-    if not len(trace.sinks):
-        return [
-            Verdict(
-                caught, FAILS, "this head has no sink on this prompt: name another with --layer and --head"
-            ),
-            Verdict(tagged, UNTESTABLE, "no token is caught"),
-            Verdict(released, UNTESTABLE, "no token is caught"),
-        ]
+    if not chosen:
+        caught_count = int((trace.group >= 0).sum())
+        evidence = (
+            f"{counted(len(trace.sinks), 'sink')} of this head, {counted(caught_count, 'token')} caught"
+        )
+        if not len(trace.sinks):
+            evidence = "this head has no sink on this prompt: name another with --layer and --head"
+        outcome.verdicts.append(Verdict(caught, HOLDS if len(trace.sinks) else FAILS, evidence))
     before, tag, *later = eta.values()
-    deep = later[-1]
-    caught_count = int((trace.group >= 0).sum())
-    first = Verdict(
-        caught,
-        HOLDS,
-        f"{counted(len(trace.sinks), 'sink')} of this head, {counted(caught_count, 'token')} caught",
-    )
-    if not np.isfinite(tag):
-        why = "all tokens are in one group"
-        return [first, Verdict(tagged, UNTESTABLE, why), Verdict(released, UNTESTABLE, why)]
-    no_error = "one prompt, no standard error"
-    return [
-        first,
+    if not len(trace.sinks) or not np.isfinite(tag):
+        why = "all tokens are in one group" if len(trace.sinks) else "no token is caught"
+        outcome.cannot_test(tagged, why)
+        outcome.cannot_test(released, why)
+        return
+    limit, no_error = max(2 * chance, before), "one prompt, no standard error"
+    outcome.verdicts += [
         Verdict(
             tagged,
-            HOLDS if tag > max(2 * chance, before) else FAILS,
+            HOLDS if tag > limit else FAILS,
             f"η² {number(tag)} in the head's output, {number(before)} before it, {number(chance)} by chance; "
             f"criterion: more than before the head and than twice by chance (ours); {no_error}",
         ),
         Verdict(
             released,
-            HOLDS if deep > max(2 * chance, before) else FAILS,
-            f"η² {number(deep)} in the last layer, {number(before)} before the head, {number(chance)} by chance; the "
-            f"same criterion; {no_error}",
+            HOLDS if later[-1] > limit else FAILS,
+            f"η² {number(later[-1])} in the last layer, {number(before)} before the head, {number(chance)} by "
+            f"chance; the same criterion; {no_error}",
         ),
     ]
 
 
-def _exhibits(
+def _figures(
+    outcome: Outcome,
     trace: PromptTrace,
     tokens: list[str],
     sinks: list[int],
-    places: dict[str, Tensor],
     scores: dict[str, Tensor],
     colours: np.ndarray,
     groups: list[str],
-) -> list[Exhibit]:
+) -> None:
     head, source = head_name(trace.layer, trace.head), f"{ZHANG}, Fig. 2 and Figs. 7 to 11"
     grouped = (trace.group != LEFT_OUT).numpy()
     names = sorted({group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped})
     shown = [token for token, is_grouped in zip(tokens, grouped, strict=True) if is_grouped]
     of_shown = [group for group, is_grouped in zip(groups, grouped, strict=True) if is_grouped]
-    figures = [
-        Exhibit(
-            "attention",
-            f"Catch: attention of {head}",
-            drawing.attention(trace.attention.numpy(), tokens, sinks),
-            "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
-            f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
-            "attention of a contiguous span.",
-            "strong columns: later tokens attend mostly to that token.",
-            source,
-            wide=True,
-        ),
-        Exhibit(
-            "output",
-            f"Tag: output of {head} by dimension",
-            drawing.by_dimension(trace.output.numpy(), tokens, sinks),
-            f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
-            "dimensions that are largest at any token.",
-            "columns of one colour over all tokens that one sink caught.",
-            f"{ZHANG}, Fig. 2b",
-            wide=True,
-        ),
-        Exhibit(
-            "values",
-            f"Value vectors of {head}: what it can copy",
-            drawing.by_dimension(trace.value.numpy(), tokens, sinks),
-            "The value vector of each token, through W_O, the largest dimensions.",
-            "the rows of the sinks (▼): the same colours as in the columns of the output.",
-            f"{ZHANG}, Fig. 7d",
-            wide=True,
-        ),
-        Exhibit(
-            "colours",
-            "Release: tokens coloured by principal components",
-            drawing.coloured(colours, list(places), tokens, sinks),
-            "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
-            "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
-            "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
-            "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
-            f"{ZHANG}, Figs. 2c and 2d",
-            wide=True,
-        ),
-    ]
-    plane = {name: values[grouped][:, :2].numpy() for name, values in scores.items()}
-    figures.append(
-        Exhibit(
-            "clusters",
-            "Clusters: tokens on two principal components",
-            drawing.clusters(next(iter(plane.values())), of_shown, shown, names),
-            "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
-            "groups that mix before the head, stand apart in its output, and still do in deep layers.",
-            source,
-            choice=by_name(
-                "place",
-                list(plane),
-                lambda place: drawing.clusters(list(plane.values())[place], of_shown, shown, names),
-                grid=True,
-            ),
-            wide=True,
-        )
+    outcome.figure(
+        "attention",
+        f"Catch: attention of {head}",
+        drawing.attention(trace.attention.numpy(), tokens, sinks),
+        "Queries down, keys across. ▼ marks the sinks of this head: keys that receive more than "
+        f"{SINK_THRESHOLD} of the attention of the queries that see them, or, for local sinks, most of the "
+        "attention of a contiguous span.",
+        "strong columns: later tokens attend mostly to that token.",
+        source,
+        wide=True,
     )
-    figures.append(
-        Exhibit(
-            "received",
-            "Where any head has a sink",
-            drawing.received(trace.received.numpy(), tokens, sinks),
-            "By layer and token, the largest mean attention that a head of the layer pays it.",
-            "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
-            "layers.",
-            f"{ZHANG}, Figs. 8f and 10f",
-            wide=True,
-        )
+    outcome.figure(
+        "output",
+        f"Tag: output of {head} by dimension",
+        drawing.by_dimension(trace.output.numpy(), tokens, sinks),
+        f"What the head adds to the residual stream of each token (through W_O), the {drawing.DIMENSIONS} "
+        "dimensions that are largest at any token.",
+        "columns of one colour over all tokens that one sink caught.",
+        f"{ZHANG}, Fig. 2b",
+        wide=True,
     )
-    return figures
+    outcome.figure(
+        "values",
+        f"Value vectors of {head}: what it can copy",
+        drawing.by_dimension(trace.value.numpy(), tokens, sinks),
+        "The value vector of each token, through W_O, the largest dimensions.",
+        "the rows of the sinks (▼): the same colours as in the columns of the output.",
+        f"{ZHANG}, Fig. 7d",
+        wide=True,
+    )
+    outcome.figure(
+        "colours",
+        "Release: tokens coloured by principal components",
+        drawing.coloured(colours, list(scores), tokens, sinks),
+        "Three principal components of the tokens' vectors as red, green and blue, at each place from its least to "
+        "its largest value; every place turned to the colours of the head's output (orthogonal Procrustes), so "
+        "that a colour means the same in all rows. Position 0 and the sinks are left out of the components.",
+        "runs of one colour after each ▼ in the head's output, and again in the rows below it.",
+        f"{ZHANG}, Figs. 2c and 2d",
+        wide=True,
+    )
+    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
+
+    def drawn(place: int) -> go.Figure:
+        return drawing.clusters(planes[place], of_shown, shown, names)
+
+    outcome.figure(
+        "clusters",
+        "Clusters: tokens on two principal components",
+        drawn(0),
+        "The scores behind the first two colours, at each place; one colour per sink that caught the token.",
+        "groups that mix before the head, stand apart in its output, and still do in deep layers.",
+        source,
+        choice=by_name("place", list(scores), drawn, grid=True),
+        wide=True,
+    )
+    outcome.figure(
+        "received",
+        "Where any head has a sink",
+        drawing.received(trace.received.numpy(), tokens, sinks),
+        "By layer and token, the largest mean attention that a head of the layer pays it.",
+        "strong cells far from the first token; on a prompt that ends in “Let's think step by step”, those in deep "
+        "layers.",
+        f"{ZHANG}, Figs. 8f and 10f",
+        wide=True,
+    )
 
 
 def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
@@ -267,7 +244,7 @@ def _on_prompt(figure: str, prompt: str, what: str, paper: str) -> Experiment:
         ids = prompt_or_shipped(model, focus.prompt, prompt)
         study.say("tracing the prompt")
         trace = trace_prompt(model, ids, focus.layer, focus.head)
-        outcome.take(prompt_outcome(trace, token_texts(model, ids), chosen=focus.layer is None))
+        show_prompt(outcome, trace, token_texts(model, ids), chosen=focus.layer is None)
 
     return on_prompt
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.models import OpenModel
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
@@ -31,9 +31,8 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.prune import Pruned
 from theodolite.report.drawing import compare as figures_compare
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
@@ -58,7 +57,9 @@ def _prompt(study: Study) -> Prompt:
 
 
 def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
-    """One row per model: sinks kept and new over the dense model's, and the loss beyond its own."""
+    """One row per model: sinks kept (of a layer, where one is named) and new over the dense model's, and the loss
+    beyond its own.
+    """
     rows = []
     for name, model in measured.items():
         share, new, loss = (
@@ -80,26 +81,27 @@ def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | N
     return pd.DataFrame(rows)
 
 
-def _readings(table: pd.DataFrame) -> list[Reading]:
-    return [
-        Reading(
+def _read(outcome: Outcome, table: pd.DataFrame, whose: str) -> None:
+    """Levels of `_table`; `whose`: the sinks of which a share is kept. New sinks and the loss are the whole model's."""
+    for row in table.itertuples():
+        outcome.read(
             row.model,
-            f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of the dense model's sinks, has "
-            f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new ones; loss "
+            f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of {whose}; the whole model has "
+            f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new sinks, and its loss is "
             f"{with_error(row.loss_more, row.loss_more_se)} nats more",
         )
-        for row in table.itertuples()
-    ]
 
 
-def _maps(study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str) -> Exhibit:
+def _maps(
+    outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt, source: str
+) -> None:
     tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
     figures = {}
     for name, model in measured.items():
         assert model.prompt is not None
         sinks = [int(place) for place in model.prompt.sinks if place >= 0]
         figures[name] = figures_prompt.attention(model.prompt.attention.numpy(), tokens, sinks)
-    return Exhibit(
+    outcome.figure(
         "maps",
         f"Attention of {head_name(prompt.layer, prompt.head)} on one prompt",
         figures_compare.parallel_map(figures, square=True),
@@ -121,34 +123,35 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     dense = dense_measures(study, prompt)
     measured = {name: pruned_measures(study, method, prompt) for method, name in METHODS.items()}
-    table = _table(dense, measured)
+    outcome.tables["methods"] = table = _table(dense, measured)
+    _read(outcome, table, "the dense model's sinks")
     if not dense.sinks.any():
-        why = "the dense model has no sink in this text"
-        verdicts = [Verdict("Only OATS retains the sinks (Fig. 5)", UNTESTABLE, why)]
+        outcome.cannot_test(
+            "Only OATS retains the sinks (Fig. 5)", "the dense model has no sink in this text"
+        )
     else:
-        verdicts = [_oats_verdict(dense, measured["OATS"])]
-        verdicts += [
-            _method_verdict(dense, measured["OATS"], measured[name], name)
-            for name in ("Wanda", "SparseGPT", "magnitude")
-        ]
-    outcome.readings += _readings(table)
-    outcome.verdicts += verdicts
-    outcome.tables |= {"methods": table}
-    outcome.exhibits += [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")]
+        _judge_oats(outcome, dense, measured["OATS"])
+        for name in ("Wanda", "SparseGPT", "magnitude"):
+            _judge_method(outcome, dense, measured["OATS"], measured[name], name)
+    _maps(outcome, study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 5")
 
 
-def _oats_verdict(dense: ModelSinks, oats: ModelSinks) -> Verdict:
-    value, error = kept_sinks(dense, oats)
-    what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
-    return judge(
+def _judge_oats(outcome: Outcome, dense: ModelSinks, oats: ModelSinks) -> None:
+    outcome.claim(
         "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)",
-        what,
-        Estimate(value, error),
+        f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has",
+        _kept(dense, oats),
         KEEPS,
     )
 
 
-def _method_verdict(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str) -> Verdict:
+def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
+    return Estimate(*kept_sinks(dense, other, layer), len(dense.sinks), "contexts")
+
+
+def _judge_method(
+    outcome: Outcome, dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str
+) -> None:
     """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
     common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
@@ -156,9 +159,11 @@ def _method_verdict(dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name
     mean = float(gain.sum() / count.sum())
     residual = gain - mean * count.numpy()
     error = float(np.sqrt((residual**2).sum() * len(gain) / (len(gain) - 1)) / float(count.sum()))
-    what = f"share kept by OATS less that kept by {name} (paired by context)"
-    return judge(
-        f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)", what, Estimate(mean, error), MORE
+    outcome.claim(
+        f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)",
+        f"share kept by OATS less that kept by {name} (paired by context)",
+        Estimate(mean, error, len(gain), "contexts"),
+        MORE,
     )
 
 
@@ -185,29 +190,17 @@ def figure_4(study: Study, outcome: Outcome) -> None:
             yield name, without_low_rank(model, layer, factors=pruned.factors(layer), control=seed)
 
     measured = {name or "OATS": model for name, model in ablated_measures(study, edits, prompt).items()}
-    table = _table(dense, measured, layer)
+    outcome.tables["models"] = table = _table(dense, measured, layer)
+    _read(outcome, table, f"the dense model's sinks in layer {layer}")
     claim = f"The low-rank term is responsible for the sinks of layer {layer}: ablating it removes them (section 3.2)"
-    if not (dense.sinks[:, layer] & measured["OATS"].sinks[:, layer]).any():
-        verdicts = [Verdict(claim, UNTESTABLE, "the pruned model has none of the layer's sinks in this text")]
+    oats = measured["OATS"]
+    if not (dense.sinks[:, layer] & oats.sinks[:, layer]).any():
+        outcome.cannot_test(claim, "the pruned model has none of the layer's sinks in this text")
     else:
-        gone, spared = (
-            (name, kept_sinks(measured["OATS"], measured[name], layer)) for name in _ablations(layer)
-        )
-        verdicts = [
-            judge(
-                claim,
-                f"share of the layer's sinks that is left: {gone[0]}",
-                Estimate(gone[1][0], gone[1][1]),
-                REMOVED,
-            ),
-            judge(
-                "The effect is specific to this term: a norm-matched random change does not have it (control, ours)",
-                f"share of the layer's sinks that is left: {spared[0]}",
-                Estimate(spared[1][0], spared[1][1]),
-                SPARED,
-            ),
-        ]
-    outcome.readings += _readings(table)
-    outcome.verdicts += verdicts
-    outcome.tables |= {"models": table}
-    outcome.exhibits += [_maps(study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")]
+        control = "The effect is specific to this term: a norm-matched random change does not have it (control, ours)"
+        for name, words, criterion in zip(
+            _ablations(layer), (claim, control), (REMOVED, SPARED), strict=True
+        ):
+            what = f"share of the layer's sinks that is left: {name}"
+            outcome.claim(words, what, _kept(oats, measured[name], layer), criterion)
+    _maps(outcome, study, {DENSE: dense, **measured}, prompt, f"{ZHANG}, Fig. 4")

@@ -5,12 +5,13 @@ Measured on the contexts that did not calibrate: the loss beyond the dense model
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from theodolite.judging import UNTESTABLE, Criterion, Estimate, Verdict, judge
+from theodolite.corpus.corpus import Corpus
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers.catch_tag_release.pruned_models import (
     SPARSITY,
     dense_measures,
@@ -25,15 +26,10 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.prune.settings import RankRatio
 from theodolite.report.data import Floats
 from theodolite.report.drawing import sweep as drawing
-from theodolite.report.exhibit import Exhibit
 from theodolite.report.measures import ZHANG
-from theodolite.report.outcome import Outcome, Reading
+from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import counted, listed, number, percent, with_error
-
-if TYPE_CHECKING:
-    from theodolite.corpus.corpus import Corpus
-    from theodolite.papers.experiment import Study
 
 SPARSITIES = (0.3, 0.5, 0.6, 0.7)
 RATIOS = (0.0, 0.1, 0.25, 0.5)
@@ -87,24 +83,21 @@ def sweep(study: Study, outcome: Outcome) -> None:
         for sparsity in SPARSITIES
         for ratio in RATIOS
     ]
-    table = pd.DataFrame(prunings)
+    table = outcome.tables["prunings"] = pd.DataFrame(prunings)
     cost = table["bytes"].to_numpy()
     table["front_loss"] = front(cost, -table["loss_more"].to_numpy())
     table["front_sinks"] = front(cost, table["sinks_kept"].fillna(0).to_numpy())
-    readings = []
     for sparsity in SPARSITIES:
         rows = table[table["sparsity"] == sparsity]
         least, most = rows.loc[rows["loss_more"].idxmin()], rows.loc[rows["sinks_kept"].fillna(0).idxmax()]
-        readings.append(
-            Reading(
-                f"{percent(sparsity)} removed, {percent(rows['bytes'].mean())} of the bytes",
-                f"least loss at rank ratio {number(least['rank_ratio'])} "
-                f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
-                f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
-                "rank ratio 0.25",
-            )
+        outcome.read(
+            f"{percent(sparsity)} removed, {percent(rows['bytes'].mean())} of the bytes",
+            f"least loss at rank ratio {number(least['rank_ratio'])} "
+            f"({with_error(least['loss_more'], least['loss_more_se'])} nats more), most sinks kept at "
+            f"{number(most['rank_ratio'])} ({with_error(most['sinks_kept'], most['sinks_kept_se'])})",
+            "rank ratio 0.25",
         )
-    figure = Exhibit(
+    outcome.figure(
         "front",
         "Loss and sinks against bytes",
         drawing.fronts(table),
@@ -114,9 +107,6 @@ def sweep(study: Study, outcome: Outcome) -> None:
         f"{ZHANG}, section 3; the sweep is ours",
         wide=True,
     )
-    outcome.readings += readings
-    outcome.tables |= {"prunings": table}
-    outcome.exhibits += [figure]
 
 
 def tagging_layers(study: Study) -> list[int]:
@@ -143,17 +133,16 @@ def allocation(study: Study, outcome: Outcome) -> None:
     tagging = tagging_layers(study)
     claim = "Rank goes furthest where heads tag (ours)"
     if not tagging or len(tagging) == study.require_model().layers:
-        outcome.verdicts += [
-            Verdict(claim, UNTESTABLE, "no layer tags, or all do: there is nothing to choose")
-        ]
+        outcome.cannot_test(claim, "no layer tags, or all do: there is nothing to choose")
         return
     others = [layer for layer in range(study.require_model().layers) if layer not in tagging]
     random = np.random.default_rng(study.provenance["seed"])
     control = sorted(random.permutation(others)[: len(tagging)].tolist())
     calibration_text, _ = halves(study)
+    raised = "more where heads tag"
     plans: dict[str, RankRatio] = {
         "uniform": PUBLISHED_RATIO,
-        "more where heads tag": _raised(tagging),
+        raised: _raised(tagging),
         "more elsewhere (control)": _raised(control),
     }
     prunings: list[dict[str, Any]] = []
@@ -163,36 +152,31 @@ def allocation(study: Study, outcome: Outcome) -> None:
             {"plan": name, "part": part} | _measured_pruning(study, calibration, SPARSITY, ratio)
             for name, ratio in plans.items()
         ]
-    table = pd.DataFrame(prunings)
+    table = outcome.tables["prunings"] = pd.DataFrame(prunings)
     by_plan = {name: table[table["plan"] == name] for name in plans}
-    readings = [
-        Reading("layers whose heads tag", listed([str(layer) for layer in tagging], 20)),
-        Reading("layers of the control", listed([str(layer) for layer in control], 20)),
-        *(
-            Reading(
-                name,
-                f"sinks kept {_level(rows, 'sinks_kept')}, loss {_level(rows, 'loss_more')} nats more, bytes "
-                f"{number(float(rows['bytes'].mean()))} of the dense",
-            )
-            for name, rows in by_plan.items()
-        ),
-    ]
-    raised, rivals = (
-        by_plan["more where heads tag"],
-        [name for name in plans if name != "more where heads tag"],
-    )
-    verdicts = [
-        _better(
-            f"{claim}: {what} against {rival}",
-            sign * (raised[column].to_numpy() - by_plan[rival][column].to_numpy()),
+    outcome.read("layers whose heads tag", listed([str(layer) for layer in tagging], 20))
+    outcome.read("layers of the control", listed([str(layer) for layer in control], 20))
+    for name, rows in by_plan.items():
+        outcome.read(
+            name,
+            f"sinks kept {_level(rows, 'sinks_kept')}, loss {_level(rows, 'loss_more')} nats more, bytes "
+            f"{number(float(rows['bytes'].mean()))} of the dense",
         )
-        for rival in rivals
+    for rival in plans:
+        if rival == raised:
+            continue
         for column, sign, what in (
             ("sinks_kept", 1, "share of sinks kept"),
             ("loss_more", -1, "loss saved, nats"),
-        )
-    ]
-    figure = Exhibit(
+        ):
+            gains = sign * (by_plan[raised][column].to_numpy() - by_plan[rival][column].to_numpy())
+            outcome.claim(
+                f"{claim}: {what} against {rival}",
+                f"gain, paired, over {counted(CALIBRATIONS, 'calibration')}",
+                Estimate.mean(gains, "calibrations"),
+                GAIN,
+            )
+    outcome.figure(
         "allocation",
         "Uniform ranks, and more rank in some layers' Q, K and V",
         drawing.plans(table),
@@ -202,16 +186,6 @@ def allocation(study: Study, outcome: Outcome) -> None:
         "ours",
         wide=True,
     )
-    outcome.readings += readings
-    outcome.verdicts += verdicts
-    outcome.tables |= {"prunings": table}
-    outcome.exhibits += [figure]
-
-
-def _better(claim: str, gains: Floats) -> Verdict:
-    """Whether the mean of gains, one per calibration, is above 0."""
-    what = f"gain, paired, over {counted(CALIBRATIONS, 'calibration')}"
-    return judge(claim, what, Estimate.mean(gains, "calibrations"), GAIN)
 
 
 def _level(rows: pd.DataFrame, name: str) -> str:
