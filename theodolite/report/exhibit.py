@@ -14,6 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.report.data import array, column, evenly
+from theodolite.report.drawing.grammar import Sketch, Sketched
 from theodolite.report.style import Patch
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Choice:
 
     name: str
     options: list[Option]
-    draw: Callable[[str], go.Figure | list[Patch]]
+    draw: Callable[[str], go.Figure | Sketch | list[Patch]]
     mode: str = "picker"
     grid: Sequence[str] = ()
 
@@ -63,7 +64,9 @@ class Choice:
         }
 
 
-def _traces(figure: go.Figure) -> list[Patch]:
+def _traces(figure: go.Figure | Sketch) -> list[Patch]:
+    if isinstance(figure, Sketch):
+        return figure.traces
     traces: list[Patch] = figure.to_plotly_json()["data"]
     return traces
 
@@ -82,6 +85,8 @@ def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
     return bool(a == b)
@@ -141,7 +146,11 @@ def _has(run: Run, need: str) -> bool:
 
 
 def by_name(
-    kind: str, names: Sequence[str], draw: Callable[[int], go.Figure | list[Patch]], *, grid: bool = False
+    kind: str,
+    names: Sequence[str],
+    draw: Callable[[int], go.Figure | Sketch | list[Patch]],
+    *,
+    grid: bool = False,
 ) -> Choice:
     """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
@@ -155,7 +164,12 @@ def by_layer(count: int, draw: Callable[[int], go.Figure | list[Patch]], *, grid
 
 
 def by_layer_of(
-    count: Callable[[Run], int], draw: Callable[[Run, int], go.Figure | list[Patch]], *, grid: bool = False
+    count: Callable[[Run], int], draw: Sketched[[Run, int]], *, grid: bool = False
 ) -> Callable[[Run], Choice]:
     """A picker over the layers that a run has."""
-    return lambda run: by_layer(count(run), lambda layer: draw(run, layer), grid=grid)
+
+    def choice(run: Run) -> Choice:
+        names = [f"layer {layer}" for layer in range(count(run))]
+        return by_name("layer", names, lambda layer: draw.sketch(run, layer), grid=grid)
+
+    return choice

@@ -112,7 +112,9 @@ def figure_2(study: Study, outcome: Outcome) -> None:
         "smooth shading among positions (top left), nearly nothing between positions and contexts, and one strong "
         "block per label (bottom right).",
         f"{SONG}, Fig. 2; Figs. 15 to 17",
-        choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
+        choice=by_layer(
+            len(grams), lambda layer: drawing.gram_by_label(grams[layer], labels, positions), grid=True
+        ),
         wide=True,
     )
     readings = [

@@ -88,7 +88,9 @@ def _gram(run: Run, names: list[str]) -> Exhibit:
         "label together.",
         "one strong block per label on the diagonal, little elsewhere.",
         f"{SONG}, Fig. 2, bottom right",
-        choice=by_layer(len(grams), lambda layer: drawing.cosine_patch(grams[layer]), grid=True),
+        choice=by_layer(
+            len(grams), lambda layer: drawing.gram_by_label(grams[layer], label_names), grid=True
+        ),
         wide=True,
     )
 
@@ -97,16 +99,16 @@ def _by_cluster(run: Run, names: list[str]) -> Exhibit:
     labels, clusters = need(run, "context_label"), need(run, "context_cluster")
     listed = frequent_labels(labels, LISTED_LABELS)
     shares = [cluster_shares(labels, of_layer, listed) for of_layer in clusters]
-    middle = len(shares) // 2
+    listed_names = [names[label] for label in listed]
     return Exhibit(
         "clusters",
         "Which cluster the contexts of a label fall into",
-        drawing.cluster_table(shares[middle], [names[label] for label in listed]),
+        drawing.cluster_table(shares[len(shares) // 2], listed_names),
         "Each row a label, each column a cluster that k-means found among the directions of the context vectors, "
         "without knowing the labels; columns are ordered to match the rows as far as they do.",
         "a strong diagonal: the clusters are the labels.",
         f"{SONG}, claim 2 of section 2; k-means is ours",
-        choice=by_layer(len(shares), lambda layer: drawing.cluster_patch(shares[layer])),
+        choice=by_layer(len(shares), lambda layer: drawing.cluster_table(shares[layer], listed_names)),
         wide=True,
     )
 

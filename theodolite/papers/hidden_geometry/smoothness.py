@@ -101,9 +101,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             "same positions and width, centred as the learned bases are.",
             "a strong ridge on the diagonal of the fixed encoding, smooth shading in the learned ones.",
             f"{SONG}, Fig. 7 against Fig. 2",
-            choice=by_name(
-                "basis", figure_names, lambda place: geometry.gram_traces(pictured, place), grid=True
-            ),
+            choice=by_name("basis", figure_names, lambda place: geometry.gram(pictured, place), grid=True),
             wide=True,
         ),
         Exhibit(
@@ -121,7 +119,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "more weight away from the corner in the fixed encoding.",
             f"{SONG}, Fig. 7 against Fig. 3, right",
-            choice=by_name("basis", figure_names, lambda place: geometry.dct_traces(pictured, place)),
+            choice=by_name("basis", figure_names, lambda place: geometry.dct(pictured, place)),
         ),
     ]
     readings = [
@@ -223,7 +221,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
             "Cosines between positions, at every layer.",
             "smooth shading in language models; breaks and fractured regions in models trained on addition.",
             f"{SONG}, Fig. 5, left; Figs. 18 and 21",
-            choice=by_layer(layers, lambda layer: geometry.gram_traces(pictured, layer), grid=True),
+            choice=by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True),
             wide=True,
         ),
         Exhibit(
@@ -233,7 +231,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
             "Magnitude of each coefficient of the two-dimensional cosine transform over the largest, in decades.",
             "weight beyond the corner where position is not smooth.",
             f"{SONG}, Figs. 20 and 23",
-            choice=by_layer(layers, lambda layer: geometry.dct_traces(pictured, layer)),
+            choice=by_layer(layers, lambda layer: geometry.dct(pictured, layer)),
         ),
         Exhibit(
             "smoothness",
