@@ -154,3 +154,11 @@ def test_captions_say_that_attribution_has_a_sample_of_its_own() -> None:
     captions = [exhibit.shows for exhibit in EXHIBITS if exhibit.key.startswith("attribution-")]
     assert len(captions) == 3
     assert all("not those of the scores under Heads" in caption for caption in captions)
+
+
+def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
+    """Of the first panel too, whose title begins `yshift` pixels above the plot."""
+    layout = figures.attribution(run, "previous").layout
+    plot = layout.height - layout.margin.t - layout.margin.b
+    for title in layout.annotations:
+        assert title.y * plot + title.yshift + title.font.size < layout.legend.y * plot

@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
+TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,9 @@ def panels(
     ):
         left = next(drawn.select_xaxes(row=row, col=column)).domain[0]
         title.update(x=left, xanchor="left", yshift=4, font_size=12)
+    if drawn.layout.annotations:
+        top = style.template().layout.margin.t + TITLE
+        drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
     return style.finished(drawn, height=HEADROOM + height * rows, layout=layout)
 
 
