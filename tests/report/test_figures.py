@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -285,3 +286,27 @@ def test_wrong_arguments_are_refused_in_one_line(draw, said: str, run: Run) -> N
     with pytest.raises(UsageError, match=said) as refused:
         draw(run)
     assert "\n" not in str(refused.value)
+
+
+PICKED: dict[str, Callable[[Run, str], go.Figure]] = {
+    "gram": lambda run, key: figures.gram(run, int(key)),
+    "head-map": figures.head_map,
+    "head-shares": lambda run, key: figures.head_shares(run, int(key)),
+    "spectrum-data": lambda run, key: figures.spectrum(run, *map(int, key.split(",")), "spectrum_data"),
+    "propagation": lambda run, key: figures.propagation(run, *map(int, key.split(","))),
+    "inherited-smoothness": lambda run, key: figures.inherited_smoothness(run, int(key)),
+}
+
+
+@pytest.mark.parametrize("key", PICKED)
+def test_what_a_picker_puts_in_place_makes_the_figure_of_its_option(run: Run, key: str) -> None:
+    """The page's overlay, against the figure that a notebook draws of the same layer, head or measure."""
+    shown = next(exhibit for exhibit in EXHIBITS if exhibit.key == key).of(run)
+    assert shown.choice is not None
+    variants = shown.choice.variants()
+    assert len(variants) == len(shown.choice.options) > 1
+    for option, patches in variants.items():
+        overlaid = [
+            trace.to_plotly_json() | patch for trace, patch in zip(shown.figure.data, patches, strict=True)
+        ]
+        assert drawn_data(go.Figure(overlaid)) == drawn_data(PICKED[key](run, option))

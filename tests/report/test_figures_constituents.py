@@ -13,13 +13,7 @@ from tests.report.synthetic import PARTS, make_run
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import figures, style
-from theodolite.report.drawing.constituents import (
-    PANELS,
-    attributed,
-    constituents_traces,
-    head_shares_traces,
-)
-from theodolite.report.drawing.geometry import inherited_smoothness_traces
+from theodolite.report.drawing.constituents import PANELS, attributed
 from theodolite.report.exhibits import EXHIBITS
 from theodolite.report.published import LOW_FREQUENCY_QK
 
@@ -59,7 +53,9 @@ def test_negative_shares_hang_below_zero_within_the_axis(run: Run) -> None:
 def test_a_head_without_shares_has_no_bar(run: Run) -> None:
     heads = run.heads.copy()
     heads.loc[heads["layer"] == 0, [name for name in heads if name.startswith("share_")]] = math.nan
-    assert all(np.isnan(patch["y"]).all() for patch in head_shares_traces(replace(run, heads=heads), 0))
+    bars = figures.head_shares(replace(run, heads=heads), 0).data
+    assert all(np.isnan(bar.y).all() for bar in bars)
+    assert len(bars) == 4
 
 
 def test_cells_of_a_head_are_its_constituents_by_query_and_key(run: Run) -> None:
@@ -82,14 +78,14 @@ def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     biased = with_bias(run)
     cell = figures.constituents(biased, 1, 2).data[1]
     assert (float(cell.z[0][0]), cell.text[0][0]) == (pytest.approx(0.1), "10")
-    assert len(constituents_traces(biased, 0, 0)) == 2
+    assert len(figures.constituents(biased, 0, 0).data) == 2
     assert figures.head_shares(biased, 1).data[-1].name == "additive"
 
 
 def test_a_layer_that_could_not_be_split_has_empty_cells(run: Run) -> None:
     rest = run.constituents[run.constituents["layer"] != 1]
-    (patch,) = constituents_traces(replace(run, constituents=rest), 1, 0)
-    assert np.isnan(patch["z"]).all()
+    (cells,) = figures.constituents(replace(run, constituents=rest), 1, 0).data
+    assert np.isnan(cells.z).all()
 
 
 def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run: Run) -> None:
@@ -148,8 +144,9 @@ def test_smoothness_is_the_median_over_a_layer_s_heads(run: Run) -> None:
 def test_rows_of_smoothness_that_a_run_lacks_are_left_out(run: Run) -> None:
     names = [name for name in run.heads if name.startswith("qk_")]
     other = replace(run, heads=run.heads.drop(columns=names))
-    assert len(inherited_smoothness_traces(other, 10)) == 4
-    assert {trace.name for trace in figures.inherited_smoothness(other).data} == {"PPᵀ", "PWPᵀ", "GPT-2"}
+    traces = figures.inherited_smoothness(other, 10).data
+    assert len(traces) == 4
+    assert {trace.name for trace in traces} == {"PPᵀ", "PWPᵀ", "GPT-2"}
 
 
 def test_captions_say_that_attribution_has_a_sample_of_its_own() -> None:
@@ -157,3 +154,11 @@ def test_captions_say_that_attribution_has_a_sample_of_its_own() -> None:
     captions = [exhibit.shows for exhibit in EXHIBITS if exhibit.key.startswith("attribution-")]
     assert len(captions) == 3
     assert all("not those of the scores under Heads" in caption for caption in captions)
+
+
+def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
+    """Of the first panel too, whose title begins `yshift` pixels above the plot."""
+    layout = figures.attribution(run, "previous").layout
+    plot = layout.height - layout.margin.t - layout.margin.b
+    for title in layout.annotations:
+        assert title.y * plot + title.yshift + title.font.size < layout.legend.y * plot

@@ -14,6 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.report.data import array, column, evenly
+from theodolite.report.drawing.grammar import Sketch, Sketched
 from theodolite.report.style import Patch
 
 if TYPE_CHECKING:
@@ -43,17 +44,14 @@ class Choice:
 
     name: str
     options: list[Option]
-    draw: Callable[[str], go.Figure | list[Patch]]
+    draw: Callable[[str], go.Figure | Sketch]
     mode: str = "picker"
     grid: Sequence[str] = ()
 
     def variants(self) -> dict[str, list[Patch]]:
         """Of every option the entries of each trace that are not the same in all options."""
         drawn = {option.key: self.draw(option.key) for option in self.options}
-        patches = {key: each for key, each in drawn.items() if isinstance(each, list)}
-        traces = {key: _traces(each) for key, each in drawn.items() if not isinstance(each, list)}
-        if not traces:
-            return patches
+        traces = {key: _traces(each) for key, each in drawn.items()}
         changing = _changing(traces)
         return {
             key: [
@@ -63,7 +61,9 @@ class Choice:
         }
 
 
-def _traces(figure: go.Figure) -> list[Patch]:
+def _traces(figure: go.Figure | Sketch) -> list[Patch]:
+    if isinstance(figure, Sketch):
+        return figure.traces
     traces: list[Patch] = figure.to_plotly_json()["data"]
     return traces
 
@@ -82,6 +82,8 @@ def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
     return bool(a == b)
@@ -141,7 +143,11 @@ def _has(run: Run, need: str) -> bool:
 
 
 def by_name(
-    kind: str, names: Sequence[str], draw: Callable[[int], go.Figure | list[Patch]], *, grid: bool = False
+    kind: str,
+    names: Sequence[str],
+    draw: Callable[[int], go.Figure | Sketch],
+    *,
+    grid: bool = False,
 ) -> Choice:
     """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
@@ -149,13 +155,18 @@ def by_name(
     return Choice(kind, options, lambda key: draw(int(key)), grid=shown)
 
 
-def by_layer(count: int, draw: Callable[[int], go.Figure | list[Patch]], *, grid: bool = False) -> Choice:
+def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: bool = False) -> Choice:
     """A picker over residual layers."""
     return by_name("layer", [f"layer {layer}" for layer in range(count)], draw, grid=grid)
 
 
 def by_layer_of(
-    count: Callable[[Run], int], draw: Callable[[Run, int], go.Figure | list[Patch]], *, grid: bool = False
+    count: Callable[[Run], int], draw: Sketched[[Run, int]], *, grid: bool = False
 ) -> Callable[[Run], Choice]:
     """A picker over the layers that a run has."""
-    return lambda run: by_layer(count(run), lambda layer: draw(run, layer), grid=grid)
+
+    def choice(run: Run) -> Choice:
+        names = [f"layer {layer}" for layer in range(count(run))]
+        return by_name("layer", names, lambda layer: draw.sketch(run, layer), grid=grid)
+
+    return choice

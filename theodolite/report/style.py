@@ -153,8 +153,7 @@ def figure(
     traces: list[Any], x: str = "", y: str = "", *, height: int = HEIGHT, layout: dict[str, Any] | None = None
 ) -> go.Figure:
     """A figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
-    drawn = go.Figure(traces)
-    drawn.update_layout(xaxis_title_text=x, yaxis_title_text=y)
+    drawn = go.Figure(traces, {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}})
     return finished(drawn, height=height, layout=layout)
 
 

@@ -207,7 +207,8 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
             own["xaxis"] |= {"constrain": "domain"}
             own["yaxis"] |= {"scaleanchor": f"x{style.axis_suffix(index)}", "constrain": "domain"}
         trace = figure.data[0].update(showscale=index == 0)
-        shown.append(Panel(name, [trace], titles[0], titles[1] if index % columns == 0 else "", **own))
+        y = titles[1] if index % columns == 0 else ""
+        shown.append(Panel(name, [trace], titles[0], y, own["xaxis"], own["yaxis"]))
     total = rows * height + (rows - 1) * ROW_GAP
     drawn = panels(
         shown, columns, gaps=(GAP, ROW_GAP / total), layout={"margin": {"l": 80, "t": 40, "b": 70}}

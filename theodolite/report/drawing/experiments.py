@@ -15,8 +15,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import published, style
 from theodolite.report.data import Floats, layer_numbers, need_column
-from theodolite.report.drawing.contexts import cosine_map
-from theodolite.report.drawing.grammar import HEADROOM, Panel, line, panels
+from theodolite.report.drawing.grammar import HEADROOM, Panel, cosine_map, line, panels
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly, number
 

@@ -1,14 +1,18 @@
 """The grammar of figures: lines with errors, maps, and panels of them. Every figure is made of these three.
 
 They take plain arrays. Values are written as float32, which is what a page can show.
+
+Plotly checks every entry of a figure, which takes 10 ms and more. A figure of one layer or head is therefore drawn as
+a `Sketch` first: a page that holds all heads takes their sketches, and Plotly sees the figure of one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, ParamSpec
 
 import numpy as np
 import plotly.graph_objects as go
@@ -19,9 +23,35 @@ from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.system.wording import for_plotly
 
+_P = ParamSpec("_P")
 BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
+TITLE = 24  # pixels: of a panel's title, above which the legend stands
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A figure before Plotly sees it: `traces` as dictionaries with their type, the rest as of `style.figure`."""
+
+    traces: list[dict[str, Any]]
+    x: str = ""
+    y: str = ""
+    height: int = style.HEIGHT
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+class Sketched(Generic[_P]):
+    """A function that gives a `Sketch`; what is called is the figure of it, `sketch` is the function itself."""
+
+    def __init__(self, sketch: Callable[_P, Sketch]) -> None:
+        self.sketch = sketch
+        functools.update_wrapper(self, sketch)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
+        """The sketch as Plotly's figure."""
+        sketch = self.sketch(*args, **kwargs)
+        return style.figure(sketch.traces, sketch.x, sketch.y, height=sketch.height, layout=sketch.layout)
 
 
 def line(
@@ -34,35 +64,39 @@ def line(
     band: tuple[Floats, Floats] | None = None,
     dash: str = "solid",
     width: float = 1.8,
-    marker: float = 0,
+    marker: float | dict[str, Any] = 0,
     hover: str = "",
+    plain: bool = False,
     **more: Any,
-) -> list[go.Scatter]:
+) -> list[Any]:
     """A line with whiskers or on a band.
 
     Args:
         x, y: (n,). name: in the legend, where lines of one name are switched together.
         errors: half the lengths of the whiskers, (n,). band: its lower and upper edge, (n,) each.
-        marker: size of the points in pixels; 0: none. hover: what hovering tells, Plotly's template.
+        marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
+        plain: traces as dictionaries, as a `Sketch` has them; else as Plotly's.
         more: further entries of the line's trace.
     """
     x, y, label = _numbers(x), _numbers(y), for_plotly(name)
-    traces = []
+    traces: list[dict[str, Any]] = []
     if band is not None and np.any(band[1] > band[0]):
         traces.append(
-            go.Scatter(
-                x=np.concatenate([x, x[::-1]]),
-                y=np.concatenate([band[1], band[0][::-1]]).astype(np.float32),
-                fill="toself",
-                fillcolor=style.translucent(colour, BAND),
-                line={"width": 0},
-                mode="lines",
-                legendgroup=name,
-                hoverinfo="skip",
-                showlegend=False,
-            )
+            {
+                "type": "scatter",
+                "x": np.concatenate([x, x[::-1]]),
+                "y": np.concatenate([band[1], band[0][::-1]]).astype(np.float32),
+                "fill": "toself",
+                "fillcolor": style.translucent(colour, BAND),
+                "line": {"width": 0},
+                "mode": "lines",
+                "legendgroup": name,
+                "hoverinfo": "skip",
+                "showlegend": False,
+            }
         )
     own: dict[str, Any] = {
+        "type": "scatter",
         "x": x,
         "y": y,
         "error_y": None if errors is None else style.error_bars(errors),
@@ -70,10 +104,17 @@ def line(
         "legendgroup": name,
         "mode": "lines+markers" if marker else "lines",
         "line": {"color": colour, "width": width, "dash": dash},
-        "marker": {"size": marker} if marker else None,
+        "marker": (marker if isinstance(marker, dict) else {"size": marker}) if marker else None,
         "hovertemplate": hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
     }
-    return [*traces, go.Scatter(**(own | more))]
+    traces.append(own | more)
+    return traces if plain else [go.Scatter(**trace) for trace in traces]
+
+
+def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[Any]:
+    """A thin grey line to hold others against, such as a threshold; `y` may be one number. Hovering passes it by."""
+    heights = np.broadcast_to(y, np.shape(x))
+    return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
 
 
 def heat(
@@ -83,35 +124,98 @@ def heat(
     hover: str,
     *,
     scale: style.Scale = style.MAGNITUDE,
-    bar: str | None = None,
+    bar: str | dict[str, Any] | None = None,
     cells: bool = False,
+    plain: bool = False,
     **more: Any,
-) -> go.Heatmap:
+) -> Any:
     """A map of amounts (rows, columns), NaN left blank.
 
     Args:
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
-        bar: the title of its colour bar; None: none. cells: a hairline between cells.
+        bar: its `style.colour_bar`, or the title of a plain one; None: none. cells: a hairline between cells.
+        plain: as a dictionary, as a `Sketch` has it; else as Plotly's.
         more: further entries of the trace.
     """
     own: dict[str, Any] = {
+        "type": "heatmap",
         "z": _numbers(z),
         "zmin": low,
         "zmax": high,
         "colorscale": scale,
         "showscale": bar is not None,
-        "colorbar": None if bar is None else style.colour_bar(bar),
+        "colorbar": style.colour_bar(bar) if isinstance(bar, str) else bar,
         "hovertemplate": hover,
         "hoverongaps": False,
     }
     if cells:
         own |= {"xgap": 1, "ygap": 1}
-    return go.Heatmap(**(own | more))
+    return own | more if plain else go.Heatmap(**(own | more))
+
+
+def rows_down(count: int) -> dict[str, Any]:
+    """The vertical axis of a map with `count` numbered rows, the first on top."""
+    return {"showgrid": False, "autorange": "reversed"} | style.every_tick(count)
+
+
+@Sketched
+def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> Sketch:
+    """A map of layers (rows) and heads (columns), a cell a head; arguments as of `heat`."""
+    cells = heat(z, low, high, hover, cells=True, plain=True, **more)
+    return Sketch([cells], "head", "layer", layout=style.head_map_layout(*np.shape(z)))
+
+
+@Sketched
+def cosine_map(
+    cosines: Floats,
+    rows: Sequence[str],
+    quantity: str,
+    ticks: Sequence[tuple[float, str]],
+    borders: Sequence[int] = (),
+    *,
+    height: int = 470,
+    **layout: dict[str, Any],
+) -> Sketch:
+    """A square map of cosines between things in groups, from the top left.
+
+    Args:
+        rows: what hovering calls each of them. ticks: of both axes, (place, name).
+        borders: the first of each group but the first group, for the lines between them.
+        layout: further entries, such as those of `xaxis`.
+    """
+    axis = {
+        "type": "category",
+        "showgrid": False,
+        "tickmode": "array",
+        "tickvals": [place for place, _ in ticks],
+        "ticktext": [name for _, name in ticks],
+        "ticks": "",
+        "constrain": "domain",
+    }
+    across = {"type": "line", "line": {"width": 1, "color": style.GREY}, "y0": -0.5, "y1": len(rows) - 0.5}
+    lines = [across | {"x0": border - 0.5, "x1": border - 0.5} for border in borders]
+    swapped = {"x0": "y0", "x1": "y1", "y0": "x0", "y1": "x1"}
+    lines += [{swapped.get(name, name): value for name, value in line.items()} for line in lines]
+    hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
+    names = list(rows)
+    return Sketch(
+        [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names, plain=True)],
+        height=height,
+        layout=layout
+        | {
+            "xaxis": axis | layout.get("xaxis", {}),
+            "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
+            "shapes": lines,
+        },
+    )
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several figures side by side: its title, its traces, and what its axes are besides their titles."""
+    """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
+
+    `note`: what stands after the title, which is then bold. `marks`: vertical lines, each its x and how it looks.
+    """
 
     title: str
     traces: Sequence[Any]
@@ -119,6 +223,8 @@ class Panel:
     y: str = ""
     xaxis: dict[str, Any] = field(default_factory=dict)
     yaxis: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    marks: Sequence[tuple[float, dict[str, Any]]] = ()
 
 
 def panels(
@@ -144,7 +250,7 @@ def panels(
             [{} if (row, column) in places else None for column in range(1, across + 1)]
             for row in range(1, rows + 1)
         ],
-        subplot_titles=[for_plotly(panel.title) for panel in shown],
+        subplot_titles=[_heading(panel) for panel in shown],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
         column_widths=widths,
@@ -153,6 +259,8 @@ def panels(
         drawn.add_traces(list(panel.traces), rows=row, cols=column)
         drawn.update_xaxes(panel.xaxis, title_text=panel.x, row=row, col=column)
         drawn.update_yaxes(panel.yaxis, title_text=panel.y, row=row, col=column)
+        for x, look in panel.marks:
+            drawn.add_vline(x, line=look, row=row, col=column)
     for title, (row, column) in zip(
         drawn.layout.annotations,
         (place for panel, place in zip(shown, places, strict=True) if panel.title),
@@ -160,7 +268,15 @@ def panels(
     ):
         left = next(drawn.select_xaxes(row=row, col=column)).domain[0]
         title.update(x=left, xanchor="left", yshift=4, font_size=12)
+    if drawn.layout.annotations:
+        top = style.template().layout.margin.t + TITLE
+        drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
     return style.finished(drawn, height=HEADROOM + height * rows, layout=layout)
+
+
+def _heading(panel: Panel) -> str:
+    title = for_plotly(panel.title)
+    return f"<b>{title}</b>  {for_plotly(panel.note)}" if panel.note else title
 
 
 def _numbers(values: ArrayLike) -> Any:

@@ -1,13 +1,12 @@
 """All heads at once: maps over layer × head, and every head on the plane of its spectrum.
 
-`head_map` has a companion that gives only its data for another measure (`head_map_traces`), so that a page
-can hold all measures and draw one. Layer ℓ is block ℓ counted from 0.
+Layer ℓ is block ℓ counted from 0.
 """
 
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -24,8 +23,8 @@ from theodolite.report.data import (
     head_grid,
     heads_per_block,
 )
+from theodolite.report.drawing.grammar import Sketch, Sketched, head_cells, reference
 from theodolite.report.measures import ABSENT_AT_ZERO, HEAD_MEASURES, Measure
-from theodolite.report.style import Patch
 from theodolite.system.wording import for_plotly, head_name, number
 
 if TYPE_CHECKING:
@@ -93,77 +92,59 @@ def _regime_grid(run: Run, name: str) -> Floats:
     return grid
 
 
-def _kind_patch(run: Run, measure: Measure) -> Patch:
+def _of_regimes(run: Run, measure: Measure) -> dict[str, Any]:
+    """The entries of a map of regimes: a colour each, by name."""
     count, grid = len(REGIMES), _regime_grid(run, measure.column)
-    steps = [[edge / count, colour] for i, colour in enumerate(REGIME_COLOURS) for edge in (i, i + 1)]
-    bar = style.colour_bar("", tickvals=list(range(count)), ticktext=list(REGIMES), ticks="")
     return {
-        "z": grid.astype(np.float32),
+        "z": grid,
+        "low": -0.5,
+        "high": count - 0.5,
+        "scale": [[edge / count, colour] for i, colour in enumerate(REGIME_COLOURS) for edge in (i, i + 1)],
+        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=list(REGIMES), ticks=""),
         "text": [["undefined" if np.isnan(kind) else REGIMES[int(kind)] for kind in row] for row in grid],
-        "zmin": -0.5,
-        "zmax": count - 0.5,
-        "colorscale": steps,
-        "colorbar": bar,
     }
 
 
-def _amount_patch(run: Run, measure: Measure) -> Patch:
+def _of_amounts(run: Run, measure: Measure) -> dict[str, Any]:
+    """The entries of a map of numbers: what is coloured, where its colours end, and their scale."""
     grid = head_grid(run, measure.column)
     if grid is None:
         raise UsageError(f"this run has no head measure {measure.column!r}")
-    title, bar = measure.unit, {"tickvals": None, "ticktext": None, "ticks": "outside"}
-    shown, scale = grid, style.MAGNITUDE
+    title, scale = measure.unit, style.MAGNITUDE
     finite = np.abs(grid[np.isfinite(grid)])
     if measure.scale == "share":
         low, high = 0.0, 1.0
     elif measure.scale == "balance":
         low, high, scale = -1.0, 1.0, style.SIGNED
     elif measure.scale == "signed":
-        high = float(np.percentile(finite, ROBUST))
-        low, high, scale = -(high or 1.0), high or 1.0, style.SIGNED
+        high = float(np.percentile(finite, ROBUST)) or 1.0
+        low, scale = -high, style.SIGNED
     elif measure.scale == "decades":
         with np.errstate(divide="ignore", invalid="ignore"):
-            shown = np.where(grid > 0, np.log10(grid), np.nan)
-        logs = shown[np.isfinite(shown)]
+            grid = np.where(grid > 0, np.log10(grid), np.nan)
+        logs = grid[np.isfinite(grid)]
         low, high = (float(logs.min()), float(logs.max())) if len(logs) else (0.0, 1.0)
         title = "log₁₀"
     elif measure.unit == "nats" and array(run, "visible_keys") is not None:
         low, high = 0.0, float(entropy_limits(run).mean(axis=1).max())
     else:
         low, high = 0.0, float(np.percentile(finite, ROBUST))
-    return {
-        "z": shown.astype(np.float32),
-        "zmin": low,
-        "zmax": high if high > low else low + 1.0,
-        "colorscale": scale,
-        "colorbar": style.colour_bar(title, **bar),
-    }
+    return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
-def head_map_traces(run: Run, measure: str) -> list[Patch]:
-    """The data, colours and hover text of `head_map` for another measure."""
-    described = HEAD_MEASURES[measure]
-    value = "10^%{z:.3f}" if described.scale == "decades" else "%{z:.4g}"
-    if described.scale == "kind":
-        patch, value = _kind_patch(run, described), "%{text}"
-    else:
-        patch = _amount_patch(run, described)
-    unit = f" {described.unit}" if described.unit else ""
-    patch["hovertemplate"] = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
-        f"<i>{'<br>'.join(textwrap.wrap(described.meaning, HOVER_WIDTH))}</i><br><br>%{{customdata}}<extra></extra>"
-    )
-    return [patch]
-
-
-def head_map(run: Run, measure: str) -> go.Figure:
+@Sketched
+def head_map(run: Run, measure: str) -> Sketch:
     """One head measure over layer × head; hovering tells what it means and the head's other numbers."""
-    heat = go.Heatmap(
-        **head_map_traces(run, measure)[0], customdata=head_notes(run), xgap=1, ygap=1, hoverongaps=False
+    described = HEAD_MEASURES[measure]
+    value = {"decades": "10^%{z:.3f}", "kind": "%{text}"}.get(described.scale, "%{z:.4g}")
+    unit = f" {described.unit}" if described.unit else ""
+    meaning = "<br>".join(textwrap.wrap(described.meaning, HOVER_WIDTH))
+    hover = (
+        f"<b>L%{{y}}H%{{x}}</b><br>{described.title}: {value}{unit}<br>"
+        f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
-    return style.figure(
-        [heat], "head", "layer", layout=style.head_map_layout(blocks(run), heads_per_block(run))
-    )
+    entries = (_of_regimes if described.scale == "kind" else _of_amounts)(run, described)
+    return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
 
 
 def regime_plane(run: Run, suffix: str = "") -> go.Figure:
@@ -178,7 +159,7 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     names = np.array(
         [head_name(int(a), int(b)) for a, b in zip(run.heads["layer"], run.heads["head"], strict=True)]
     )
-    traces = []
+    traces: list[Any] = []
     for kind in range(-1, len(REGIMES)):
         in_regime = (kinds == kind) & np.isfinite(xi) & (eta > 0)
         if in_regime.any():
@@ -195,18 +176,8 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
             )
     largest = float(np.nanmax(np.abs(xi))) or 1.0
     for sign in (-1, 1):
-        xi_line = np.geomspace(largest / 60, largest, 60) * sign
-        traces.append(
-            go.Scatter(
-                x=xi_line.astype(np.float32),
-                y=(2 / np.abs(xi_line)).astype(np.float32),
-                mode="lines",
-                name="|ξη| = 2",
-                showlegend=sign > 0,
-                line={"color": style.REFERENCE, "width": 1, "dash": "dot"},
-                hoverinfo="skip",
-            )
-        )
+        boundary = np.geomspace(largest / 60, largest, 60) * sign
+        traces += reference(boundary, 2 / np.abs(boundary), "|ξη| = 2", showlegend=sign > 0)
     low, high = np.log10(eta[eta > 0]).min(), np.log10(eta[eta > 0]).max()
     return style.figure(
         traces,

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.report import published, style
 from theodolite.report.data import Floats, column, error_of, layer_numbers, need_column, provenance
+from theodolite.report.drawing.grammar import line, reference
 from theodolite.report.health import RANK_COLLAPSE
 from theodolite.system.wording import with_error
 
@@ -25,39 +26,35 @@ _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
 
 
-def _curve_if_any(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
+def _curve_if_any(run: Run, name: str, label: str, colour: str, dash: str = "solid") -> list[Any]:
     """A curve that its figure can do without."""
-    return [] if column(run.layers, name) is None else _curve(run, name, label, colour, **more)
+    return [] if column(run.layers, name) is None else _curve(run, name, label, colour, dash)
 
 
-def _curve(run: Run, name: str, label: str, colour: str, **more: Any) -> list[go.Scatter]:
-    return [
-        go.Scatter(
-            **_measured(run, name, label),
-            mode="lines+markers",
-            line={"color": colour, "width": 2.2} | more.pop("line", {}),
-            marker={"size": 5},
-            **more,
-        )
-    ]
+def _curve(run: Run, name: str, label: str, colour: str, dash: str = "solid") -> list[Any]:
+    values = need_column(run.layers, name)
+    errors, told, hover = _whiskers(run, name, label)
+    return line(
+        layer_numbers(run),
+        values,
+        label,
+        colour,
+        errors=errors,
+        dash=dash,
+        width=2.2,
+        marker=5,
+        hover=hover,
+        customdata=told,
+    )
 
 
-def _measured(run: Run, name: str, label: str) -> dict[str, Any]:
-    """What every trace of a layer measure has: its values by layer, their whiskers, and what hovering tells."""
-    values, errors = need_column(run.layers, name), error_of(run, name)
-    trace: dict[str, Any] = {
-        "x": layer_numbers(run),
-        "y": values.astype(np.float32),
-        "name": label,
-        "hovertemplate": f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>",
-    }
+def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
+    """The standard errors of a layer measure, None where it has none; its values with them; what hovering tells."""
+    errors = error_of(run, name)
     if np.nansum(errors) == 0:
-        return trace
-    return trace | {
-        "error_y": {"array": errors.astype(np.float32), "width": 0, "thickness": 1.4},
-        "customdata": [with_error(*pair) for pair in zip(values, errors, strict=True)],
-        "hovertemplate": f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>",
-    }
+        return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
+    told = [with_error(*pair) for pair in zip(need_column(run.layers, name), errors, strict=True)]
+    return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
 
 
 def _band(run: Run, model: str, low: list[float], high: list[float], what: str) -> list[go.Scatter]:
@@ -138,34 +135,34 @@ def relative_norm(run: Run) -> go.Figure:
 
 
 def _level(
-    last: float, level: float, model: str, what: str, colour: str, *, legend: bool = True
-) -> go.Scatter:
-    """A published number that holds for all layers, as a dotted line."""
-    return go.Scatter(
-        x=[0, last],
-        y=[level] * 2,
-        name=model,
-        legendgroup=model,
+    last: float, level: float, model: str, what: str, colour: str, *, shown: bool = True, legend: bool = True
+) -> list[Any]:
+    """A published number that holds for all layers, as a dotted line; `shown`: before a reader asks for it."""
+    return line(
+        [0, last],
+        [level] * 2,
+        model,
+        colour,
+        dash="dot",
+        width=1.2,
+        hover=f"{model}: %{{y:.3f}} ({what})<extra></extra>",
         showlegend=legend,
         legendrank=2000,
-        mode="lines",
-        line={"color": colour, "width": 1.2, "dash": "dot"},
-        hovertemplate=f"{model}: %{{y:.3f}} ({what})<extra></extra>",
+        visible=True if shown else "legendonly",
     )
 
 
 def low_frequency(run: Run) -> go.Figure:
     """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
-    traces: list[go.Scatter] = []
+    traces: list[Any] = []
     colours = {size: style.order_colour(index / 3) for index, size in enumerate((1, 3, 5, 10))}
     last = float(layer_numbers(run).max())
     for size, colour in colours.items():
         traces += _curve(run, f"low_frequency_{size}", f"K = {size}", colour)
         share = published.LOW_FREQUENCY[size]
-        traces.append(_level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10))
+        traces += _level(last, share, "GPT-2", f"K = {size}, Table 3", colour, legend=size == 10)
     for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
-        traces.append(_level(last, share, model, "K = 10, Table 2", style.REFERENCE))
-        traces[-1].visible = "legendonly"
+        traces += _level(last, share, model, "K = 10, Table 2", style.REFERENCE, shown=False)
     return _chart(run, traces, "share of energy", yaxis={"range": [0, 1.05]})
 
 
@@ -178,21 +175,19 @@ def similarity(run: Run) -> go.Figure:
         low.showlegend = False
     traces += between
     traces += _curve(run, "similarity_within", "within labels", style.MEASURED)
-    traces += _curve_if_any(
-        run, "similarity_between", "between labels", style.MEASURED, line={"dash": "dash"}
-    )
+    traces += _curve_if_any(run, "similarity_between", "between labels", style.MEASURED, dash="dash")
     return _chart(run, traces, "mean |cosine|", yaxis={"range": [0, 1.05]})
 
 
 def incoherence(run: Run) -> go.Figure:
     """|cosine| of positional and context directions at every layer, its random baseline, and Table 1."""
     traces = _average_bands(run, "incoherence", "mean incoherence, Table 1:", 1.0)
-    traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, line={"dash": "dot"})
+    traces += _curve_if_any(run, "incoherence_max", "largest", style.MEASURED, dash="dot")
     traces += _curve(run, "incoherence_mean", "mean", style.MEASURED)
     random = "mean, random"
-    traces += _curve_if_any(run, "incoherence_random", random, style.REFERENCE, line={"dash": "dash"})
+    traces += _curve_if_any(run, "incoherence_random", random, style.REFERENCE, dash="dash")
     largest = "largest, random"
-    traces += _curve_if_any(run, "incoherence_max_random", largest, style.REFERENCE, line={"dash": "dot"})
+    traces += _curve_if_any(run, "incoherence_max_random", largest, style.REFERENCE, dash="dot")
     return _chart(run, traces, "|cosine|", yaxis={"rangemode": "tozero"})
 
 
@@ -200,7 +195,7 @@ def clusters(run: Run) -> go.Figure:
     """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
     traces = _curve_if_any(run, "silhouette", "silhouette of the labels", style.MEASURED)
     agreement = "k-means against labels (ARI)"
-    traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, line={"dash": "dash"})
+    traces += _curve_if_any(run, "cluster_ari", agreement, style.MEASURED, dash="dash")
     if not traces:
         raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
     return _chart(run, traces, "agreement", yaxis={"zeroline": True})
@@ -210,7 +205,7 @@ def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
     traces = _curve(run, "norm", "positions ≥ 1", style.MEASURED)
     if column(run.layers, "norm_first") is not None:
-        traces += _curve(run, "norm_first", "first token", style.MEASURED, line={"dash": "dash"})
+        traces += _curve(run, "norm_first", "first token", style.MEASURED, dash="dash")
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
@@ -223,15 +218,8 @@ def cosine_previous(run: Run) -> go.Figure:
 def rank_collapse(run: Run) -> go.Figure:
     """Distance of the token matrix to rank one at every layer, and the line below which it counts as lost."""
     last = float(layer_numbers(run).max())
-    limit = go.Scatter(
-        x=[-0.3, last + 0.3],
-        y=[RANK_COLLAPSE.limit] * 2,
-        name="collapsed below",
-        mode="lines",
-        line={"color": style.REFERENCE, "width": 1, "dash": "dash"},
-        hoverinfo="skip",
-    )
-    traces = [*_curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED), limit]
+    traces = _curve(run, "rank_collapse", "‖X − 1x̄ᵀ‖/‖X‖", style.MEASURED)
+    traces += reference([-0.3, last + 0.3], RANK_COLLAPSE.limit, "collapsed below", dash="dash")
     return _chart(run, traces, "residual", yaxis={"range": [0, 1.05]})
 
 
@@ -240,13 +228,20 @@ def massive_activations(run: Run) -> go.Figure:
     series = [("massive_activations", "positions ≥ 1", style.MEASURED)]
     if column(run.layers, "massive_activations_first") is not None:
         series.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
-    traces = [
-        go.Bar(
-            **_measured(run, name, label),
-            marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
+    traces = []
+    for name, label, colour in series:
+        errors, told, hover = _whiskers(run, name, label)
+        traces.append(
+            go.Bar(
+                x=layer_numbers(run),
+                y=need_column(run.layers, name).astype(np.float32),
+                error_y=None if errors is None else style.error_bars(errors),
+                customdata=told,
+                name=label,
+                hovertemplate=hover,
+                marker={"color": colour, "line": {"width": 1.2, "color": style.MEASURED}},
+            )
         )
-        for name, label, colour in series
-    ]
     return _chart(run, traces, "count", barmode="group", yaxis={"rangemode": "tozero"})
 
 

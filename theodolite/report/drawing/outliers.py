@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
+from theodolite.report.drawing.grammar import heat, line, reference, rows_down
 from theodolite.system.wording import for_plotly
 
 DIMENSIONS = 40
@@ -41,29 +42,24 @@ def ratio_map(
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
     ticks = [amount for power in range(8) for amount in (10**power, 3 * 10**power) if amount <= top * 1.001]
-    heat = go.Heatmap(
-        z=np.log10(shown).astype(np.float32),
+    named = {"tickvals": np.log10(ticks).tolist(), "ticktext": [str(tick) for tick in ticks]}
+    cells = heat(
+        np.log10(shown),
+        0,
+        float(np.log10(top)),
+        f"{titles[1]} %{{y}}, {titles[0]} %{{x}}<br>%{{customdata:.3g}} {titles[2]}<extra></extra>",
+        bar=style.colour_bar(titles[2], **named),
+        cells=True,
         customdata=ratios.astype(np.float32),
         x=[str(name) for name in columns],
-        y=list(range(first_row, first_row + len(shown))),
-        zmin=0,
-        zmax=float(np.log10(top)),
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar(
-            titles[2], tickvals=np.log10(ticks).tolist(), ticktext=[str(tick) for tick in ticks]
-        ),
-        xgap=1,
-        ygap=1,
-        hovertemplate=f"{titles[1]} %{{y}}, {titles[0]} %{{x}}<br>%{{customdata:.3g}} {titles[2]}<extra></extra>",
+        y0=first_row,
     )
     column_axis: dict[str, Any] = {"type": "category", "showgrid": False}
     if len(columns) > LINES:
         column_axis |= {"tickangle": -90, "tickfont": {"size": 10}}
-    row_axis = {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shown))
+    layout = {"xaxis": column_axis, "yaxis": rows_down(len(shown))}
     height = min(640, max(260, 140 + 22 * len(shown)))
-    return style.figure(
-        [heat], titles[0], titles[1], height=height, layout={"xaxis": column_axis, "yaxis": row_axis}
-    )
+    return style.figure([cells], titles[0], titles[1], height=height, layout=layout)
 
 
 def growth(
@@ -80,31 +76,19 @@ def growth(
     drawn = dict(list(lines.items())[:LINES])
     dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
     drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
-    traces = []
+    traces: list[Any] = []
     for (dimension, token), values in drawn.items():
         colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
-        traces.append(
-            _line(
-                f"{dimension}, {token}", values, colour, DASHES[drawn_of_dimension[dimension] % len(DASHES)]
-            )
-        )
+        dash = DASHES[drawn_of_dimension[dimension] % len(DASHES)]
+        traces += _by_layer(f"{dimension}, {token}", np.where(values > 0, values, np.nan), colour, dash)
         drawn_of_dimension[dimension] += 1
     for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
-        traces.append(_line(name, values, style.GREY, dash))
+        traces += _by_layer(name, np.where(values > 0, values, np.nan), style.GREY, dash)
     all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
     top = float(np.nanmax(all_values))
     low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
     length = max(len(values) for values in references.values())
-    traces.append(
-        go.Scatter(
-            x=[0, length - 1],
-            y=[threshold] * 2,
-            mode="lines",
-            line={"color": style.GREY, "width": 1, "dash": "dot"},
-            name=f"published threshold, {threshold:g}",
-            hoverinfo="skip",
-        )
-    )
+    traces += reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
     layout = {
         "xaxis": {"zeroline": False} | style.every_tick(length),
         "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
@@ -112,17 +96,9 @@ def growth(
     return style.figure(traces, "layer", "|value|", height=420, layout=layout)
 
 
-def _line(name: str, values: Floats, colour: str, dash: str) -> go.Scatter:
-    shown = for_plotly(name)
-    return go.Scatter(
-        x=list(range(len(values))),
-        y=np.where(values > 0, values, np.nan).astype(np.float32),
-        name=shown,
-        mode="lines+markers",
-        line={"color": colour, "width": 2, "dash": dash},
-        marker={"size": 5},
-        hovertemplate=f"{shown}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>",
-    )
+def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
+    hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
+    return line(np.arange(len(values)), values, name, colour, dash=dash, width=2, marker=5, hover=hover)
 
 
 def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go.Figure:
@@ -156,9 +132,11 @@ def carriers(names: Sequence[str], contexts: Floats, notes: Sequence[str]) -> go
 
 def counts(columns: Mapping[str, tuple[Floats, str, str]], y: str) -> go.Figure:
     """Numbers by layer: name → (values, colour, dash)."""
-    traces = [_line(name, values, colour, dash) for name, (values, colour, dash) in columns.items()]
-    for trace, (values, _, _) in zip(traces, columns.values(), strict=True):
-        trace.y = values.astype(np.float32)  # 0 is a number here
+    traces = [
+        trace
+        for name, (values, colour, dash) in columns.items()
+        for trace in _by_layer(name, values, colour, dash)
+    ]
     length = len(next(iter(columns.values()))[0])
     layers = {"tickmode": "array", "tickvals": evenly(length, 16), "zeroline": False}
     return style.figure(

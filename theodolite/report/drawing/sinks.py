@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
+from theodolite.report.drawing.grammar import heat, rows_down
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
@@ -38,32 +39,22 @@ def sinks_by_position(run: Run) -> go.Figure:
     shares = need(run, "sink_by_position")
     strongest = np.nan_to_num(shares).max(axis=1)
     reduced, names = _largest_in_bins(strongest, POSITION_BINS)
-    heat = go.Heatmap(
-        z=reduced.astype(np.float32),
-        x=list(range(len(names))),
-        y=list(range(len(reduced))),
+    cells = heat(
+        reduced,
+        0,
+        max(float(reduced.max(initial=0.0)), LEAST_SCALE),
+        "layer %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
+        bar=style.colour_bar("share of contexts", tickformat=".0%"),
         customdata=[names] * len(reduced),
-        zmin=0,
-        zmax=max(float(reduced.max(initial=0.0)), LEAST_SCALE),
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("share of contexts", tickformat=".0%"),
-        hovertemplate="layer %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
     )
     ticks = evenly(len(names), 9)
+    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
     return style.figure(
-        [heat],
+        [cells],
         "position of the sink",
         "layer",
         height=min(640, max(220, 110 + 22 * len(reduced))),
-        layout={
-            "xaxis": {
-                "showgrid": False,
-                "tickmode": "array",
-                "tickvals": ticks,
-                "ticktext": [names[tick] for tick in ticks],
-            },
-            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(reduced)),
-        },
+        layout={"xaxis": {"showgrid": False} | named, "yaxis": rows_down(len(reduced))},
     )
 
 
@@ -73,25 +64,20 @@ def outlier_shares(run: Run) -> go.Figure:
     highest = shares.max(axis=0)
     dimensions = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])
     dimensions = dimensions[highest[dimensions] > 0] if (highest > 0).any() else dimensions[:1]
-    heat = go.Heatmap(
-        z=shares[:, dimensions].astype(np.float32),
+    cells = heat(
+        shares[:, dimensions],
+        0,
+        1,
+        "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
+        bar="share of tokens",
+        cells=True,
         x=[str(dimension) for dimension in dimensions],
-        y=list(range(len(shares))),
-        zmin=0,
-        zmax=1,
-        colorscale=style.MAGNITUDE,
-        colorbar=style.colour_bar("share of tokens"),
-        xgap=1,
-        ygap=1,
-        hovertemplate="layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
     )
+    named = {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}}
     return style.figure(
-        [heat],
+        [cells],
         "feature dimension",
         "layer",
         height=min(640, max(240, 120 + 22 * len(shares))),
-        layout={
-            "xaxis": {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}},
-            "yaxis": {"showgrid": False, "autorange": "reversed"} | style.every_tick(len(shares)),
-        },
+        layout={"xaxis": named, "yaxis": rows_down(len(shares))},
     )

@@ -1,8 +1,6 @@
 """One head at a time: its spectrum, what the spectrum predicts, its entropy; and entropy over all layers.
 
-Figures of one head have a companion that gives only its data for another head (`*_traces`: one patch a
-trace), so that a page can hold all heads and draw one. Curves are thinned to a bounded number of positions,
-never smoothed.
+Curves are thinned to a bounded number of positions, never smoothed.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.report import style
 from theodolite.report.data import array, blocks, entropy_limits, evenly, heads_per_block, need
-from theodolite.report.style import Patch, order_colour
+from theodolite.report.drawing.grammar import Sketch, Sketched, line
+from theodolite.report.style import order_colour
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
@@ -26,164 +25,101 @@ FEW_CURVE_POINTS = 48
 LAYER_CURVES = 12
 
 
-def spectrum_traces(run: Run, layer: int, head: int, name: str = "spectrum") -> list[Patch]:
-    """The data of `spectrum` for another head."""
-    values = need(run, name)[layer, head].astype(np.float32)
-    return [{"x": np.ascontiguousarray(values[:, 0]), "y": np.ascontiguousarray(values[:, 1])}]
-
-
-def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
+@Sketched
+def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
     """The d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`), complex
     plane.
 
     The other d − d_h eigenvalues are 0 and not drawn.
     """
-    points = go.Scatter(
-        **spectrum_traces(run, layer, head, name)[0],
-        mode="markers",
-        marker={"size": 7, "color": style.PREDICTED, "opacity": 0.8, "line": {"width": 0}},
-        hovertemplate="%{x:.4g} + %{y:.4g} i<extra></extra>",
-    )
-    return style.figure(
-        [points],
-        "real part",
-        "imaginary part",
-        height=360,
-        layout={"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}},
-    )
+    values = need(run, name)[layer, head].astype(np.float32)
+    points = {
+        "type": "scatter",
+        "x": values[:, 0],
+        "y": values[:, 1],
+        "mode": "markers",
+        "marker": {"size": 7, "color": style.PREDICTED, "opacity": 0.8, "line": {"width": 0}},
+        "hovertemplate": "%{x:.4g} + %{y:.4g} i<extra></extra>",
+    }
+    layout = {"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}}
+    return Sketch([points], "real part", "imaginary part", 360, layout)
 
 
-def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     many = blocks(run) * heads_per_block(run) > MANY_HEADS
-    return np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.intp)
+    return np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
 
 
 _PROPAGATION = (
-    ("propagation_by_position", "measured", {"color": style.MEASURED, "width": 2.2}),
-    ("propagation_predicted_data", "predicted from W_QK Σ̂", {"color": style.PREDICTED, "width": 1.8}),
-    (
-        "propagation_predicted",
-        "predicted from W_QK",
-        {"color": style.PREDICTED, "width": 1.8, "dash": "dash"},
-    ),
+    ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
+    ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
+    ("propagation_predicted", "predicted from W_QK", style.PREDICTED, 1.8, "dash"),
 )
 
 
-def propagation_traces(run: Run, layer: int, head: int) -> list[Patch]:
-    """The data of `propagation` for another head, at most CURVE_POINTS positions."""
-    patches = []
-    for name, _, _ in _PROPAGATION:
-        values = array(run, name)
-        if values is not None:
-            positions = _thinned(run, values.shape[2])
-            patches.append({"y": values[layer, head, positions].astype(np.float32)})
-    return patches
-
-
-def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
+@Sketched
+def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
-    curves = [(name, label, line) for name, label, line in _PROPAGATION if array(run, name) is not None]
-    if not curves:
-        raise UsageError("this run has no propagation curve of any head")
-    traces = []
-    for (name, label, line), patch in zip(curves, propagation_traces(run, layer, head), strict=True):
-        length = need(run, name).shape[2]
-        theta = (_thinned(run, length) + 1) / length
-        traces.append(
-            go.Scatter(
-                x=theta.astype(np.float32),
-                **patch,
-                mode="lines",
-                name=label,
-                line=line,
-                hovertemplate=f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>",
-            )
+    traces: list[dict[str, Any]] = []
+    for name, label, colour, width, dash in _PROPAGATION:
+        values = array(run, name)
+        if values is None:
+            continue
+        length = values.shape[2]
+        shown = _thinned(run, length)
+        hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
+        rho = values[layer, head, shown]
+        traces += line(
+            (shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover, plain=True
         )
-    return style.figure(
-        traces,
-        "position in the context, θ = i/T",
-        "propagation probability ρ",
-        height=360,
-        layout={"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}},
+    if not traces:
+        raise UsageError("this run has no propagation curve of any head")
+    layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
+    return Sketch(traces, "position in the context, θ = i/T", "propagation probability ρ", 360, layout)
+
+
+def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
+    """The entropy of uniform attention, which is the limit of all."""
+    return line(
+        positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover, plain=True
     )
 
 
-def head_entropy_traces(run: Run, layer: int, head: int) -> list[Patch]:
-    """The data of `head_entropy` for another head; the second trace, the limit, is the same for all."""
-    values = need(run, "entropy_by_position")
-    positions = _thinned(run, values.shape[2])
-    return [{"y": values[layer, head, positions].astype(np.float32)}, {}]
-
-
-def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
+@Sketched
+def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
-    length = need(run, "entropy_by_position").shape[2]
-    positions = _thinned(run, length)
-    measured, _ = head_entropy_traces(run, layer, head)
+    values = need(run, "entropy_by_position")
+    shown = _thinned(run, values.shape[2])
     hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"
-    traces = [
-        go.Scatter(
-            x=positions.astype(np.int32),
-            **measured,
-            mode="lines",
-            name="this head",
-            line={"color": style.MEASURED, "width": 2.2},
-            hovertemplate=hover,
-        ),
-        go.Scatter(
-            x=positions.astype(np.int32),
-            y=entropy_limits(run)[layer, positions].astype(np.float32),
-            mode="lines",
-            name="uniform attention",
-            line={"color": style.GREY, "width": 1.5, "dash": "dash"},
-            hovertemplate=hover,
-        ),
-    ]
-    return style.figure(
-        traces,
-        "position of the query",
-        "entropy in nats",
-        height=360,
-        layout={"yaxis": {"rangemode": "tozero"}},
-    )
+    measured = values[layer, head, shown]
+    traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover, plain=True)
+    traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
+    layout = {"yaxis": {"rangemode": "tozero"}}
+    return Sketch(traces, "position of the query", "entropy in nats", 360, layout)
 
 
 def entropy_by_position(run: Run) -> go.Figure:
     """Median over each layer's heads of the attention entropy at every position, under its limit."""
     values = need(run, "entropy_by_position")
-    length = values.shape[2]
-    positions = np.array(evenly(length, CURVE_POINTS), dtype=np.intp)
-    limit = go.Scatter(
-        x=positions.astype(np.int32),
-        y=entropy_limits(run).max(axis=0)[positions].astype(np.float32),
-        mode="lines",
-        name="uniform attention",
-        line={"color": style.GREY, "width": 1.5, "dash": "dash"},
-        hovertemplate="position %{x}<br>at most %{y:.3f} nats<extra></extra>",
-    )
-    traces = [limit, style.depth_bar(len(values))]
+    shown = np.array(evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
+    limits = entropy_limits(run).max(axis=0)[shown]
+    traces: list[Any] = _uniform(shown, limits, "position %{x}<br>at most %{y:.3f} nats<extra></extra>")
+    traces.append(style.depth_bar(len(values)))
     for layer in evenly(len(values), LAYER_CURVES):
         rows = values[layer][~np.isnan(values[layer]).all(axis=1)]
         if not len(rows):
             continue
-        traces.append(
-            go.Scatter(
-                x=positions.astype(np.int32),
-                y=np.median(rows, axis=0)[positions].astype(np.float32),
-                mode="lines",
-                name=f"layer {layer}",
-                showlegend=False,
-                line={"color": order_colour(layer / max(1, len(values) - 1)), "width": 1.6},
-                hovertemplate=f"layer {layer}, position %{{x}}<br>median %{{y:.3f}} nats<extra></extra>",
-            )
+        traces += line(
+            shown,
+            np.median(rows, axis=0)[shown],
+            f"layer {layer}",
+            order_colour(layer / max(1, len(values) - 1)),
+            width=1.6,
+            hover=f"layer {layer}, position %{{x}}<br>median %{{y:.3f}} nats<extra></extra>",
+            showlegend=False,
         )
-    return style.figure(
-        traces,
-        "position of the query",
-        "entropy in nats",
-        height=380,
-        layout={"yaxis": {"rangemode": "tozero"}},
-    )
+    layout = {"yaxis": {"rangemode": "tozero"}}
+    return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)

@@ -55,7 +55,7 @@ CONSTITUENT_EXHIBITS = [
         "heads of one colour: blue ones read position only, red ones tokens. Grey varies only with the norm's scale of "
         "each token, or with rotary positions with the distance.",
         f"{SONG}, section 5.2, with constituents that sum to the logits",
-        choice=by_layer_of(blocks, drawing.head_shares_traces, grid=True),
+        choice=by_layer_of(blocks, drawing.head_shares, grid=True),
         wide=True,
     ),
     *(_attribution(name, pattern) for name, pattern in ATTENTION_PATTERNS.items()),
@@ -74,7 +74,7 @@ CONSTITUENT_EXHIBITS = [
         choice=lambda run: Choice(
             "K",
             [Option(str(cutoff), str(cutoff)) for cutoff in geometry.CUTOFFS],
-            lambda key: geometry.inherited_smoothness_traces(run, int(key)),
+            lambda key: geometry.inherited_smoothness.sketch(run, int(key)),
         ),
     ),
 ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import plotly.graph_objects as go
-
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.report.data import blocks, column, heads_per_block
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing import heads as maps
 from theodolite.report.drawing import sinks, spectra
+from theodolite.report.drawing.grammar import Sketched
 from theodolite.report.exhibit import Choice, Option, SurveyExhibit
 from theodolite.report.measures import BAO, SONG, XIAO, ZHAI, ZHANG
-from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
 if TYPE_CHECKING:
@@ -23,11 +21,13 @@ if TYPE_CHECKING:
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))
 
 
-def _by_head(draw: Callable[[Run, int, int], go.Figure | list[Patch]]) -> Callable[[Run], Choice]:
+def _by_head(draw: Sketched[...], **more: str) -> Callable[[Run], Choice]:
     def choice(run: Run) -> Choice:
         places = [(layer, head) for layer in range(blocks(run)) for head in range(heads_per_block(run))]
         options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
-        return Choice("head", options, lambda key: draw(run, *map(int, key.split(","))), mode="head")
+        return Choice(
+            "head", options, lambda key: draw.sketch(run, *map(int, key.split(",")), **more), mode="head"
+        )
 
     return choice
 
@@ -38,7 +38,7 @@ def _by_measure(run: Run) -> Choice:
         for m in maps.head_measures(run)
     ]
     shown = [name for name in OVERVIEW if column(run.heads, name) is not None]
-    return Choice("measure", options, lambda key: maps.head_map_traces(run, key), grid=shown)
+    return Choice("measure", options, lambda key: maps.head_map.sketch(run, key), grid=shown)
 
 
 _HEADS = [
@@ -104,7 +104,7 @@ _ONE_HEAD = [
         "one strong cell: pos · pos means a positional head, resid · resid one that matches tokens, a strong mean or "
         "bias row one in which every query prefers the same keys.",
         f"{SONG}, section 5.2, with constituents that sum to the logits",
-        choice=_by_head(drawing.constituents_traces),
+        choice=_by_head(drawing.constituents),
     ),
     SurveyExhibit(
         "spectrum",
@@ -115,7 +115,7 @@ _ONE_HEAD = [
         "The eigenvalues of W_QK at relative distance 0 in the complex plane; zeros are left out.",
         "a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
         f"{BAO}, section 4",
-        choice=_by_head(spectra.spectrum_traces),
+        choice=_by_head(spectra.spectrum),
     ),
     SurveyExhibit(
         "spectrum-data",
@@ -126,7 +126,7 @@ _ONE_HEAD = [
         "The eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens; zeros are left out.",
         "a few large eigenvalues: the directions of the data that this head reads.",
         f"{BAO}, section 4",
-        choice=_by_head(lambda run, layer, head: spectra.spectrum_traces(run, layer, head, "spectrum_data")),
+        choice=_by_head(spectra.spectrum, name="spectrum_data"),
     ),
     SurveyExhibit(
         "propagation",
@@ -139,7 +139,7 @@ _ONE_HEAD = [
         "where the measured curve is high, and whether the prediction with Σ̂ agrees.",
         f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
         "near 0 everywhere: vanishing signal.",
-        _by_head(spectra.propagation_traces),
+        _by_head(spectra.propagation),
     ),
     SurveyExhibit(
         "head-entropy",
@@ -150,7 +150,7 @@ _ONE_HEAD = [
         "Mean attention entropy of the head by query position; dashed: its maximum, that of uniform attention.",
         "near the dashed line attention is uniform; near 0 it is on a single key.",
         ZHAI,
-        choice=_by_head(spectra.head_entropy_traces),
+        choice=_by_head(spectra.head_entropy),
     ),
 ]
 

@@ -28,7 +28,7 @@ _POSITION = [
         "a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of it.",
         f"{SONG}, Fig. 1",
         "a curve that breaks up or folds into a point before the last layer: position has been lost.",
-        _by_layer(geometry.spiral_traces, grid=True),
+        _by_layer(geometry.spiral, grid=True),
         wide=True,
     ),
     SurveyExhibit(
@@ -41,7 +41,7 @@ _POSITION = [
         "slow waves, each with about half a period more than the one before.",
         f"{SONG}, section 3",
         "jagged lines: neighbouring positions have unrelated vectors.",
-        _by_layer(geometry.waves_traces),
+        _by_layer(geometry.waves),
     ),
     SurveyExhibit(
         "singular-values",
@@ -66,7 +66,7 @@ _POSITION = [
         "label among contexts (bottom right).",
         f"{SONG}, Fig. 2",
         "fractures among positions, or strong colour between positions and contexts.",
-        _by_layer(geometry.gram_traces),
+        _by_layer(geometry.gram),
     ),
     SurveyExhibit(
         "dct",
@@ -79,7 +79,7 @@ _POSITION = [
         "energy concentrated in the top left corner.",
         f"{SONG}, Fig. 3, right",
         "energy far from the corner: a rough positional basis, as in models trained on addition.",
-        _by_layer(geometry.dct_traces),
+        _by_layer(geometry.dct),
     ),
     SurveyExhibit(
         "rank",
