@@ -135,8 +135,9 @@ def test_positional_constituents_are_counted_where_they_are_the_largest(run):
     table = outcome.tables["shares"]
     assert "additive" not in table
     assert table["constant"].sum() == pytest.approx(0.7 * 16)
-    picture = outcome.exhibits[0].choice.variants()["0"][0]
-    assert picture["z"].shape == (5, 4)
+    choice = outcome.exhibits[0].choice
+    assert {"z", "text"} <= choice.variants()["0"][0].keys()
+    assert choice.draw("0").data[0].z.shape == (5, 4)
     assert table["pos-pos"].sum() == 0  # pos × mean is position, and not pos-pos
 
 
