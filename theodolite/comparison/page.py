@@ -142,15 +142,13 @@ def _term_verdict(ablated: Sequence[Measured], audits: Sequence[Audit]) -> Verdi
     )
     shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
     error = error_of_share(before * contexts)
-    judged, control = (
-        judge(LOW_RANK_CLAIM, f"share left without {what}", Estimate(share, error), criterion)
-        for what, share, criterion in (
-            (f"it ({listed(shares)})", without, GONE),
-            ("a random part with the same singular values", at_random, STAY),
-        )
+    judged = judge(LOW_RANK_CLAIM, "left without it", Estimate(without, error), GONE)
+    control = judge(LOW_RANK_CLAIM, "left without the random part", Estimate(at_random, error), STAY)
+    evidence = (
+        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves {percent(without)} of "
+        f"them ({listed(shares)}), ablating a random part with the same singular values {percent(at_random)}; "
+        f"{judged.evidence}; {control.evidence}"
     )
-    evidence = f"layer {layer} has {number(before)} sinks per context with the term"
-    evidence += f"; {judged.evidence}; {control.evidence}"
     if judged.answer == HOLDS and control.answer != HOLDS:
         may = "ablating a random part of the same size may remove them, too"
         return Verdict(LOW_RANK_CLAIM, UNDECIDED, f"{evidence}; {may}")

@@ -97,7 +97,8 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
             "title": experiment.title,
             "paper": experiment.paper,
             "model": visible(provenance["model"]["id"], 80),
-            "source": SOURCES[experiment.name.partition("/")[0]],
+            # An experiment of a user's own has none.
+            "source": SOURCES.get(experiment.name.partition("/")[0], ""),
             "subtitle": content.subtitle(provenance),
             "text_line": content.text_line(provenance),
             "tally": _tally(outcome.verdicts),
