@@ -11,6 +11,7 @@ import pandas as pd
 
 from theodolite.comparison.stream import overlap
 from theodolite.judging import UNTESTABLE, Verdict, judge, judge_layers
+from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, quotient, smooth_verdict
@@ -35,7 +36,6 @@ QUANTITIES = {
     "intra-cluster similarity": ("similarity_within", "within"),
     "incoherence": ("incoherence_mean", "incoherence"),
 }
-CUTOFFS = (1, 3, 5, 10)
 ROWS_OF_TABLE_3 = {
     "PPᵀ": ("", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", published.LOW_FREQUENCY_PWP),
