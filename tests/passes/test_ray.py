@@ -444,3 +444,18 @@ def test_options_that_say_nothing_are_refused(arguments, message):
     result = CliRunner().invoke(app, ["survey", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_node_that_starts_too_slowly_is_one_line(monkeypatch):
+    import ray
+
+    def slow(**_):
+        raise Exception("The current node timed out during startup.\nMany lines follow.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", slow)
+    with (
+        pytest.raises(UsageError, match=r"no Ray cluster .*timed out during startup"),
+        crew.connected("auto"),
+    ):
+        pass

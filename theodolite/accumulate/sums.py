@@ -137,13 +137,15 @@ class LayerSums:
                 self.add(name, layer, state[name][layer].to(tensor.device))
 
 
-def cache_sized(batch: int, device: torch.device) -> Iterator[slice]:
-    """Slices of a batch to work on at once: a context at a time on a CPU, whose cache holds one, else all."""
-    step = 1 if device.type == "cpu" else max(batch, 1)
+def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
+    """Slices of a batch to work on at once: as many `contexts` at a time on a CPU as its cache holds, else all."""
+    step = contexts if device.type == "cpu" else max(batch, 1)
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))
 
 
-def each_part(work: Callable[[slice], Result], batch: int, device: torch.device) -> list[Result]:
+def each_part(
+    work: Callable[[slice], Result], batch: int, device: torch.device, contexts: int = 1
+) -> list[Result]:
     """What `work` gives for each of the `cache_sized` parts of a batch; on a CPU, side by side."""
-    return parallel_map(work, list(cache_sized(batch, device)))
+    return parallel_map(work, list(cache_sized(batch, device, contexts)))

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from theodolite.accumulate.sums import each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
 from theodolite.measure.constituents import COARSE, GROUPS, paired_groups, share_sums
-from theodolite.system.threads import parallel_map
 from theodolite.theory.decomposition import PARTS
 
 ATTRIBUTED = (*GROUPS, "additive")
@@ -49,10 +49,10 @@ class Attribution:
 def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
     """Mean attention along each pattern, over contexts and the pattern's queries."""
     batch, heads, queries, _ = inputs.query.shape
-    entries = heads * min(BLOCK, queries) * inputs.key.shape[2]
-    step = max(1, CACHED // entries) if inputs.query.device.type == "cpu" else batch
-    parts = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
-    sums = parallel_map(lambda part: _paid(inputs.of_contexts(part), patterns), parts)
+    cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
+    sums = each_part(
+        lambda part: _paid(inputs.of_contexts(part), patterns), batch, inputs.query.device, cached
+    )
     counts = torch.tensor([batch * len(p.queries) for p in patterns])
     return torch.stack(sums).sum(dim=0).cpu() / counts[:, None]
 

@@ -9,21 +9,17 @@ from collections.abc import Sequence
 
 from theodolite.accumulate.extra import Columns, Extra
 from theodolite.errors import UsageError
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.localization import MOMENTS
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.passes.stages import States
-
-_MOMENTS = (
-    *("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "xi", "eta", "xi_symmetric"),
-    *("eta_symmetric", "r", "regime", "regime_margin"),
-)
-_CUTOFFS = (1, 3, 5, 10)
 
 _LAYERS = (
     *("rank", "stable_rank", "relative_norm", "incoherence_mean", "incoherence_max", "incoherence_random"),
     *("incoherence_max_random", "similarity_within", "similarity_between", "norm", "norm_first"),
     *("cosine_previous", "rank_collapse", "massive_activations", "massive_activations_first"),
     *("outlier_dimensions", "silhouette", "cluster_ari"),
-    *(f"{of}low_frequency_{cutoff}" for of in ("", "pp_") for cutoff in _CUTOFFS),
+    *(f"{of}low_frequency_{cutoff}" for of in ("", "pp_") for cutoff in CUTOFFS),
 )
 
 SURVEY_COLUMNS = {
@@ -31,9 +27,9 @@ SURVEY_COLUMNS = {
     "heads": (
         *("layer", "head", "spectrum_of", "entropy", "entropy_se", "entropy_bound", "propagation"),
         *("sink_first", "sink_later", "sink_learned", "previous_token", "same_token", "induction"),
-        *(f"{name}{suffix}" for name in _MOMENTS for suffix in ("", "_data")),
+        *(f"{name}{suffix}" for name in (*MOMENTS, "regime", "regime_margin") for suffix in ("", "_data")),
         *(f"share_{part}" for part in ("position", "context", "cross", "constant", "additive")),
-        *(f"qk_low_frequency_{cutoff}" for cutoff in _CUTOFFS),
+        *(f"qk_low_frequency_{cutoff}" for cutoff in CUTOFFS),
         *POSITIONAL,
     ),
 }

@@ -267,7 +267,9 @@ def connected(address: str) -> Iterator[None]:
     try:
         _refuse_silence(address)
         ray.init(address=address, **quiet)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # Ray's own are of many kinds: a node that starts too slowly is a bare Exception
         raise UsageError(
             f"no Ray cluster at {address} ({first_line(error)}): start one with `ray start --head`, or give no address"
         ) from error

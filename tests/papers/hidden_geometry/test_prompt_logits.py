@@ -9,10 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tokenizers import processors
 from typer.testing import CliRunner
 
-from tests import checkpoints
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
 from tests.report.test_page import Reader
 from theodolite.cli.app import app
@@ -21,7 +19,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
-from theodolite.models.prompts import Focus, prompt_ids
+from theodolite.models.prompts import Focus
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.papers import EXPERIMENTS, Study, find, reproduce, write_outcome
 from theodolite.papers.hidden_geometry import addition_check
@@ -244,24 +242,6 @@ def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     assert rough_verdict(additions, 0.7, 16, 32).answer == FAILS
     assert rough_verdict(additions, 0.5, 16, 12).answer == UNTESTABLE
     assert rough_verdict(Study(run), 0.5, 16, 32).answer == UNTESTABLE
-
-
-def test_a_prompt_is_read_as_the_model_reads_it(opened):
-    """Oracle: bytes, and the special token that this tokenizer puts in front."""
-    tokenizer = checkpoints.byte_tokenizer()
-    end = tokenizer.eos_token_id
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
-    )
-    model = replace(opened("gpt2"), tokenizer=tokenizer)
-    ids = prompt_ids(model, "angle \udcff", 40, 0).tolist()
-    assert ids[0] == end
-    assert tokenizer.decode(ids[1:]) == "angle ?"
-    assert len(prompt_ids(model, None, 30, 0)) <= 30
-    with pytest.raises(UsageError, match="the prompt is 3 tokens long: give one of at least 4"):
-        prompt_ids(model, "ab", 40, 0)
-    with pytest.raises(UsageError, match="leave --prompt out"):
-        prompt_ids(replace(model, tokenizer=None), "angle", 40, 0)
 
 
 def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):

@@ -11,6 +11,7 @@ import pandas as pd
 
 from theodolite.comparison.stream import overlap
 from theodolite.judging import Estimate
+from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import closest_model, quotient, smooth_verdict
@@ -39,7 +40,6 @@ QUANTITIES = {
     "intra-cluster similarity": ("similarity_within", "within"),
     "incoherence": ("incoherence_mean", "incoherence"),
 }
-CUTOFFS = (1, 3, 5, 10)
 _NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
     "PPᵀ": ("pp_", published.LOW_FREQUENCY),
