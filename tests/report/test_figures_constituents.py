@@ -9,12 +9,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.report.synthetic import PARTS, make_run
+from tests.measure.test_head_matrices import by_name, random_split
+from tests.report.synthetic import HOSTILE, PARTS, make_run
 from theodolite.errors import UsageError
+from theodolite.measure.head_matrices import head_matrices
 from theodolite.passes.run import Run
 from theodolite.report import figures, style
+from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
+from theodolite.report.drawing.theory import TILE_HEADROOM, positional_tiles
 from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
 
 
@@ -33,7 +38,7 @@ def test_bars_of_a_layer_are_its_rows_of_the_head_table_and_sum_to_one(run: Run)
     assert [trace.name for trace in figure.data] == [
         "position",
         "context",
-        "position and context",
+        "position with context",
         "constant",
     ]
     np.testing.assert_allclose(figure.data[0].y, rows["share_position"], rtol=1e-6)
@@ -79,7 +84,7 @@ def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     cell = figures.constituents(biased, 1, 2).data[1]
     assert (float(cell.z[0][0]), cell.text[0][0]) == (pytest.approx(0.1), "10")
     assert len(figures.constituents(biased, 0, 0).data) == 2
-    assert figures.head_shares(biased, 1).data[-1].name == "additive"
+    assert figures.head_shares(biased, 1).data[-1].name == "additive bias"
 
 
 def test_a_layer_that_could_not_be_split_has_empty_cells(run: Run) -> None:
@@ -162,3 +167,80 @@ def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
     plot = layout.height - layout.margin.t - layout.margin.b
     for title in layout.annotations:
         assert title.y * plot + title.yshift + title.font.size < layout.legend.y * plot
+
+
+def test_at_most_128_positions_are_drawn_and_the_page_stays_small():
+    """Oracle: two floats in three bytes each (base64) as the bound of the page."""
+    split = random_split(512, bias=True)
+    figure = drawing.qk_panels(split, 0, [f"token {i}" for i in range(512)], first=380)
+    assert len(figure.data) == 8
+    assert figure.data[0].x[0] == "380 token 380"
+    assert len(figure.layout.xaxis.ticktext) <= drawing.MOST_LABELS
+    assert len(figure_json(figure, {})) < 8 * 128**2 * 4 * 4 / 3 + 60_000
+
+
+def test_centred_panels_share_one_scale_and_raw_ones_have_their_own():
+    """Oracle: numpy percentiles and extremes of the panels."""
+    split = random_split(16)
+    panels = [panel.values for panel in head_matrices(split, 0) if panel.name != "attention"]
+    every = np.concatenate([values[np.isfinite(values)] for values in panels])
+    figure = drawing.qk_panels(split, 0, ["a"] * 16)
+    limit = np.percentile(np.abs(every), 99.5)
+    assert figure.layout.coloraxis.cmax == pytest.approx(limit)
+    assert figure.layout.coloraxis.cmin == pytest.approx(-limit)
+    assert {trace.coloraxis for trace in figure.data} == {"coloraxis", "coloraxis2"}
+    raw = drawing.qk_panels(split, 0, ["a"] * 16, raw=True)
+    first = by_name(head_matrices(split, 0, raw=True))["pos-pos"].values
+    assert raw.data[0].zmin == pytest.approx(np.nanmin(first))
+    assert raw.data[0].zmax == pytest.approx(np.nanmax(first))
+
+
+def test_tokens_of_any_text_are_shown_and_do_nothing():
+    """Oracle: no tag and no control character is left in what Plotly is given."""
+    tokens = [*HOSTILE, "an ordinary token of many letters"]
+    figure = drawing.qk_panels(random_split(len(tokens)), 0, tokens, first=0)
+    labels = [*figure.data[0].x, *figure.layout.xaxis.ticktext]
+    assert "&lt;script&gt;" in labels[0]
+    for label in labels:
+        assert "<" not in label
+        assert all(ord(character) >= 32 for character in label)
+        assert "\u202e" not in label
+    assert figure.layout.xaxis.ticktext[-1] == "an ordin…"
+    assert len(set(figure.data[0].x)) == len(tokens)
+
+
+def test_what_a_split_does_not_have_is_said():
+    split = random_split(9)
+    for changed, words in (
+        ({"head": 1}, "head 1 does not exist"),
+        ({"context": 2}, "context 2 does not exist"),
+        ({"first": 9}, "position 9 does not exist"),
+        ({"tokens": ["a"]}, "1 tokens for a context of 9"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            drawing.qk_panels(**{"split": split, "head": 0, "tokens": ["a"] * 9} | changed)
+    with pytest.raises(UsageError, match="pos, cvec and constant"):
+        head_matrices(split.coarse({"all": split.names}), 0)
+
+
+def test_tiles_are_centred_heads_beside_each_other():
+    """Oracle: numpy; a row's constant is gone, the largest magnitude of each head is 1, between tiles is nothing."""
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(7, 5, 5)) * np.arange(1, 8)[:, None, None]
+    picture = positional_tiles(logits)
+    np.testing.assert_allclose(positional_tiles(logits + np.arange(5)[:, None]), picture, atol=1e-12)
+    assert np.isfinite(picture).sum() == 7 * 25
+    top = TILE_HEADROOM
+    tile = picture[top : top + 5, :5]
+    centred = logits[0] - logits[0].mean(1, keepdims=True)
+    inside = np.abs(tile) < 1
+    scale = np.percentile(np.abs(centred), 99.5)
+    np.testing.assert_allclose(tile[inside], (centred / scale)[inside])
+    assert np.nanmax(np.abs(picture)) == 1
+
+
+def test_shares_by_layer_are_the_numbers_given():
+    """Oracle: the arrays themselves."""
+    bars = drawing.shares_by_layer(np.arange(2.0), {"pos-pos": np.array([0.4, math.nan])})
+    assert bars.data[0].y[0] == pytest.approx(0.4)
+    assert math.isnan(bars.data[0].y[1])

@@ -15,10 +15,11 @@ from theodolite.errors import UsageError
 from theodolite.explore import figures, panel_html
 from theodolite.explore.subject import Subject
 from theodolite.explore.view import tag_colours
+from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
+from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.drawing.qk import MOST_POSITIONS, qk_panels
 from theodolite.report.measures import HEAD_MEASURES
 from theodolite.report.payload import figure_json
 from theodolite.system.wording import head_name, visible

@@ -195,11 +195,6 @@ def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
     return shown
 
 
-def axis_suffix(panel: int) -> str:
-    """What Plotly appends to the axis names of a panel: nothing, then 2, 3, …"""
-    return str(panel + 1) if panel else ""
-
-
 def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:
     """Symmetric error bars, of length 0 where there is no error; None where there is none at all."""
     errors = np.asarray(errors, dtype=np.float32)

@@ -13,19 +13,11 @@ import pandas as pd
 from theodolite.measure.constituents import DISJOINT
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, SLIGHT
 from theodolite.report.data import Floats, column
-from theodolite.report.drawing.constituents import ADDITIVE, attributed
+from theodolite.report.drawing.constituents import ADDITIVE, SHARES, attributed
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
-
-SHARES = {
-    "share_position": "position",
-    "share_context": "context",
-    "share_cross": "position with context",
-    "share_constant": "constant",
-    "share_additive": "additive bias",
-}
 
 
 def constituents(run: Run) -> list[str]:

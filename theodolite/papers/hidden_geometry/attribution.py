@@ -20,7 +20,6 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
-from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import by_name
 from theodolite.report.measures import SONG
@@ -319,7 +318,7 @@ def constituents(study: Study, outcome: Outcome) -> None:
     outcome.figure(
         "by-layer",
         "Mean share by layer",
-        drawing.shares_by_layer(
+        figures_constituents.shares_by_layer(
             np.arange(blocks(run), dtype=np.float64),
             {group: _layer_means(grid) for group, grid in grids.items()},
         ),

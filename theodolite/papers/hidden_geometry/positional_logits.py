@@ -23,7 +23,6 @@ from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.addition_check import of_an_adder
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats, evenly
-from theodolite.report.drawing import qk as drawing
 from theodolite.report.drawing import theory as maps
 from theodolite.report.exhibit import by_name
 from theodolite.report.measures import SONG
@@ -115,7 +114,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(rough_verdict(study, median, len(table), positions))
     outcome.tables["smoothness"] = table
     drawn = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
+    tiles = [maps.positional_tiles(sums.logits[layer] / len(sample)) for layer in drawn]
     names = [f"head {head}" for head in heads]
     outcome.figure(
         "positional-logits",

@@ -21,6 +21,7 @@ from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import Constituents
+from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Study, experiment
@@ -34,7 +35,7 @@ from theodolite.papers.hidden_geometry.attribution import (
     top_head_verdicts,
 )
 from theodolite.passes.run import Run
-from theodolite.report.drawing import qk as drawing
+from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, listed, number, percent
@@ -102,7 +103,7 @@ def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
 def _panel_caption(study: Study, length: int) -> str:
     """What the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
-    shown = f"; the first {drawing.MOST_POSITIONS} of them" if length - 1 > drawing.MOST_POSITIONS else ""
+    shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
     caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
     if study.provenance["model"].get("positions") == ROTATED:
         caption += (
@@ -112,9 +113,7 @@ def _panel_caption(study: Study, length: int) -> str:
     return caption
 
 
-def _tables(
-    ids: Tensor, tokens: list[str], panels: dict[str, list[drawing.Panel]]
-) -> dict[str, pd.DataFrame]:
+def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]]) -> dict[str, pd.DataFrame]:
     shares = [
         {"panels": name} | {panel.name: panel.share for panel in of_head if np.isfinite(panel.share)}
         for name, of_head in panels.items()
@@ -144,14 +143,14 @@ def figure_6(study: Study, outcome: Outcome) -> None:
     for (layer, head), followed in _chosen(study, top).items():
         split = _split(study, ids, layer, head)
         name = head_name(layer, head)
-        panels[name] = drawing.constituent_panels(split, head)
+        panels[name] = head_matrices(split, head)
         largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
         named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
         outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
         outcome.figure(
             name,
             _title((layer, head), followed, top),
-            drawing.qk_panels(split, head, tokens),
+            qk_panels(split, head, tokens),
             f"{_panel_caption(study, len(tokens))}Every row less its mean over the keys that the query sees, to which "
             "the softmax is invariant, and one colour scale for all; per cent: shares of the variance of such logits. "
             "Constant is mean and bias alone, which otherwise count with what is on the other side. All panels but "
@@ -254,13 +253,13 @@ def figure_30(study: Study, outcome: Outcome) -> None:
             ("without", "Fig. 31", "is apart, within constant", split),
         ):
             name = f"{head_name(layer, head)} {key} the global mean"
-            panels[name] = drawing.constituent_panels(shown, head, raw=True)
+            panels[name] = head_matrices(shown, head, raw=True)
             largest = max(panels[name][:-2], key=lambda panel: panel.share)
             outcome.read(f"{name}: largest share", largest.name)
             outcome.figure(
                 f"L{layer}H{head}-{key}",
                 name,
-                drawing.qk_panels(shown, head, tokens, raw=True),
+                qk_panels(shown, head, tokens, raw=True),
                 f"{_panel_caption(study, len(tokens))}Raw logits, each panel on its own scale from its lowest to its "
                 f"highest value; the mean {where}. Per cent: shares of the variance that the softmax sees.",
                 "the same patterns with and without the mean.",

@@ -203,12 +203,9 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     for index, (name, figure) in enumerate(figures.items()):
         own = {axis: _fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis")}
         titles = [axis.pop("title", {}).get("text", "") for axis in own.values()]
-        if square:
-            own["xaxis"] |= {"constrain": "domain"}
-            own["yaxis"] |= {"scaleanchor": f"x{style.axis_suffix(index)}", "constrain": "domain"}
         trace = figure.data[0].update(showscale=index == 0)
         y = titles[1] if index % columns == 0 else ""
-        shown.append(Panel(name, [trace], titles[0], y, own["xaxis"], own["yaxis"]))
+        shown.append(Panel(name, [trace], titles[0], y, own["xaxis"], own["yaxis"], square=square))
     total = rows * height + (rows - 1) * ROW_GAP
     drawn = panels(
         shown, columns, gaps=(GAP, ROW_GAP / total), layout={"margin": {"l": 80, "t": 40, "b": 70}}

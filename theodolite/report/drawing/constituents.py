@@ -1,11 +1,14 @@
-"""Constituents of the logits: their shares, and attention recomputed from each alone and without it.
+"""Constituents of the logits: their shares, attention from each alone and without it, and one head's on a prompt.
 
-Bars and maps of the tables `heads`, `constituents` and `attribution` as they are; nothing here computes a share
-or a score. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
+Bars and maps of tables and matrices as they are; nothing here computes a share or a score. Source: Song & Zhong
+2024, section 5.2, with constituents that add up.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,30 +16,61 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.measure.constituents import Constituents
+from theodolite.measure.head_matrices import (
+    ADDITIVE,
+    ATTENTION,
+    CONSTANT,
+    MOST_POSITIONS,
+    QK,
+    HeadMatrix,
+    head_matrices,
+)
 from theodolite.report import style
 from theodolite.report.data import Floats, column, head_grid, heads_per_block, need_column
-from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
-from theodolite.system.wording import head_name, number
+from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels, saturation
+from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
-SHARES = {
-    "share_position": ("position", style.POSITION),
-    "share_context": ("context", style.CONTEXT),
-    "share_cross": ("position and context", style.BOTH),
-    "share_constant": ("constant", style.REFERENCE),
-    "share_additive": ("additive", style.GREEN),
+GROUP_COLOURS = {
+    "position": style.POSITION,
+    "context": style.CONTEXT,
+    "cross": style.BOTH,
+    "constant": style.REFERENCE,
+    "pos-pos": style.SKY,
+    "cvec-cvec": style.ORANGE,
+    "additive": style.GREEN,
 }
-"""Columns of the heads table that sum to 1 → their name and colour."""
+SHARES = {
+    "share_position": "position",
+    "share_context": "context",
+    "share_cross": "position with context",
+    "share_constant": "constant",
+    "share_additive": "additive bias",
+}
+"""Columns of the heads table that sum to 1 → what they are shares of, in words."""
 
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
-ADDITIVE = "additive"
 NAMED = 0.005  # a share below it has no number in its cell
 PANELS = 6
 """Heads of one pattern that are drawn; the table has them all."""
 
 PANEL, TITLE = 128, 22  # pixels of one panel with its title, and of its title
+
+COLUMNS = (
+    ("position", "pos-pos", "cvec-pos", CONSTANT),
+    ("pos-cvec", "context", "cvec-cvec", ADDITIVE),
+    (QK, ATTENTION),
+)
+"""Where the matrices that are there stand, column by column: query position above context, key position left of it."""
+
+MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
+MOST_LABELS = 32
+"""Tokens written at an axis at most, evenly chosen: more could not be read. Hovering names every one."""
+
+WRITTEN = 9  # characters of a token at the axes
 
 
 @Sketched
@@ -48,9 +82,9 @@ def head_shares(run: Run, layer: int = 0) -> Sketch:
             "type": "bar",
             "x": np.arange(heads_per_block(run), dtype=np.int32),
             "y": grid[layer].astype(np.float32),
-            "name": SHARES[name][0],
-            "marker": {"color": SHARES[name][1], "line": {"width": 0}},
-            "hovertemplate": f"head %{{x}}<br>{SHARES[name][0]}: %{{y:.1%}}<extra></extra>",
+            "name": SHARES[name],
+            "marker": {"color": GROUP_COLOURS[name.removeprefix("share_")], "line": {"width": 0}},
+            "hovertemplate": f"head %{{x}}<br>{SHARES[name]}: %{{y:.1%}}<extra></extra>",
         }
         for name, grid in grids
     ]
@@ -214,3 +248,124 @@ def _attribution_panel(rows: pd.DataFrame, end: float, *, first: bool, last: boo
             (float(uniform), {"width": 1.2, "dash": "dot", "color": style.GREY}),
         ],
     )
+
+
+def qk_panels(
+    split: Constituents,
+    head: int,
+    tokens: Sequence[str],
+    *,
+    context: int = 0,
+    first: int = 1,
+    raw: bool = False,
+) -> go.Figure:
+    """`head_matrices` as maps: Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
+
+    Titles give the shares of variance. Centred logits have one colour scale, so that they can be compared; raw
+    ones each their own, from the lowest to the highest value, which the title names. Zooming in one zooms all.
+
+    Args:
+        tokens: the text of each of the context's T tokens, shown as it is: nothing in it is taken for markup.
+        split, head, context, first, raw: as for `head_matrices`.
+
+    Raises:
+        UsageError: no such head, context or position, a split into other parts, or not T tokens.
+    """
+    of_head = head_matrices(split, head, context=context, first=first, raw=raw)
+    matrices = {matrix.name: matrix for matrix in of_head}
+    length = split.query.shape[3]
+    if len(tokens) != length:
+        raise UsageError(f"{len(tokens)} tokens for a context of {length}")
+    axis, names = _token_axis(tokens, range(first, min(length, first + MOST_POSITIONS)))
+    columns = [[name for name in column if name in matrices] for column in COLUMNS]
+    lowest = {column[-1] for column in columns}
+    shown: list[Panel | None] = []
+    for name in chain.from_iterable(zip_longest(*columns)):
+        if name is None:
+            shown.append(None)
+            continue
+        linked = [{"matches": side} if shown else {} for side in "xy"]  # all move with the first
+        keys = axis | linked[0] | {"tickangle": -90, "showticklabels": name in lowest}
+        queries = axis | linked[1] | {"autorange": "reversed", "showticklabels": name in columns[0]}
+        titles = ("key" if name in lowest else "", "query" if name in columns[0] else "")
+        trace = _matrix(matrices[name], names, raw)
+        note = _note(matrices[name], raw)
+        shown.append(Panel(name, [trace], *titles, keys, queries, note, square=True))
+    rows = len(shown) // len(columns)
+    limit = saturation([matrix.values for matrix in of_head if matrix.name != ATTENTION])
+    layout = {"margin": {"l": 70, "t": 34, "r": 70, "b": 70}}
+    layout |= _colour_axes(limit, _range(matrices[ATTENTION].values)[1], rows, raw)
+    gaps = (MAP_GAPS[0], MAP_GAPS[1] / (MAP * rows))
+    return panels(shown, len(columns), height=MAP, gaps=gaps, layout=layout)
+
+
+def _token_axis(tokens: Sequence[str], positions: range) -> tuple[dict[str, Any], list[str]]:
+    """An axis of tokens of which at most `MOST_LABELS` are written, and what hovering calls all of them."""
+    texts = [shown_token(tokens[position]) for position in positions]
+    ticks = range(0, len(texts), max(1, math.ceil(len(texts) / MOST_LABELS)))
+    written = [
+        texts[tick] if len(texts[tick]) <= WRITTEN else texts[tick][: WRITTEN - 1] + "…" for tick in ticks
+    ]
+    axis = {
+        "type": "category",
+        "showgrid": False,
+        "zeroline": False,
+        "ticks": "",
+        "tickmode": "array",
+        "tickvals": list(ticks),
+        "ticktext": [for_plotly(text) for text in written],
+        "tickfont": {"size": 8 if len(ticks) > 20 else 10},
+        "constrain": "domain",
+    }
+    return axis, [f"{position} {for_plotly(text)}" for position, text in zip(positions, texts, strict=True)]
+
+
+def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> go.Heatmap:
+    colours: dict[str, Any] = {"coloraxis": "coloraxis2" if matrix.name == ATTENTION else "coloraxis"}
+    if raw and matrix.name != ATTENTION:
+        colours = {}
+    quantity = matrix.name if matrix.name == ATTENTION else f"{matrix.name} logit"
+    hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
+    return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **colours)
+
+
+def _range(values: Floats) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return low, high if high > low else low + 1.0
+
+
+def _note(matrix: HeadMatrix, raw: bool) -> str:
+    """What a title says of a matrix: its share of the variance, and the range of raw logits."""
+    share = percent(matrix.share) if math.isfinite(matrix.share) else ""
+    said = ["the model's own logits" if matrix.name == QK else share]
+    if raw and matrix.name != ATTENTION:
+        said.append(" to ".join(map(number, _range(matrix.values))))
+    return ", ".join(filter(None, said))
+
+
+def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, Any]:
+    def bar(title: str, row: int) -> dict[str, Any]:
+        return style.colour_bar(title, x=1.01, y=1 - (row + 0.1) / rows, yanchor="top", len=0.8 / rows)
+
+    weight = {"cmin": 0, "cmax": most, "colorscale": style.MAGNITUDE, "colorbar": bar("attention", 1)}
+    signed = {"cmin": -limit, "cmax": limit, "colorscale": style.SIGNED}
+    signed |= {"colorbar": bar("logit, less its row's mean", 0)}
+    return {"coloraxis2": weight} | ({} if raw else {"coloraxis": signed})
+
+
+def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
+    """Mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
+    bars = [
+        go.Bar(
+            x=layers.astype(np.float32),
+            y=values.astype(np.float32),
+            name=group,
+            marker={"color": GROUP_COLOURS[group]},
+            hovertemplate=f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>",
+        )
+        for group, values in shares.items()
+    ]
+    axis = {"zeroline": False} | style.every_tick(len(layers))
+    layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
+    return style.figure(bars, "layer", "mean share of logit variance", height=340, layout=layout)

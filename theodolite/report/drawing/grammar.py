@@ -9,6 +9,7 @@ a `Sketch` first: a page that holds all heads takes their sketches, and Plotly s
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ _P = ParamSpec("_P")
 BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
+SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
 
@@ -153,6 +155,12 @@ def heat(
     return own | more if plain else go.Heatmap(**(own | more))
 
 
+def saturation(values: Sequence[Floats]) -> float:
+    """The `SATURATED` percentile of the magnitudes in all maps; 1 where there are none."""
+    magnitudes = np.abs(np.concatenate([of_map[np.isfinite(of_map)] for of_map in values]))
+    return float(np.percentile(magnitudes, SATURATED)) if magnitudes.size and magnitudes.any() else 1.0
+
+
 def rows_down(count: int) -> dict[str, Any]:
     """The vertical axis of a map with `count` numbered rows, the first on top."""
     return {"showgrid": False, "autorange": "reversed"} | style.every_tick(count)
@@ -215,6 +223,7 @@ class Panel:
     """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
 
     `note`: what stands after the title, which is then bold. `marks`: vertical lines, each its x and how it looks.
+    `square`: cells of a map as wide as high, below its title.
     """
 
     title: str
@@ -223,12 +232,13 @@ class Panel:
     y: str = ""
     xaxis: dict[str, Any] = field(default_factory=dict)
     yaxis: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    note: str | None = None
     marks: Sequence[tuple[float, dict[str, Any]]] = ()
+    square: bool = False
 
 
 def panels(
-    shown: Sequence[Panel],
+    shown: Sequence[Panel | None],
     across: int,
     *,
     height: int = PANEL_HEIGHT,
@@ -239,35 +249,36 @@ def panels(
     """Figures side by side, `across` of them in a row of `height` pixels, each under its title.
 
     Args:
+        shown: row by row; None leaves a place empty.
         gaps: between them, of the width and of the height of all. widths: of the columns, relative; None: equal.
     """
     rows = math.ceil(len(shown) / across)
-    places = [(number // across + 1, number % across + 1) for number in range(len(shown))]
+    places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
     drawn = make_subplots(
         rows,
         across,
-        specs=[
-            [{} if (row, column) in places else None for column in range(1, across + 1)]
-            for row in range(1, rows + 1)
-        ],
-        subplot_titles=[_heading(panel) for panel in shown],
+        specs=[[{} if (row, column) in places else None for column in range(across)] for row in range(rows)],
+        subplot_titles=[_heading(panel) for panel in places.values()],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
         column_widths=widths,
     )
-    for panel, (row, column) in zip(shown, places, strict=True):
-        drawn.add_traces(list(panel.traces), rows=row, cols=column)
-        drawn.update_xaxes(panel.xaxis, title_text=panel.x, row=row, col=column)
-        drawn.update_yaxes(panel.yaxis, title_text=panel.y, row=row, col=column)
+    titles = itertools.count()
+    for (row, column), panel in places.items():
+        place = {"row": row + 1, "col": column + 1}
+        drawn.add_traces(list(panel.traces), rows=place["row"], cols=place["col"])
+        drawn.update_xaxes(panel.xaxis, title_text=panel.x, **place)
+        drawn.update_yaxes(panel.yaxis, title_text=panel.y, **place)
+        (x_axis,), (y_axis,) = drawn.select_xaxes(**place), drawn.select_yaxes(**place)
+        if panel.square:
+            x_axis.update(constrain="domain", constraintoward="left")
+            y_axis.update(constrain="domain", constraintoward="top", scaleanchor=y_axis.anchor)
         for x, look in panel.marks:
-            drawn.add_vline(x, line=look, row=row, col=column)
-    for title, (row, column) in zip(
-        drawn.layout.annotations,
-        (place for panel, place in zip(shown, places, strict=True) if panel.title),
-        strict=True,
-    ):
-        left = next(drawn.select_xaxes(row=row, col=column)).domain[0]
-        title.update(x=left, xanchor="left", yshift=4, font_size=12)
+            drawn.add_vline(x, line=look, **place)
+        if panel.title:
+            drawn.layout.annotations[next(titles)].update(
+                x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12
+            )
     if drawn.layout.annotations:
         top = style.template().layout.margin.t + TITLE
         drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
@@ -276,7 +287,7 @@ def panels(
 
 def _heading(panel: Panel) -> str:
     title = for_plotly(panel.title)
-    return f"<b>{title}</b>  {for_plotly(panel.note)}" if panel.note else title
+    return title if panel.note is None else f"<b>{title}</b>  {panel.note}".rstrip()
 
 
 def _numbers(values: ArrayLike) -> Any:

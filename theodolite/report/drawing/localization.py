@@ -122,18 +122,9 @@ def maps(
             x=axes[0],
             y=axes[1],
         )
-        rows = {"autorange": "reversed", "scaleanchor": f"x{style.axis_suffix(index)}"}
-        rows |= {"constrain": "domain", "constraintoward": "top"}
-        shown.append(
-            Panel(
-                name,
-                [trace],
-                titles[0],
-                "" if index else titles[1],
-                bare | ({"constrain": "domain", "constraintoward": "left"} if square else {}),
-                bare | (rows if square else {}),
-            )
-        )
+        rows = bare | ({"autorange": "reversed"} if square else {})
+        y = "" if index else titles[1]
+        shown.append(Panel(name, [trace], titles[0], y, bare, rows, square=square))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
     return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
 

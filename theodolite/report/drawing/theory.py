@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing.grammar import heat, line
+from theodolite.report.drawing.grammar import heat, line, saturation
 from theodolite.system.wording import for_plotly, head_name, number
 
 THIS_MODEL = style.MEASURED
@@ -34,19 +34,33 @@ def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
     Args:
         rotated: (H, n, n) magnitudes, 0 where nothing survives. diagonal: (H, n) magnitudes.
     """
-    heads, side = diagonal.shape
-    across = min(heads, TILES_ACROSS)
-    down = math.ceil(heads / across)
-    step = side + TILE_GAP
-    picture = np.full((down * (side + TILE_HEADROOM), across * step - TILE_GAP), np.nan)
-    for head in range(heads):
-        largest = max(rotated[head].max(), diagonal[head].max()) or 1.0
-        tile = -np.sqrt(rotated[head] / largest)
-        on = np.arange(side)
-        red = np.sqrt(diagonal[head] / largest)
-        tile[on, on] = np.where(red >= -tile[on, on], red, tile[on, on])
-        row, column = divmod(head, across)
-        top = row * (side + TILE_HEADROOM) + TILE_HEADROOM
+    tiles = []
+    for survivors, of_head in zip(rotated, diagonal, strict=True):
+        largest = max(survivors.max(), of_head.max()) or 1.0
+        tile, red = -np.sqrt(survivors / largest), np.sqrt(of_head / largest)
+        on = np.diag_indices(len(red))
+        tile[on] = np.where(red >= -tile[on], red, tile[on])
+        tiles.append(tile)
+    return _in_tiles(tiles)
+
+
+def positional_tiles(logits: Floats) -> Floats:
+    """One layer's heads as tiles of one picture, as in `weight_tiles`: rows less their means, of −1 … 1.
+
+    Each head over its own `SATURATED` percentile. `logits`: (H, n, n).
+    """
+    centred = logits - logits.mean(axis=-1, keepdims=True)
+    return _in_tiles([np.clip(tile / saturation([tile]), -1, 1) for tile in centred])
+
+
+def _in_tiles(tiles: Sequence[Floats]) -> Floats:
+    """Square matrices of one size as one picture, NaN between them and above each, where its name stands."""
+    side = len(tiles[0])
+    across, step, tall = min(len(tiles), TILES_ACROSS), side + TILE_GAP, side + TILE_HEADROOM
+    picture = np.full((math.ceil(len(tiles) / across) * tall, across * step - TILE_GAP), np.nan)
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, across)
+        top = row * tall + TILE_HEADROOM
         picture[top : top + side, column * step : column * step + side] = tile
     return picture
 
