@@ -18,7 +18,7 @@ from theodolite.comparison.survival import (
 )
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
-from theodolite.report.drawing.traces import sink_name
+from theodolite.report.drawing.sinks import sink_name
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, number, percent
 

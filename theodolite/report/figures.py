@@ -28,6 +28,7 @@ from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing import geometry as figures_geometry
 from theodolite.report.drawing import heads as figures_heads
 from theodolite.report.drawing import layers as figures_layers
+from theodolite.report.drawing import outliers as figures_outliers
 from theodolite.report.drawing import sinks as figures_sinks
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.exhibits import EXHIBITS
@@ -102,6 +103,10 @@ def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
             )
 
 
+FIGURES: dict[str, Callable[..., go.Figure]] = {}
+"""All of them by name, in the order of the page, which is that of their definitions below."""
+
+
 def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
     signature = inspect.signature(draw)
 
@@ -114,6 +119,7 @@ def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
         )
         return style.alone(draw(*args, **kwargs), *_title_and_note(draw.__name__, bound.arguments))
 
+    FIGURES[draw.__name__] = drawn
     return drawn
 
 
@@ -145,48 +151,6 @@ head_entropy = _standalone(figures_spectra.head_entropy)
 sinks_by_position = _standalone(figures_sinks.sinks_by_position)
 massive_activations = _standalone(figures_layers.massive_activations)
 outlier_dimensions = _standalone(figures_layers.outlier_dimensions)
-outlier_shares = _standalone(figures_sinks.outlier_shares)
-
-_IN_PAGE_ORDER: tuple[Callable[..., go.Figure], ...] = (
-    # Position
-    spiral,
-    waves,
-    singular_values,
-    gram,
-    dct,
-    rank,
-    stable_rank,
-    relative_norm,
-    low_frequency,
-    # Context
-    similarity,
-    incoherence,
-    clusters,
-    # Through the layers
-    norm,
-    cosine_previous,
-    rank_collapse,
-    # All heads
-    head_map,
-    entropy_by_position,
-    regime_plane,
-    # What logits are made of
-    head_shares,
-    attribution,
-    inherited_smoothness,
-    # One head
-    constituents,
-    spectrum,
-    propagation,
-    head_entropy,
-    # Sinks and outliers
-    sinks_by_position,
-    massive_activations,
-    outlier_dimensions,
-    outlier_shares,
-)
-
-FIGURES = {draw.__name__: draw for draw in _IN_PAGE_ORDER}
-"""All of them by name, in the order of the page."""
+outlier_shares = _standalone(figures_outliers.outlier_shares)
 
 __all__ = ["FIGURES", "available", *FIGURES]

@@ -27,7 +27,7 @@ from theodolite.papers.catch_tag_release.traced_sinks import (
 from theodolite.papers.experiment import Study
 from theodolite.passes.survey import spectra
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.drawing.traces import release_map, release_scatter
+from theodolite.report.drawing.sinks import release_map, release_scatter
 from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import render
 from theodolite.sinks.trace import trace_sinks

@@ -25,7 +25,7 @@ from theodolite.papers.catch_tag_release.pruned_models import (
 from theodolite.papers.experiment import Study, experiment
 from theodolite.prune.settings import RankRatio
 from theodolite.report.data import Floats
-from theodolite.report.drawing import sweep as drawing
+from theodolite.report.drawing import pruning as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks

@@ -11,8 +11,8 @@ from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, SIGMAS, Verdict
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
-from theodolite.report.drawing import ablation as drawing
-from theodolite.report.drawing.traces import sink_name
+from theodolite.report.drawing import sinks as drawing
+from theodolite.report.drawing.sinks import sink_name
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.ablation import (

@@ -23,7 +23,7 @@ from theodolite.judging import (
 from theodolite.papers.experiment import Study, experiment
 from theodolite.passes.run import Run
 from theodolite.report.data import Floats
-from theodolite.report.drawing import traces as drawing
+from theodolite.report.drawing import sinks as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.trace import trace_sinks

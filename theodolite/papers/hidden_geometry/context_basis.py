@@ -13,7 +13,7 @@ from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.layer_columns import smooth_verdict
 from theodolite.report.data import Floats, evenly, layer_estimates, need, provenance
-from theodolite.report.drawing import contexts as drawing
+from theodolite.report.drawing import geometry as drawing
 from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG
 from theodolite.report.outcome import Outcome

@@ -30,8 +30,8 @@ from theodolite.report.data import (
     provenance,
     value_of,
 )
-from theodolite.report.drawing import contexts as drawing
 from theodolite.report.drawing import experiments as lines
+from theodolite.report.drawing import geometry as drawing
 from theodolite.report.drawing import theory
 from theodolite.report.exhibit import by_layer
 from theodolite.report.measures import SONG

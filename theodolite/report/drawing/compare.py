@@ -12,9 +12,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels
+from theodolite.report.drawing.grammar import HEADROOM, Panel, heat, line, panels, reference
 from theodolite.report.drawing.prompt import MARK
-from theodolite.report.drawing.traces import sink_name
+from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 STATUS_COLOURS = {
@@ -65,13 +65,7 @@ def scatter(table: pd.DataFrame, dots: Dots) -> go.Figure:
     values = np.maximum(values, FEWEST) if dots.shares else values
     largest = 1.0 if dots.shares or dots.limits else float(np.nanmax(values, initial=0.1))
     diagonal = [FEWEST if dots.shares else 0.0, largest]
-    traces: list[Any] = line(
-        *(diagonal, diagonal, "unchanged", style.GREY),
-        dash="dot",
-        width=1,
-        showlegend=False,
-        hoverinfo="skip",
-    )
+    traces: list[Any] = reference(diagonal, diagonal, "unchanged", showlegend=False)
     for status, colour in STATUS_COLOURS.items():
         of_status = (table["status"] == status).to_numpy()
         x, y = values[of_status].T.astype(np.float32)

@@ -1,25 +1,30 @@
 """Figures of outlier dimensions and massive activations: maps, growth through the layers, who carries them, counts.
 
-They take plain arrays and return Plotly figures. What does not fit a screen is thinned by keeping the largest.
+They take plain arrays or a run. What does not fit a screen is thinned by keeping the largest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly
+from theodolite.report.data import Floats, evenly, need
 from theodolite.report.drawing.grammar import heat, line, reference, rows_down
 from theodolite.system.wording import for_plotly
+
+if TYPE_CHECKING:
+    from theodolite.passes.run import Run
 
 DIMENSIONS = 40
 LINES = 12
 TOKENS = 20
 SMALLEST = 1e-6  # of the largest value: below it the logarithmic axis of the growth ends
+NAMED: dict[str, Any] = {"type": "category", "showgrid": False}  # an axis of dimensions or tokens
+TURNED = {"tickangle": -90, "tickfont": {"size": 10}}  # its names, where there are many
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -27,6 +32,25 @@ def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
     """The columns with the largest maxima, at most so many, in their order."""
     highest = np.nan_to_num(values).max(axis=0)
     return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
+
+
+def outlier_shares(run: Run) -> go.Figure:
+    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
+    shares = np.nan_to_num(need(run, "outlier_share"))
+    dimensions = largest_columns(shares)
+    dimensions = [dimension for dimension in dimensions if shares[:, dimension].any()] or dimensions[:1]
+    cells = heat(
+        shares[:, dimensions],
+        0,
+        1,
+        "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
+        bar="share of tokens",
+        cells=True,
+        x=[str(dimension) for dimension in dimensions],
+    )
+    layout = {"xaxis": NAMED | TURNED, "yaxis": rows_down(len(shares))}
+    height = min(640, max(240, 120 + 22 * len(shares)))
+    return style.figure([cells], "feature dimension", "layer", height=height, layout=layout)
 
 
 def ratio_map(
@@ -54,10 +78,7 @@ def ratio_map(
         x=[str(name) for name in columns],
         y0=first_row,
     )
-    column_axis: dict[str, Any] = {"type": "category", "showgrid": False}
-    if len(columns) > LINES:
-        column_axis |= {"tickangle": -90, "tickfont": {"size": 10}}
-    layout = {"xaxis": column_axis, "yaxis": rows_down(len(shown))}
+    layout = {"xaxis": NAMED | (TURNED if len(columns) > LINES else {}), "yaxis": rows_down(len(shown))}
     height = min(640, max(260, 140 + 22 * len(shown)))
     return style.figure([cells], titles[0], titles[1], height=height, layout=layout)
 

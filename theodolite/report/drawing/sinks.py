@@ -1,25 +1,29 @@
-"""Where sinks stand and which feature dimensions are outliers.
+"""Sinks by position, traced, ablated, and in models with a no-op option.
 
-Both figures thin what does not fit a screen by keeping the largest values, never by averaging them away.
+They take a run or plain tables. What does not fit a screen is thinned by keeping the largest values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.measure.tags import NAMED
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, need
-from theodolite.report.drawing.grammar import heat, rows_down
+from theodolite.report.drawing.grammar import Panel, heat, line, panels, reference, rows_down
+from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
 
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
-DIMENSIONS = 40
 
 
 def _largest_in_bins(values: Floats, bins: int) -> tuple[Floats, list[str]]:
@@ -58,26 +62,189 @@ def sinks_by_position(run: Run) -> go.Figure:
     )
 
 
-def outlier_shares(run: Run) -> go.Figure:
-    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers."""
-    shares = np.nan_to_num(need(run, "outlier_share"))
-    highest = shares.max(axis=0)
-    dimensions = np.sort(np.argsort(-highest, kind="stable")[:DIMENSIONS])
-    dimensions = dimensions[highest[dimensions] > 0] if (highest > 0).any() else dimensions[:1]
-    cells = heat(
-        shares[:, dimensions],
-        0,
-        1,
-        "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>",
-        bar="share of tokens",
-        cells=True,
-        x=[str(dimension) for dimension in dimensions],
-    )
-    named = {"type": "category", "showgrid": False, "tickangle": -90, "tickfont": {"size": 10}}
+SHOWN_SINKS = 40
+ROW = 22  # pixels
+KIND_COLOURS = {
+    "first": style.BLUE,
+    "later": style.VERMILLION,
+    "learned": style.GREEN,
+    "stretch": style.ORANGE,
+}
+KIND_NAMES = {
+    "first": "first token",
+    "later": "later token",
+    "learned": "learned column",
+    "stretch": "local sink",
+}
+
+
+def sink_name(row: pd.Series) -> str:
+    """`L4H1 “↵”`: a head and its sink."""
+    token = f"“{shown_token(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
+    return f"{head_name(row['layer'], row['head'])} {token}"
+
+
+def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
+    """η² of the strongest sinks: in the head's own output, then in every residual layer from the entering one on.
+
+    The column of the head's output has its own colour scale.
+
+    Args:
+        traces: the table, strongest first. release: its rows by residual layer.
+    """
+    strongest = traces.head(SHOWN_SINKS)
+    names = [
+        for_plotly(f"{number + 1}. {sink_name(row)}") for number, (_, row) in enumerate(strongest.iterrows())
+    ]
+    layers = [str(layer) for layer in range(release.shape[1])]
+    heats = [
+        heat(
+            values,
+            0,
+            float(np.nanmax(values)) if np.isfinite(values).any() else 1.0,
+            f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>",
+            x=columns,
+            y=names,
+            xgap=gap,
+            showscale=True,
+            colorbar=style.colour_bar(f"η² {quantity}", x=bar_x),
+        )
+        # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
+        for values, columns, quantity, bar_x, gap in (
+            (strongest["tag"].to_numpy(float)[:, None], ["head"], "in the head's output", 1.0, 4),
+            (release[: len(strongest)], layers, "in the residual stream", 1.1, 0),
+        )
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True, "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False},
+        "margin": {"l": 150},
+    }
+    height = 130 + ROW * len(names)
+    return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
+
+
+def strength(traces: pd.DataFrame) -> go.Figure:
+    """One dot per sink: the share of all queries that it catches, and η² of the head's output."""
+    dots = []
+    for kind, name in KIND_NAMES.items():
+        rows = traces[traces["kind"] == kind]
+        if not len(rows):
+            continue
+        hover_texts = [
+            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
+            f"with the tag at {number(row['alignment'])}"
+            for _, row in rows.iterrows()
+        ]
+        dots.append(
+            go.Scatter(
+                x=rows["caught"].to_numpy(np.float32),
+                y=rows["tag"].to_numpy(np.float32),
+                name=name,
+                mode="markers",
+                marker={"size": 8, "color": KIND_COLOURS[kind], "opacity": 0.8},
+                text=hover_texts,
+                hovertemplate="%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>",
+            )
+        )
+    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
     return style.figure(
-        [cells],
-        "feature dimension",
-        "layer",
-        height=min(640, max(240, 120 + 22 * len(shares))),
-        layout={"xaxis": named, "yaxis": rows_down(len(shares))},
+        dots, "share of all queries caught", "η² of the head's output", height=360, layout=layout
     )
+
+
+def release_scatter(heads: pd.DataFrame) -> go.Figure:
+    """One dot per head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
+
+    Bars are the standard error of the difference of the two.
+    """
+    hover_texts = [
+        f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
+        for _, r in heads.iterrows()
+    ]
+    dots = go.Scatter(
+        x=heads["before"].to_numpy(np.float32),
+        y=heads["released"].to_numpy(np.float32),
+        error_y=style.error_bars(heads["gain_se"]),
+        mode="markers",
+        marker={
+            "size": 8,
+            "color": heads["layer"],
+            "colorscale": style.ORDER,
+            "showscale": True,
+            "colorbar": style.whole_bar(
+                "layer of the head", int(heads["layer"].max() - heads["layer"].min())
+            ),
+        },
+        text=hover_texts,
+        showlegend=False,
+        hovertemplate="%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>",
+    )
+    top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
+    diagonal = reference([0, top], [0, top], "unchanged", showlegend=False)
+    layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
+    return style.figure(
+        [*diagonal, dots], "η² before the head", "largest η² after the head", height=360, layout=layout
+    )
+
+
+def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
+    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
+    shown = table[table["measure"].isin(measures)]
+    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
+    bars = [
+        go.Bar(
+            y=names,
+            x=shown[column].to_numpy(np.float32),
+            error_x=style.error_bars(shown[f"{column}_se"]),
+            orientation="h",
+            name=name,
+            marker={"color": colour},
+            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
+        )
+        for column, name, colour in (
+            ("control", "control", style.GREY),
+            ("change", "ablation", style.VERMILLION),
+        )
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "barmode": "group",
+        "margin": {"l": 300},
+    }
+    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
+
+
+COLUMNS, NO_OP_ROW = 3, 250  # pixels
+TITLE_WIDTH = 34  # characters
+
+
+def by_no_op(table: pd.DataFrame, names: Mapping[str, str], measures: Mapping[str, str]) -> go.Figure:
+    """One panel per measure: one dot per model, one line per seed.
+
+    Args:
+        table: one row per model, `escape`, `seed` and the measures. names: what `escape` holds → its title, in order.
+        measures: column → title.
+    """
+    shown: list[Panel] = []
+    for measure, title in measures.items():
+        traces: list[Any] = []
+        for index, seed in enumerate(sorted(table["seed"].unique())):
+            of_seed = table[table["seed"] == seed].set_index("escape")[measure].reindex(list(names))
+            traces += line(
+                list(names.values()),
+                of_seed.to_numpy(np.float64),
+                f"seed {seed}",
+                style.CATEGORIES[index % len(style.CATEGORIES)],
+                width=1,
+                marker=9,
+                hover=f"%{{x}}: %{{y:.4g}}<extra>seed {seed}</extra>",
+                showlegend=not shown,
+            )
+        shown.append(Panel(title, traces))
+    layout = {"margin": {"t": 90}, "legend": {"y": 1.08}}
+    drawn = panels(shown, COLUMNS, height=NO_OP_ROW, gaps=(0.07, 0.12), layout=layout)
+    drawn.for_each_annotation(
+        lambda title: title.update(text="<br>".join(textwrap.wrap(title.text, TITLE_WIDTH)))
+    )
+    return drawn

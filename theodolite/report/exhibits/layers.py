@@ -9,7 +9,7 @@ import numpy as np
 from theodolite.report.data import column, residual_layers
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as curves
-from theodolite.report.drawing import sinks as maps
+from theodolite.report.drawing import outliers as maps
 from theodolite.report.exhibit import SurveyExhibit, by_layer_of
 from theodolite.report.measures import BAO, SONG, ZHANG
 
