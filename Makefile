@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up everything and may be run again.
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up what they need and may be run again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,31 +19,36 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 .PHONY: demo test lint types docs bench clean
 .DEFAULT_GOAL := demo
 
-# The environment is made again when the project's own requirements change.
-$(VENV)/ready: pyproject.toml constraints.txt
+# Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
+# project's own requirements change.
+$(VENV)/package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch --editable '.[dev]'
+	$(PIP) torch --editable .
 	touch $@
 
-demo: $(VENV)/ready
+$(VENV)/developers: $(VENV)/package
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/package
 	$(BIN)/theodolite survey --out $(RUN)
 
-test: $(VENV)/ready
+test: $(VENV)/developers
 	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
-lint: $(VENV)/ready
+lint: $(VENV)/developers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/ready
+types: $(VENV)/developers
 	$(BIN)/mypy
 
 # Never with --quiet: it takes the warnings away that --strict counts.
-docs: $(VENV)/ready
+docs: $(VENV)/developers
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(VENV)/ready
+bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.propagation
 	$(BIN)/python -m benchmarks.survey
