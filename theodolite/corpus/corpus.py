@@ -195,6 +195,22 @@ def repeated_random_tokens(
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
+def trailing_special_tokens(tokenizer: Tokenizer | None, ids: Int[Tensor, "contexts length"]) -> int:
+    """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
+
+    They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
+    puts none there (most decoders), where some context ends in text, and without a tokenizer.
+    """
+    if tokenizer is None:
+        return 0
+    try:
+        after = _frame(tokenizer, ids.shape[1]).after
+    except UsageError:
+        return 0
+    ends = ids[:, ids.shape[1] - len(after) :].cpu()
+    return len(after) if after and bool((ends == torch.tensor(after)).all()) else 0
+
+
 def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _SpecialTokens]:
     """The ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from theodolite.measure.head_roles import FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK, PATTERN_ROLES, HeadRole
+from theodolite.measure.head_roles import (
+    END_TOKEN_SINK,
+    FIRST_TOKEN_SINK,
+    LATER_SINK,
+    LEARNED_SINK,
+    PATTERN_ROLES,
+    HeadRole,
+)
 from theodolite.report import health, published
 from theodolite.report.data import (
     Floats,
@@ -228,6 +235,13 @@ def _sinks(run: Run) -> list[str]:
             )
         else:
             sentences.append(f"No head has a later sink in at least {least} of the contexts.")
+    at_end = _heads_of(run, END_TOKEN_SINK)
+    if at_end:
+        have = "has" if len(at_end) == 1 else "have"
+        sentences.append(
+            f"{counted(len(at_end), 'head')} {have} a sink at the special token that ends every context in at least "
+            f"{percent(END_TOKEN_SINK.threshold)} of the contexts: {listed(at_end)}."
+        )
     learned = _heads_of(run, LEARNED_SINK)
     if learned:
         sentences.append(
