@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.documents import (
+    HELD_OUT_TOPICS,
     Document,
     document_of_row,
     joined_articles,
@@ -155,10 +156,23 @@ class Corpus:
 
     @classmethod
     def python_docs(
-        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+        cls,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        *,
+        held_out: bool = False,
     ) -> Corpus:
-        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels."""
-        return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
+
+        The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
+        that short ones are packed: about 30 kB.
+        """
+        if not held_out:
+            return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+        unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
+        return _build(cls, "python_docs, held out", unread, tokenizer, length, contexts, seed)
 
     @classmethod
     def stdlib_code(

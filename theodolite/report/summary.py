@@ -49,11 +49,9 @@ if TYPE_CHECKING:
 Status = Literal["plain", "passed", "flagged"]
 
 SMOOTH = 0.90  # share of the Gram matrix's energy in the 10 lowest frequencies; GPT-2 has 0.997
-ROUGH = 0.60  # below it the positional basis is not smooth; a model trained on addition has about 0.5
 CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
 WEAK_SEPARATION = 1.2
 NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
-ENTANGLED = 0.30
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,13 @@ def _position(run: Run) -> list[str]:
     smooth = layer_mean(run, "low_frequency_10")
     if smooth is not None:
         share = smooth[0]
-        word = "smooth" if share >= SMOOTH else "only partly smooth" if share >= ROUGH else "not smooth"
+        word = (
+            "smooth"
+            if share >= SMOOTH
+            else "only partly smooth"
+            if share >= health.ROUGH.limit
+            else "not smooth"
+        )
         sentences.append(
             f"The positional basis is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the "
             f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition "
@@ -161,7 +165,13 @@ def _context(run: Run) -> list[str]:
     if mean is not None:
         level = mean[0]
         near = level <= NEARLY_ORTHOGONAL or (random is not None and level <= 1.5 * float(np.nanmean(random)))
-        word = "nearly orthogonal" if near else "entangled" if level > ENTANGLED else "partly entangled"
+        word = (
+            "nearly orthogonal"
+            if near
+            else "entangled"
+            if level > health.ENTANGLED.limit
+            else "partly entangled"
+        )
         chance = "" if random is None else f" (random directions: {number(float(np.nanmean(random)), 2)})"
         sentences.append(f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}.")
     return sentences
