@@ -81,7 +81,7 @@ def test_scores_carry_value_error_and_text(opened):
     model = opened("gpt2")
     corpus = corpus_of(model)
     found = perplexity(model, corpus)
-    loss, perplex = perplexity_scores("name", corpus, found)
+    loss, perplex, _ = perplexity_scores("name", corpus, found)
     assert (loss.metric, loss.value, loss.error, loss.count) == ("loss", found.loss, found.loss_se, 7)
     assert (perplex.metric, perplex.value) == ("perplexity", found.perplexity)
     assert perplex.error == pytest.approx(found.perplexity * found.loss_se)

@@ -78,8 +78,8 @@ class AttentionStatistics(LayerSums):
 
     def __init__(self, layers: int, heads: int, length: int, examples: int, trailing: int = 0) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ("sink_later", "previous", "same", "learned", "entropy_spread")
-        by_head += ("sink_last",) if trailing else ()
+        by_head = ["sink_later", "previous", "same", "learned", "entropy_spread"]
+        by_head += ["sink_last"] if trailing else []
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))

@@ -49,8 +49,8 @@ class Means(LayerSums):
     """
 
     def __init__(self, layers: int, length: int, width: int, sample: Sample, trailing: int = 0) -> None:
-        scalars = ("contexts", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum")
-        scalars += ("norm_last_sum",) if trailing else ()
+        scalars = ["contexts", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"]
+        scalars += ["norm_last_sum"] if trailing else []
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(scalars, (GROUPS,))
         shapes |= {
             "position_sum": (GROUPS, length, width),

@@ -83,7 +83,8 @@ def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
 
 def trailing_tokens(states: States) -> int:
     """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
-    return int(states.notes["facts"]["provenance"]["corpus"]["trailing_special_tokens"])
+    corpus: dict[str, Any] = states.notes["facts"]["provenance"]["corpus"]
+    return int(corpus.get("trailing_special_tokens", 0))
 
 
 def _positional_basis(pos: Tensor, trailing: int) -> dict[str, Tensor]:

@@ -235,7 +235,7 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
 def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int], str]) -> Run:
     """The tables and arrays of a finished trace; `text` is that of a token id."""
     contexts, length = (provenance["corpus"][name] for name in ("contexts", "length"))
-    length -= provenance["corpus"]["trailing_special_tokens"]
+    length -= provenance["corpus"].get("trailing_special_tokens", 0)
     state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
     table, arrays = traces(state, in_stream, contexts, length, text)
     heads, head_arrays = traced_heads(state, in_stream, contexts)

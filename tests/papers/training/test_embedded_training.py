@@ -319,7 +319,13 @@ def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(
     assert len(while_training) == SMALL.steps // SMALL.checkpoint_every
     assert not any("6/6" in shown for shown in while_training)
     assert "measuring losses" in after
-    phases = ("splitting the text", "training the tokenizer", "tokenizing", "training, loss", "measuring losses")
+    phases = (
+        "splitting the text",
+        "training the tokenizer",
+        "tokenizing",
+        "training, loss",
+        "measuring losses",
+    )
     places = [screen.getvalue().index(phase) for phase in phases]
     assert places == sorted(places)
     assert "6/6" in screen.getvalue()
