@@ -209,11 +209,11 @@ def repeated_random_tokens(
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
 
 
-def trailing_special_tokens(tokenizer: Tokenizer | None, ids: Int[Tensor, "contexts length"]) -> int:
+def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"]) -> int:
     """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
 
     They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
-    puts none there (most decoders), where some context ends in text, and without a tokenizer.
+    puts none there (most decoders), where some context ends in text, and without a tokenizer (None).
     """
     if tokenizer is None:
         return 0
