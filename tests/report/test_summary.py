@@ -188,7 +188,7 @@ def test_an_untrained_model_is_named(run: Run) -> None:
         "No positional structure beyond noise: the mean rank of the positional basis is 0.2 ± 0.6" in texts[0]
     )
     assert "The model looks untrained" in texts[0]
-    assert "hold 15.0 ± 1.0 % of the energy" in texts[1].replace("\u00a0", " ")
+    assert "hold 15 ± 1.0 % of the energy" in texts[1].replace("\u00a0", " ")
     assert "Position and context are entangled" in texts[2]
     (smooth,) = [
         finding.text for finding in health(with_layers(run, **layers)) if finding.status == "flagged"
