@@ -58,12 +58,14 @@ def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_pat
     assert [model["id"] for model in said["models"]] == [str(first), str(second)]
     assert said["versions"]["torch"]
     rows = {(row["model"], row["metric"], row["shots"]): row for row in said["scores"]}
-    assert len(rows) == len(said["scores"]) == 8
+    assert len(rows) == len(said["scores"]) == 10
     model = opened("llama3")
     corpus = make_corpus(text, model.tokenizer, 32, 256)
     loss = rows[str(second), "loss", 0]
     assert loss["value"] == pytest.approx(perplexity(model, corpus).loss)
     assert rows[str(second), "perplexity", 0]["value"] == pytest.approx(math.exp(loss["value"]))
+    # A byte a token: 31 are predicted of 32.
+    assert rows[str(second), "bits per byte", 0]["value"] == pytest.approx(loss["value"] / math.log(2))
     apart = perplexity(model, corpus).losses - perplexity(opened("gpt2"), corpus).losses
     assert loss["difference"] == pytest.approx(apart.mean())
     wanted = few_shot_accuracy(model, prompts=40)
@@ -119,8 +121,9 @@ def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monke
 def test_without_a_task_it_is_the_loss_on_the_text_inside_every_python(checkpoint):
     status, stdout, stderr = call(checkpoint("gpt2"), "--contexts", 3, "--length", 16)
     assert status == 0, stderr
-    assert "python_docs" in stdout
-    assert "perplexity" in stdout
+    assert "python_docs, held out: perplexity" in stdout
+    assert "text that the embedded model was not trained on" in " ".join(stdout.split())
+    assert "bits per byte" in stdout
     assert "few-shot" not in stdout
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.models.test_token_texts import sentence_piece
+from tests.passes.test_end_tokens import word_piece
+from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.documents import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
+from theodolite.models.token_texts import token_bytes
 
 
 def corpus_of(model, contexts=7, length=12, seed=0):
@@ -74,7 +81,7 @@ def test_scores_carry_value_error_and_text(opened):
     model = opened("gpt2")
     corpus = corpus_of(model)
     found = perplexity(model, corpus)
-    loss, perplex = perplexity_scores("name", corpus, found)
+    loss, perplex, _ = perplexity_scores("name", corpus, found)
     assert (loss.metric, loss.value, loss.error, loss.count) == ("loss", found.loss, found.loss_se, 7)
     assert (perplex.metric, perplex.value) == ("perplexity", found.perplexity)
     assert perplex.error == pytest.approx(found.perplexity * found.loss_se)
@@ -106,3 +113,47 @@ def test_numbers_that_are_none_are_said(checkpoint):
         model.hf.get_output_embeddings().weight[5] = math.nan
     with pytest.raises(WorkError, match="is NaN or infinite: try --dtype float32"):
         perplexity(model, corpus_of(model))
+
+
+def test_bits_per_byte_are_of_the_text_that_is_predicted(opened):
+    """Oracle by hand: one token a byte, so é is two, and the end of text none; the ratio's error by the jackknife."""
+    model = opened("gpt2")
+    corpus = Corpus.from_texts(["aé", "bcd", "ef"] * 20, model.tokenizer, 12)
+    found = perplexity(model, corpus)
+    end = model.tokenizer.eos_token_id
+    sizes = (corpus.contexts[:, 1:] != end).sum(1).numpy()
+    np.testing.assert_array_equal(found.text_bytes, sizes)
+    bits = found.losses * 11 / math.log(2)
+    assert found.bits_per_byte == pytest.approx(bits.sum() / sizes.sum(), rel=1e-9)
+    n = len(bits)
+    left_out = np.array([np.delete(bits, i).sum() / np.delete(sizes, i).sum() for i in range(n)])
+    jackknife = math.sqrt((n - 1) / n * np.square(left_out - left_out.mean()).sum())
+    assert found.bits_per_byte_se == pytest.approx(jackknife, rel=0.1)
+    assert [score.metric for score in perplexity_scores("m", corpus, found)] == [
+        "loss",
+        "perplexity",
+        "bits per byte",
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", [word_piece, sentence_piece], ids=["WordPiece", "SentencePiece"])
+def test_bytes_of_words_count_the_spaces_between_them(tokenizer):
+    """Oracle: the length of the text in UTF-8."""
+    tokenizer = tokenizer()
+    size = token_bytes(SimpleNamespace(tokenizer=tokenizer, required_tokenizer=lambda: tokenizer))
+    text = "as as a as"
+    ids = tokenizer(text)["input_ids"]
+    assert sum(map(size, ids)) == len((" " + text).encode())
+
+
+def test_held_out_text_is_what_the_card_of_the_embedded_model_says():
+    """Oracle: the card, 9,216 held-out tokens of topics in windows of 257, at 3.539 nats."""
+    model = open_model()
+    topics = [d for d in python_topics() if d.label in HELD_OUT_TOPICS]
+    assert len(topics) == len(HELD_OUT_TOPICS)
+    if sys.version_info[:3] != (3, 11, 7):
+        pytest.skip("the card is of the text of CPython 3.11.7")
+    tokens = [len(model.tokenizer(d.text, verbose=False)["input_ids"]) // 257 * 256 for d in topics]
+    assert sum(tokens) == 9216
+    found = perplexity(model, Corpus.python_docs(model.tokenizer, 256, held_out=True))
+    assert found.loss == pytest.approx(3.539, abs=0.05)

@@ -311,3 +311,11 @@ def test_roberta_positions_start_after_its_padding(tmp_path):
     model = open_model(tmp_path)
     assert model.longest == 38
     assert model.tokenizer is None
+
+
+def test_a_model_shows_itself_in_a_line(opened):
+    """Oracle: the sizes that the checkpoint was made with."""
+    model = opened("gpt2")
+    assert repr(model) == f"OpenModel({model.id}: gpt2, 3 layers × 4 heads × width 32, float32 on cpu)"
+    with model.intervention("ablated"):
+        assert repr(model).endswith("on cpu, ablated)")

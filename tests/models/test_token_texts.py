@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from tests.passes.test_end_tokens import word_piece
 from theodolite import open_model
 from theodolite.models.token_texts import token_texts
 
@@ -26,3 +31,56 @@ def test_what_is_no_character_is_shown_as_the_vocabulary_has_it():
     model = open_model()
     half = torch.tensor(model.tokenizer("😀")["input_ids"])[:2]
     assert token_texts(model, half) == model.tokenizer.convert_ids_to_tokens(half.tolist())
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """As Llama 2's: ▁ where a word begins, bytes for what is unknown."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "▁a",
+        "s",
+        "▁as",
+        "▁ga",
+        "me",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: number for number, piece in enumerate(pieces)},
+            [("▁", "a"), ("▁a", "s")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "shown"),
+    [
+        (
+            word_piece(),
+            ["[CLS]", "as", "express", "##ed", "through", "gael", "##ic", "game", "##s", "[SEP]"],
+            ["[CLS]", " as", " express", "ed", " through", " gael", "ic", " game", "s", "[SEP]"],
+        ),
+        (
+            sentence_piece(),
+            ["<s>", "▁as", "▁ga", "me", "s", "▁a", "<0xC3>", "<0xA9>"],
+            ["<s>", " as", " ga", "me", "s", " a", "é₁", "é₂"],
+        ),
+    ],
+    ids=["WordPiece", "SentencePiece"],
+)
+def test_words_stand_apart_and_their_pieces_together(tokenizer, tokens, shown):
+    """Oracle: the words that the marks of both kinds of vocabularies stand for, by hand."""
+    model = SimpleNamespace(tokenizer=tokenizer)
+    ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
+    assert token_texts(model, ids) == shown

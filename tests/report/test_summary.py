@@ -141,7 +141,7 @@ def health(run: Run) -> list[Finding]:
 
 
 def test_a_healthy_run_passes_every_check() -> None:
-    assert [finding.status for finding in health(make_survey())] == ["passed"] * 6
+    assert [finding.status for finding in health(make_survey())] == ["passed"] * 9
 
 
 def test_each_trouble_is_found_by_its_check(run: Run) -> None:
@@ -161,7 +161,7 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     )
     sick = with_layers(sick, rank_collapse=[0.9, 0.5, 0.2, 0.05], massive_activations=[0, 0, 4, 0])
     findings = health(sick)
-    assert [finding.status for finding in findings] == ["flagged"] * 6
+    assert [finding.status for finding in findings] == ["flagged"] * 6 + ["passed"] * 3
     texts = " ".join(finding.text for finding in findings)
     assert "Rank collapse: in layer 3 all tokens" in texts
     assert "Entropy collapse: 1 head" in texts
@@ -170,6 +170,33 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     assert "W_QK is numerically zero in L0H0" in texts
     assert "Constant logits: in 1 head means and biases alone account for" in texts
     assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
+
+
+def test_an_untrained_model_is_named(run: Run) -> None:
+    """Numbers of a random model: rank 0.2 ± 0.6 and smoothness 15 %. Oracle: 2.4 errors, t at 95 % of 8 groups."""
+    layers = {"rank": [0.2] * 4, "rank_se": [0.6] * 4}
+    rough = {
+        "low_frequency_10": [0.15] * 4,
+        "low_frequency_10_se": [0.01] * 4,
+        "incoherence_mean": [0.35] * 4,
+    }
+    texts = [
+        finding.text for finding in health(with_layers(run, **layers, **rough)) if finding.status == "flagged"
+    ]
+    assert len(texts) == 3
+    assert (
+        "No positional structure beyond noise: the mean rank of the positional basis is 0.2 ± 0.6" in texts[0]
+    )
+    assert "The model looks untrained" in texts[0]
+    assert "hold 15 ± 1.0 % of the energy" in texts[1].replace("\u00a0", " ")
+    assert "Position and context are entangled" in texts[2]
+    (smooth,) = [
+        finding.text for finding in health(with_layers(run, **layers)) if finding.status == "flagged"
+    ]
+    assert "untrained" not in smooth
+    for rank, status in ((1.5, "passed"), (1.4, "flagged")):  # 2.5 and 2.33 errors above noise
+        clear = with_layers(run, rank=[rank] * 4, rank_se=[0.6] * 4)
+        assert next(f.status for f in health(clear) if "mean rank" in f.text) == status
 
 
 def test_a_resting_head_is_no_entropy_collapse(run: Run) -> None:

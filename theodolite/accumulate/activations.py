@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.outliers import MAXIMA, LargeValues
+from theodolite.accumulate.outliers import LargeValues
 from theodolite.accumulate.sums import Mergeable, State, cache_sized
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import LayerBaseline, Thresholds, log_magnitude, massive_activations
@@ -61,9 +61,11 @@ class Activations(LargeValues):
     """Of all parts of a token, by thresholds that the caller sets and by comparison with the layer itself.
 
     State, (N, parts, width) each: square and square_first, sums of x²; log, the sum of ln |x|; maximum and
-    maximum_first of |x|; outlier, published, published_first, adaptive, adaptive_first, counts of values that are
-    outliers, and massive by each rule. massive_tokens and massive_tokens_first (N): tokens with a massive value in any
-    dimension by either rule. carriers (K, 13) float64: rows of `KEY` and `COUNTED`, sorted.
+    maximum_first of |x|; outlier, published, published_first, adaptive, adaptive_first, counts of values that
+    are outliers, and massive by each rule. massive_tokens and massive_tokens_first (N): tokens with a massive
+    value in any dimension by either rule. With `trailing` special tokens behind the text of every context, what
+    is counted at these is apart: maximum_last, published_last, adaptive_last, massive_tokens_last. carriers (K,
+    13) float64: rows of `KEY` and `COUNTED`, sorted.
 
     Args:
         bounds: |x| above which a value is massive by comparison with its layer (`LayerBaseline.bounds`).
@@ -71,13 +73,21 @@ class Activations(LargeValues):
     """
 
     def __init__(
-        self, bounds: Float[Tensor, "layers parts width"], length: int, thresholds: Thresholds
+        self,
+        bounds: Float[Tensor, "layers parts width"],
+        length: int,
+        thresholds: Thresholds,
+        trailing: int = 0,
     ) -> None:
         layers, parts, width = bounds.shape
-        rules = (f"{rule}{where}" for rule in ("published", "adaptive") for where in ("", "_first"))
+        self.trailing = trailing
+        places = ("", "_first", "_last") if trailing else ("", "_first")
+        rules = (f"{rule}{where}" for rule in ("published", "adaptive") for where in places)
         sums = ("square", "square_first", "log", "outlier", *rules)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + MAXIMA, (parts, width))
-        super().__init__(layers, shapes | {"massive_tokens": (), "massive_tokens_first": ()}, maxima=MAXIMA)
+        maxima = tuple(f"maximum{where}" for where in places)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + maxima, (parts, width))
+        shapes |= {f"massive_tokens{where}": () for where in places}
+        super().__init__(layers, shapes, maxima=maxima)
         self.bounds = bounds
         self.length = length
         self.thresholds = thresholds
@@ -145,7 +155,7 @@ class Activations(LargeValues):
             self._carriers.setdefault(key, CarrierSums()).merge(sums)
 
     def _add_sums(self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]) -> None:
-        later = magnitude[:, 1:].flatten(0, 1)
+        later = self.text(magnitude).flatten(0, 1)
         # float32 sums of one context, float64 between contexts. Squares of float32 overflow from 1.8e19 on.
         self.add("square", layer, torch.linalg.vector_norm(later, dim=0).double().square())
         self.add("square_first", layer, torch.linalg.vector_norm(magnitude[:, 0], dim=0).double().square())
@@ -180,14 +190,22 @@ def _carriers(state: State) -> Iterator[tuple[Key, CarrierSums]]:
 
 
 class LayerBaselines:
-    """The baseline of each layer, from one batch, position 0 left out. State: `LayerBaseline`'s tensors, stacked."""
+    """The baseline of each layer, from one batch, without position 0 and `trailing` special tokens.
 
-    def __init__(self) -> None:
+    State: `LayerBaseline`'s tensors, stacked.
+    """
+
+    def __init__(self, trailing: int = 0) -> None:
+        self._trailing = trailing
         self._layers: list[State] = []
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
         """Take in a layer."""
-        tokens = hidden[:, 1:].flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
+        tokens = (
+            hidden[:, 1 : hidden.shape[1] - self._trailing]
+            .flatten(0, 1)
+            .to(torch.promote_types(hidden.dtype, torch.float32))
+        )
         self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
 
     def state(self) -> State:

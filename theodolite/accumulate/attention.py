@@ -64,25 +64,29 @@ class Tokens:
 class AttentionStatistics(LayerSums):
     """Sums over contexts of what L layers of H heads do with T positions.
 
-    State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats;
-    received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query;
-    sink (L, H, T) counts of contexts; sink_later (L, H); previous, same, learned (L, H) sums; entropy_spread (L, H)
-    sums over contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the
-    largest ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token;
-    example_received and example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows
-    (layer, head, token, is first, contexts, sinks, sum of their positions): a token may be a sink at several
-    positions of a context.
+    State: contexts (L); visible_keys (L, T) that a query sees; entropy (L, H, T) nats; received (L, H, T) mean
+    attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
+    tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
+    H), contexts with a sink among these; previous, same, learned (L, H) sums; entropy_spread (L, H) sums over
+    contexts of the squared deviation of the context's mean entropy from that of all; gram_norm (L) the largest
+    ‖XXᵀ‖₂ of a context's input X; repeated (L) queries that have an earlier equal token; example_received and
+    example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
+    first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
+
+    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`).
     """
 
-    def __init__(self, layers: int, heads: int, length: int, examples: int) -> None:
+    def __init__(self, layers: int, heads: int, length: int, examples: int, trailing: int = 0) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ("sink_later", "previous", "same", "learned", "entropy_spread")
+        by_head = ["sink_later", "previous", "same", "learned", "entropy_spread"]
+        by_head += ["sink_last"] if trailing else []
         shapes: dict[str, tuple[int, ...]] = {"contexts": (), "repeated": ()}
         shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,)}
         super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys"))
         self.examples = examples
+        self.trailing = trailing
         self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
 
     def update(
@@ -96,7 +100,7 @@ class AttentionStatistics(LayerSums):
         enough = seen_by - 1 >= least_queries(length)
 
         def work(part: slice) -> dict[str, Tensor]:
-            return _statistics(inputs.of_contexts(part), tokens, part, output[part])
+            return _statistics(inputs.of_contexts(part), tokens, part, output[part], self.trailing)
 
         parts = each_part(work, batch, device)
         received = torch.cat([sums.pop("received") for sums in parts]) / seen_by.clamp_min(1)
@@ -138,7 +142,10 @@ class AttentionStatistics(LayerSums):
         self, layer: int, sink: Bool[Tensor, "batch heads keys"], ids: Int[Tensor, "batch keys"]
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
-        self.add("sink_later", layer, sink[:, :, 1:].any(dim=-1).sum(dim=0))
+        end = sink.shape[-1] - self.trailing
+        self.add("sink_later", layer, sink[:, :, 1:end].any(dim=-1).sum(dim=0))
+        if self.trailing:
+            self.add("sink_last", layer, sink[:, :, end:].any(dim=-1).sum(dim=0))
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)
@@ -181,12 +188,14 @@ def _sink_sums(state: State) -> State:
     return {"keys": keys, "contexts": contexts, "sinks": sinks, "positions": positions}
 
 
-def _statistics(inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor) -> dict[str, Tensor]:
+def _statistics(
+    inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor, trailing: int
+) -> dict[str, Tensor]:
     """Sums over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
     scores = HeadScores(tokens, part, output.new_zeros(inputs.query.shape[1], 2, dtype=torch.float64))
     summary = summarise(inputs, output, scores.visit, scores.visit_whole)
-    visible, propagates = last_query(inputs)
+    visible, propagates = last_query(inputs, trailing)
     entropy = summary.entropy.double()
     means = entropy.mean(dim=-1)
     sums = {

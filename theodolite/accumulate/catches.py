@@ -69,13 +69,14 @@ class Catches:
 
 
 def attend_and_catch(
-    inputs: AttentionInputs, *, stretches: bool = False
+    inputs: AttentionInputs, *, stretches: bool = False, trailing: int = 0
 ) -> tuple[Float[Tensor, "1 queries heads width"], Catches]:
     """The attention output of one context, and what its sinks catch.
 
     Args:
         inputs: of a batch of one context.
         stretches: find sinks of stretches, too.
+        trailing: special tokens behind the text, which are caught by nothing, as position 0 is not.
     """
     _, heads, length, _ = inputs.query.shape
     value = inputs.value
@@ -96,10 +97,12 @@ def attend_and_catch(
             not_itself = key != torch.arange(block.start, block.stop, device=key.device)
             catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
     stretch = catching >= least_queries(length)
-    return output, _catches(inputs, received, stretch, log_total)
+    return output, _catches(inputs, received, stretch, log_total, trailing)
 
 
-def _catches(inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_total: Tensor) -> Catches:
+def _catches(
+    inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_total: Tensor, trailing: int
+) -> Catches:
     length = received.shape[1]
     seen_by = inputs.visible_queries()[0]
     received = received / seen_by.clamp_min(1)
@@ -123,6 +126,7 @@ def _catches(inputs: AttentionInputs, received: Tensor, stretch: Tensor, log_tot
     catching_heads, of = head.unique(return_inverse=True)
     kept = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     kept[:, 0] = False
+    kept[:, length - trailing :] = False
     kept[of[position >= 0], position[position >= 0]] = False
     rows = of.unsqueeze(1).expand_as(paid)
     most = paid.new_zeros(kept.shape).scatter_reduce_(0, rows, paid, reduce="amax")

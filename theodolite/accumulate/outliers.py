@@ -19,9 +19,21 @@ MAXIMA = ("maximum", "maximum_first")
 
 
 class LargeValues(LayerSums):
-    """Counts and maxima per layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0."""
+    """Counts and maxima per layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
+
+    With `trailing` special tokens behind the text of every context, these are apart as well (`_last`).
+    """
 
     thresholds: Thresholds
+    trailing: int = 0
+
+    def text(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> Tensor:
+        """What is neither at position 0 nor of trailing special tokens."""
+        return values[:, 1 : values.shape[1] - self.trailing]
+
+    def last(self, values: Tensor) -> Tensor:
+        """What is of trailing special tokens."""
+        return values[:, values.shape[1] - self.trailing :]
 
     def add_magnitudes(
         self,
@@ -30,12 +42,18 @@ class LargeValues(LayerSums):
         group: int | None = None,
     ) -> float:
         """Take in maxima and outliers; returns the largest magnitude of all."""
-        first, later = magnitude[:, 0].amax(dim=0), magnitude[:, 1:].amax(dim=(0, 1))
+        first, later = magnitude[:, 0].amax(dim=0), self.text(magnitude).amax(dim=(0, 1))
         self.add("maximum_first", layer, first)
         self.add("maximum", layer, later)
         largest = float(torch.maximum(first, later).max())
+        if self.trailing:
+            last = self.last(magnitude).amax(dim=(0, 1))
+            self.add("maximum_last", layer, last)
+            largest = max(largest, float(last.max()))
         if largest >= self.thresholds.outlier:
-            self.add("outlier", layer, (magnitude[:, 1:] >= self.thresholds.outlier).sum(dim=(0, 1)), group)
+            self.add(
+                "outlier", layer, (self.text(magnitude) >= self.thresholds.outlier).sum(dim=(0, 1)), group
+            )
         return largest
 
     def add_massive(
@@ -46,21 +64,27 @@ class LargeValues(LayerSums):
         group: int | None = None,
     ) -> None:
         """Count the massive activations of one rule."""
-        self.add(name, layer, massive[:, 1:].sum(dim=(0, 1)), group)
+        self.add(name, layer, self.text(massive).sum(dim=(0, 1)), group)
         self.add(f"{name}_first", layer, massive[:, 0].sum(dim=0), group)
+        if self.trailing:
+            self.add(f"{name}_last", layer, self.last(massive).sum(dim=(0, 1)), group)
 
 
 class OutlierCounts(LargeValues):
     """Of the residual stream, by the published thresholds.
 
     State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
-    contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|. `contexts` is how many
-    the whole corpus has.
+    contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
+    tokens behind the text of every context massive_last, maximum_last of these. `contexts` is how many the whole
+    corpus has.
     """
 
-    def __init__(self, layers: int, width: int, contexts: int) -> None:
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("outlier", *MASSIVE_COUNTS), (GROUPS, width))
-        super().__init__(layers, shapes | dict.fromkeys(MAXIMA, (width,)), maxima=MAXIMA)
+    def __init__(self, layers: int, width: int, contexts: int, trailing: int = 0) -> None:
+        self.trailing = trailing
+        counts = ("outlier", *MASSIVE_COUNTS, *(("massive_last",) if trailing else ()))
+        maxima = MAXIMA + (("maximum_last",) if trailing else ())
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
+        super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
         self.groups = Groups(contexts)
         self.thresholds = PUBLISHED
 
@@ -71,4 +95,4 @@ class OutlierCounts(LargeValues):
             if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:
                 massive = massive_activations(magnitude.unsqueeze(2), self.thresholds).squeeze(2)
                 self.add_massive(layer, massive, group=group)
-                self.add("massive_contexts", layer, massive[:, 1:].any(dim=1).sum(dim=0), group)
+                self.add("massive_contexts", layer, self.text(massive).any(dim=1).sum(dim=0), group)

@@ -229,8 +229,30 @@ def summarise_in_blocks(
     return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
 
 
-def last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
-    """Which keys the last query sees, and which of them propagate to it (Bao et al. 2024, definition 1)."""
+def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
+    """Which keys the last query sees, and which of them propagate to it (Bao et al. 2024, definition 1).
+
+    With `trailing` special tokens at the end of the context, it is the last query before them.
+    """
+    if trailing:
+        return _last_query(_without_queries(inputs, trailing))
+    return _last_query(inputs)
+
+
+def _without_queries(inputs: AttentionInputs, trailing: int) -> AttentionInputs:
+    """The same attention without its last queries; what the others see stays."""
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    mask, bias = inputs.mask, inputs.bias
+    if mask is None and inputs.causal:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=inputs.query.device).tril_()
+    if mask is not None:
+        mask = mask[:, :, :-trailing]
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, :-trailing]
+    return replace(inputs, query=inputs.query[:, :, :-trailing], mask=mask, bias=bias, causal=False)
+
+
+def _last_query(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
     if inputs.mask is None:  # it sees all keys
         logits = replace(
             inputs, query=inputs.query[:, :, -1:], bias=_last(inputs.bias), causal=False

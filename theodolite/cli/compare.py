@@ -21,7 +21,7 @@ from theodolite.cli.options import (
     say_where,
     short_name,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
@@ -109,7 +109,8 @@ def compare_command(
             work = _Passes(folder, text, batch, opening, stopped)
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)
-        page = command.write(compared, folder)
+        with screen.status("writing the page"):
+            page = command.write(compared, folder)
         if as_json:
             print(json.dumps(command.as_json(compared), ensure_ascii=False, allow_nan=False))
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,11 +65,13 @@ def evaluate_command(
 ) -> None:
     """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
 
-    Without --task and --tasks: perplexity, by default on the documentation that ships with Python.
+    Without --task and --tasks: perplexity and bits per byte, by default on topics of Python's
+    documentation that the embedded model was not trained on.
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        from theodolite.corpus.named import HELD_OUT
         from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
@@ -76,6 +79,7 @@ def evaluate_command(
         asked = Questions(
             tuple(task or ()), tasks, parse_shots(shots), prompts, text.seed, limit, batch, download
         )
+        read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
         answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
@@ -83,7 +87,7 @@ def evaluate_command(
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            corpus = text.read(model) if text.corpus is not None or not (task or tasks) else None
+            corpus = read.read(model) if text.corpus is not None or not (task or tasks) else None
             scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)

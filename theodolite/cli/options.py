@@ -161,8 +161,9 @@ class Text:
     corpus: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder of .txt .md .jsonl .parquet; docs, code, random, addition or few-shot; or "
-            "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python]."
+            help="A file or folder of .txt .md .jsonl .parquet; docs, held-out, code, random, addition or few-shot; or "
+            "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python; of evaluate: held-out, its topics "
+            "that the embedded model was not trained on]."
         ),
     ] = None
     length: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +12,14 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Batch, Contexts, Model, Opening, Text, refuse_unread, say_where
-from theodolite.cli.screen import one_line_errors, progress, say_stopping, screen
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
+
+WRITING = "writing the checkpoint and its report"
 
 METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
 """The one method that reads an option. `--seed` also draws texts, so every method reads it."""
@@ -81,7 +84,13 @@ def prune_command(
         _refuse_existing(out)
         opened = opening.open(model)
         corpus = text.read(opened)
-        with progress("pruning", "matrices", stopped) as show:
+        with bars(stopped) as show:
+
+            def show_progress(done: int, total: int) -> None:
+                show("pruning matrices", done, total)
+                if done == total:
+                    show(WRITING, 0, 1)
+
             pruned = prune_model(
                 opened,
                 corpus,
@@ -93,9 +102,11 @@ def prune_command(
                 form=form,
                 batch=batch,
                 write_extras=lambda done, folder: write_page(done, folder / "report"),
-                show_progress=show,
+                show_progress=show_progress,
                 **{name: value for name, value in options.items() if value is not None},
             )
+            with suppress(KeyboardInterrupt):  # too late to stop: all is written
+                show(WRITING, 1, 1)
         _finish(pruned, out, page_at(out / "report"), as_json)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from theodolite.cli.options import AsJson, Model, Opening, finish
-from theodolite.cli.screen import bars, one_line_errors, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.system.interrupt import interruptible
 
 
@@ -37,5 +37,6 @@ def spectra_command(
             opened = opening.open(model)
         with bars(stopped) as show:
             run = spectra(opened, out, show_progress=show)
-        page = None if out is None else write_report(run, out / "report")
+        with screen.status("writing the report"):
+            page = None if out is None else write_report(run, out / "report")
         finish(run, page, as_json)

@@ -17,7 +17,7 @@ from theodolite.cli.options import (
     finish,
     refuse_unread,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
+from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
 
@@ -71,5 +71,6 @@ def survey_command(
                     show_progress=show,
                     say=say_dimly,
                 )
-        page = write_report(run, folder / "report")
+        with screen.status("writing the report"):
+            page = write_report(run, folder / "report")
         finish(run, page, as_json)

@@ -108,7 +108,8 @@ def _entropy_change(row: pd.Series) -> str:
 def head_types(reference: Run, other: Run) -> Survival:
     """Heads that follow a pattern or attend to sinks, by the report's thresholds."""
     tables = []
-    for role in ROLES:
+    roles = [role for role in ROLES if role.column in reference.heads or role.column in other.heads]
+    for role in roles:
         least = role.threshold
         change = changes(_values(reference, role.column), _values(other, role.column)).fillna(0.0)
         table = reference.heads[["layer", "head"]].reset_index(drop=True).assign(type=role.title, least=least)
@@ -117,7 +118,7 @@ def head_types(reference: Run, other: Run) -> Survival:
     return Survival(
         "head types",
         "head role",
-        "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
+        "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in roles)
         + "; survives where at least half of the score is left",
         pd.concat(tables, ignore_index=True),
         _types_sentence,

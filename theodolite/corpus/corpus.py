@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.documents import (
+    HELD_OUT_TOPICS,
     Document,
     document_of_row,
     joined_articles,
@@ -155,10 +156,23 @@ class Corpus:
 
     @classmethod
     def python_docs(
-        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+        cls,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        *,
+        held_out: bool = False,
     ) -> Corpus:
-        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels."""
-        return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+        """The language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
+
+        The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
+        that short ones are packed: about 30 kB.
+        """
+        if not held_out:
+            return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+        unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
+        return _build(cls, "python_docs, held out", unread, tokenizer, length, contexts, seed)
 
     @classmethod
     def stdlib_code(
@@ -193,6 +207,22 @@ def repeated_random_tokens(
     half = (length - len(frame.before) - len(frame.after)) // 2
     drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
     return frame.around(np.tile(drawn, (1, 2))), len(frame.before), half
+
+
+def trailing_special_tokens(tokenizer: Any, ids: Int[Tensor, "contexts length"]) -> int:
+    """How many tokens at the end of every context are those that the tokenizer puts behind a sequence ([SEP], </s>).
+
+    They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
+    puts none there (most decoders), where some context ends in text, and without a tokenizer (None).
+    """
+    if tokenizer is None:
+        return 0
+    try:
+        after = _frame(tokenizer, ids.shape[1]).after
+    except UsageError:
+        return 0
+    ends = ids[:, ids.shape[1] - len(after) :].cpu()
+    return len(after) if after and bool((ends == torch.tensor(after)).all()) else 0
 
 
 def _drawable(vocabulary: int | Tokenizer, length: int) -> tuple[np.ndarray, _SpecialTokens]:

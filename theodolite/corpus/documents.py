@@ -74,6 +74,10 @@ def python_topics() -> list[Document]:
     return [Document(topics[name], name) for name in sorted(topics)]
 
 
+HELD_OUT_TOPICS = ("bltin-type-objects", "continue", "objects", "return", "string-methods")
+"""Topics that the embedded model was not trained on, nor on text that shares a paragraph with them."""
+
+
 def stdlib_files() -> list[Path]:
     """Python files of the running interpreter's standard library, sorted by path relative to it.
 

@@ -15,6 +15,8 @@ from theodolite.errors import UsageError
 
 DRAWN_AT_ONCE = 1000
 
+HELD_OUT = "held-out"
+
 
 def make_corpus(
     spec: str | Path | None,
@@ -26,7 +28,8 @@ def make_corpus(
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
 
-    `docs` (or None), `code`, `random`, `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
+    `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
+    `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None.
@@ -34,6 +37,8 @@ def make_corpus(
     name = "docs" if spec is None else str(spec)
     if name == "docs":
         return Corpus.python_docs(tokenizer, length, contexts, seed)
+    if name == HELD_OUT:
+        return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True)
     if name == "code":
         return Corpus.stdlib_code(tokenizer, length, contexts, seed)
     some = STREAMED_CONTEXTS if contexts is None else contexts
@@ -55,7 +60,8 @@ def make_corpus(
         )
     if not Path(name).exists():
         raise UsageError(
-            f"There is no file or folder {name}; give a path, or docs, code, random, addition, few-shot or hf:NAME."
+            f"There is no file or folder {name}; give a path, or docs, held-out, code, random, addition, few-shot or "
+            "hf:NAME."
         )
     return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
 

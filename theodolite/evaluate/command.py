@@ -189,6 +189,14 @@ def lm_eval_version() -> str | None:
         return None
 
 
+READ_BY_EMBEDDED = {
+    "python_docs, held out": "text that the embedded model was not trained on",
+    "python_docs": "the embedded model's own training text, for the most part: see --corpus held-out",
+    "stdlib_code": "the embedded model's own training text, for the most part: see --corpus held-out",
+}
+"""What is to be said of a corpus under its scores."""
+
+
 def tables(scores: pd.DataFrame) -> list[Table]:
     """For the terminal: a table for each task and metric, with a row for each number of shots and model."""
     apart = scores.groupby(["task", "metric"], sort=False)
@@ -202,6 +210,8 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts truncated at the start: {rows['cut'].max()}"
+    if (text := READ_BY_EMBEDDED.get(str(rows["task"].iloc[0]))) is not None:
+        caption += f"; {text}"
     shown = Table(title=escape(visible(title)), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.models import OpenModel
+from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.system.progress import ShowProgress
 
@@ -31,11 +33,14 @@ class Perplexity:
         perplexity, perplexity_se: exp(loss), and its standard error to first order.
         tokens: predicted tokens in all contexts.
         batch: contexts per forward pass.
+        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for (`token_bytes`); None
+            without a tokenizer.
     """
 
     losses: Float[np.ndarray, " contexts"]
     tokens: int
     batch: int
+    text_bytes: Float[np.ndarray, " contexts"] | None = None
 
     @property
     def loss(self) -> float:
@@ -56,6 +61,27 @@ class Perplexity:
     def perplexity_se(self) -> float:
         """exp(loss) · loss_se."""
         return self.perplexity * self.loss_se
+
+    @property
+    def bits_per_byte(self) -> float:
+        """All nats over all bytes, in bits: by it models with different tokenizers compare; NaN if unknown."""
+        return self._bits_per_byte()[0]
+
+    @property
+    def bits_per_byte_se(self) -> float:
+        """Its standard error over contexts, of a ratio of sums to first order; NaN for a single one."""
+        return self._bits_per_byte()[1]
+
+    def _bits_per_byte(self) -> tuple[float, float]:
+        if self.text_bytes is None or not self.text_bytes.any():
+            return math.nan, math.nan
+        count = len(self.losses)
+        bits = self.losses * (self.tokens / count) / math.log(2)
+        ratio = float(bits.sum() / self.text_bytes.sum())
+        if count == 1:
+            return ratio, math.nan
+        spread = np.square(bits - ratio * self.text_bytes).sum() * count / (count - 1)
+        return ratio, float(np.sqrt(spread) / self.text_bytes.sum())
 
 
 def perplexity(
@@ -89,17 +115,32 @@ def perplexity(
     all_losses = torch.cat(losses).numpy()
     if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: try --dtype float32")
-    return Perplexity(all_losses, ids[:, 1:].numel(), batch)
+    return Perplexity(all_losses, ids[:, 1:].numel(), batch, _text_bytes(model, ids))
+
+
+def _text_bytes(
+    model: OpenModel, ids: Int[Tensor, "contexts length"]
+) -> Float[np.ndarray, " contexts"] | None:
+    if model.tokenizer is None:
+        return None
+    tokens, places = ids[:, 1:].unique(return_inverse=True)
+    size = token_bytes(model)
+    sizes = torch.tensor([size(token) for token in tokens.tolist()], dtype=torch.float64)
+    return sizes[places].sum(dim=1).numpy()
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity) -> list[Score]:
-    """Loss and perplexity of the model `name` as scores."""
+    """Loss, perplexity and, with a tokenizer, bits per byte of the model `name` as scores."""
     task, count = corpus.name, len(measured.losses)
     shared = (count, measured.batch, corpus.sha256)
-    return [
+    scores = [
         Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.losses),
         Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
     ]
+    bits, error = measured.bits_per_byte, measured.bits_per_byte_se
+    return (
+        scores if math.isnan(bits) else [*scores, Score(name, task, 0, "bits per byte", bits, error, *shared)]
+    )
 
 
 def check_predicts(model: OpenModel) -> None:

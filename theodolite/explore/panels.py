@@ -16,7 +16,7 @@ from theodolite.explore import figures, panel_html
 from theodolite.explore.subject import Subject
 from theodolite.explore.view import tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
-from theodolite.measure.head_roles import LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
+from theodolite.measure.head_roles import END_TOKEN_SINK, LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report.drawing import spectra as figures_spectra
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.heads import head_measures
@@ -76,7 +76,11 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
         bool(subject.run.heads.get(LEARNED_SINK.column, subject.run.heads["layer"] * 0).any())
         for subject in subjects
     )
-    on_prompt = [name for name in ON_PROMPT if learned or name != LEARNED_SINK.column]
+    end_token = all(END_TOKEN_SINK.column in of_model for of_model in measured)
+    absent = {
+        role.column for role, there in ((LEARNED_SINK, learned), (END_TOKEN_SINK, end_token)) if not there
+    }
+    on_prompt = [name for name in ON_PROMPT if name not in absent]
     sources = ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
     return [
         (f"{label} · {HEAD_MEASURES[name].title}", f"{where}:{name}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.corpus.corpus import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.constituents import constituents_of_pass
 from theodolite.measure.attribution import chosen_heads
@@ -39,12 +40,14 @@ class PromptPass:
     Attributes:
         ids: of the tokens (T).
         tokens: their text.
+        trailing: how many of the last ones are special tokens that the tokenizer puts behind a text.
         layers: what entered every layer, and its queries, keys and values.
         measured: a run whose heads table has what can be measured of every head on this prompt alone.
     """
 
     ids: Int[Tensor, " positions"]
     tokens: tuple[str, ...]
+    trailing: int
     layers: tuple[LayerPass, ...]
     measured: Run
 
@@ -123,11 +126,13 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     visit_layers(model, ids[None], range(model.layers), layers.append)
     if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
         raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
-    return PromptPass(ids, tuple(token_texts(model, ids)), tuple(layers), _measured(model, ids, layers))
+    trailing = trailing_special_tokens(model.tokenizer, ids[None])
+    measured = _measured(model, ids, layers, trailing)
+    return PromptPass(ids, tuple(token_texts(model, ids)), trailing, tuple(layers), measured)
 
 
-def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run:
-    statistics = AttentionStatistics(model.layers, model.heads, len(ids), examples=0)
+def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], trailing: int) -> Run:
+    statistics = AttentionStatistics(model.layers, model.heads, len(ids), 0, trailing)
     tokens = Tokens.of(ids[None], model.device)
     with torch.inference_mode():
         for layer_pass in layers:
@@ -147,7 +152,7 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass]) -> Run
 def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
     """Attend once more with a layer's kept inputs, to see whom its sinks catch."""
     with torch.inference_mode():
-        output, catches = attend_and_catch(read.layers[layer].inputs, stretches=True)
+        output, catches = attend_and_catch(read.layers[layer].inputs, stretches=True, trailing=read.trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
@@ -156,7 +161,7 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
     inputs = chosen_heads(read.layers[layer].inputs, [head])
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
-    positions, group = groups_of(caught.catches, head, len(read.ids))
+    positions, group = groups_of(caught.catches, head, len(read.ids), read.trailing)
     rows = (caught.catches.head == head).nonzero().flatten()
     sinks = [
         Sink(

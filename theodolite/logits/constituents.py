@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -142,7 +142,7 @@ def _mean_and_pos(
     """μ and pos of the stream that enters a block."""
     if isinstance(decomposition, Surveyed):
         check_run(model, decomposition)
-        mean, pos = (decomposition.arrays[name][layer] for name in ("mean", "positional_basis"))
+        mean, pos = decomposition.arrays["mean"][layer], whole_positional_basis(decomposition)[layer]
     elif not isinstance(decomposition, Decomposition):
         raise UsageError(
             f"decomposition is a {type(decomposition).__name__}: give a Run of this model or what `decompose` gives"
@@ -157,6 +157,14 @@ def _mean_and_pos(
             "prompt or a survey of longer contexts"
         )
     return mean, pos
+
+
+def whole_positional_basis(run: Surveyed) -> Float[Tensor, "layers positions width"]:
+    """pos at every position of the run's contexts, those of special tokens behind the text too."""
+    basis = run.arrays["positional_basis"]
+    if "positional_basis_last" not in run.arrays:
+        return basis
+    return torch.cat([basis, run.arrays["positional_basis_last"]], dim=1)
 
 
 def check_run(model: OpenModel, run: Surveyed) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.corpus.corpus import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import ShareSums, head_shares, share_sums
 from theodolite.measure.geometry import CUTOFFS
@@ -54,6 +55,7 @@ class SharesPass:
         self.model = model
         self.mean = mean
         self.pos = pos
+        self.trailing = trailing_special_tokens(model.tokenizer, contexts)
         sample = sample_of(contexts, seed)
         self.batches = sample.split(max(1, TOKENS_A_PASS // sample.shape[1]))
         self.total = len(self.batches) * model.layers
@@ -94,7 +96,8 @@ class SharesPass:
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state
-        query, key = (t[:, :, 1:] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
+        end = self.pos.shape[1] - self.trailing
+        query, key = (t[:, :, 1:end] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         state["low_frequency"][layer, rows] = qk_low_frequency(query, key).cpu()
         if rows.start == 0:
             self._normed.append(_behind_norm(layer_pass, self.mean[layer] + self.pos[layer]))
@@ -106,7 +109,7 @@ class SharesPass:
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
             return
-        sums = share_sums(split.query, split.key, split.inputs)
+        sums = share_sums(split.query, split.key, split.inputs, self.trailing)
         for name in ("products", "additive", "total"):
             state[name][layer, rows] = getattr(sums, name)
 

@@ -1,6 +1,7 @@
 """From the means and second moments of hidden states to the geometry of position and context.
 
-One row a residual layer; all over positions 1 … T−1, position 0 apart. Source: Song & Zhong 2024.
+One row a residual layer; all over positions 1 … T−1, position 0 apart, and with it the special tokens that a
+tokenizer puts behind every text: T counts without them. Source: Song & Zhong 2024.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " gr
     massive, first, outlier = (
         chosen @ outliers[name][layer] for name in ("massive", "massive_first", "outlier")
     )
-    return {
+    columns = {
         "norm": mean("norm_sum"),
         "norm_first": mean("norm_first_sum"),
         "cosine_previous": mean("cosine_sum") if layer else math.nan,
@@ -194,6 +195,10 @@ def stream(means: State, outliers: State, layer: int, chosen: Float[Tensor, " gr
         "massive_activations_first": float(first.sum()),
         "outlier_dimensions": float((outlier / tokens >= OUTLIER_SHARE).sum()),
     }
+    if "norm_last_sum" in means:
+        massive_last = chosen @ outliers["massive_last"][layer]
+        columns |= {"norm_last": mean("norm_last_sum"), "massive_activations_last": float(massive_last.sum())}
+    return columns
 
 
 def _pictures(

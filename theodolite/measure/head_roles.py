@@ -78,6 +78,16 @@ LATER_SINK = HeadRole(
     0.1,
     "Share of contexts in which a token after the first is a sink.",
 )
+END_TOKEN_SINK = HeadRole(
+    "sink_last",
+    "end-token sink",
+    "end-token sink head",
+    0.5,
+    "Share of contexts in which a special token that the tokenizer puts at the end ([SEP]) is a sink.",
+    explains_low_entropy=0.9,
+)
+"""Only where a tokenizer puts one there: such attention often does nothing (Clark et al. 2019, section 3.2)."""
+
 LEARNED_SINK = HeadRole(
     "sink_learned",
     "learned sink",
@@ -94,7 +104,7 @@ UNIFORM_ATTENTION = HeadRole(
 )
 
 PATTERN_ROLES = (PREVIOUS_TOKEN, INDUCTION, SAME_TOKEN)
-SINK_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK)
+SINK_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, END_TOKEN_SINK, LEARNED_SINK)
 COMMON_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, SAME_TOKEN, INDUCTION)
 """Those that heads of every model may have."""
 

@@ -17,8 +17,10 @@ def head_columns(attention: State) -> dict[str, list[float]]:
 
     entropy: mean over contexts and queries, nats; entropy_se: its standard error, contexts taken as independent
     (NaN for one). propagation: mean over the keys that the last query sees of
-    the share of contexts in which they propagate (Bao et al. 2024, definition 1). sink_first, sink_later: share
-    of contexts with a sink at key 0, at a later key. sink_learned: mean mass on a learned sink column.
+    the share of contexts in which they propagate (Bao et al. 2024, definition 1); where special tokens end every
+    context ([SEP]), it is the last query before them. sink_first, sink_later: share
+    of contexts with a sink at key 0, at a later key; sink_last, where special tokens end every context: at one of
+    these, which are then no later key. sink_learned: mean mass on a learned sink column.
     previous_token: mean attention from positions 1 … T−1 to the one before. same_token: mean attention to all
     earlier equal tokens, over the queries that have one.
     """
@@ -36,6 +38,8 @@ def head_columns(attention: State) -> dict[str, list[float]]:
         "previous_token": attention["previous"] / (contexts * (length - 1)),
         "same_token": attention["same"] / attention["repeated"].view(-1, 1),  # 0/0 = NaN: no token came twice
     }
+    if "sink_last" in attention:
+        columns["sink_last"] = attention["sink_last"] / contexts
     return {name: value.flatten().tolist() for name, value in columns.items()}
 
 

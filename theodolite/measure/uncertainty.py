@@ -130,7 +130,7 @@ class Grouped:
         row |= contextual(p.float(), ctx.float(), labels)
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
         row |= stream(self.means, self.outliers, layer, chosen)
-        for name in ("massive_activations", "massive_activations_first"):  # counts, of the whole corpus
+        for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
             row[name] *= float(self.means["contexts"][layer].sum() / contexts)
         return row | clusters(ctx, labels, self.found[layer, kept])[0], squares
 

@@ -41,7 +41,7 @@ from theodolite.system import embedded
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpenModel:
     """A checkpoint that has been opened and verified.
 
@@ -90,6 +90,14 @@ class OpenModel:
             positions=_positions_of(model, calls[0], bias),
             _calls=calls,
             **rest,
+        )
+
+    def __repr__(self) -> str:
+        """In a line, without the module tree that `hf` has."""
+        edits = f", {'; '.join(self._interventions)}" if self._interventions else ""
+        return (
+            f"OpenModel({self.id}: {self.hf.config.model_type}, {self.layers} layers × {self.heads} heads × width "
+            f"{self.width}, {str(self.hf.dtype).removeprefix('torch.')} on {self.device}{edits})"
         )
 
     @property

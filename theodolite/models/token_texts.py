@@ -1,8 +1,13 @@
-"""How the tokens of a model read."""
+"""How the tokens of a model read: one after the other, their texts are the text, with its spaces between words.
+
+A tokenizer that cuts at spaces keeps them in its marks (▁as, Ġas) or leaves them out where a word begins (as, ##iu),
+and drops the one in front of the first token that it is asked for. So a token is read behind an anchor.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 from torch import Tensor
@@ -12,34 +17,43 @@ from theodolite.models.open import OpenModel
 MOST_PARTS = 12
 """Tokens that are tried together until they are whole characters."""
 
+ANCHOR = "a"
+"""What a token is read behind: a letter that every tokenizer knows, or has an unknown token for."""
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def token_text(model: OpenModel) -> Callable[[int], str]:
-    """The text of a token id; tokens that are part of a character are shown as the vocabulary has them."""
+    """The text of a token id, with a space in front where it begins a word.
+
+    Special tokens, and those that are part of a character, are shown as the vocabulary has them.
+    """
     tokenizer = model.tokenizer
+    decoded = _decoder(model)
 
     @functools.cache
     def text(token: int) -> str:
         if tokenizer is None:
             return str(token)
-        decoded = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        raw = tokenizer.convert_ids_to_tokens(token)
-        return str(raw) if "\ufffd" in decoded or not decoded else decoded
+        own = decoded([token])
+        unreadable = "\ufffd" in own or not own or token in tokenizer.all_special_ids
+        return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else own
 
     return text
 
 
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
     """The texts of consecutive tokens (T); those that share characters have these, and which part they are: 😀₁ 😀₂."""
-    alone = token_text(model)
+    alone, decoded = token_text(model), _decoder(model)
     texts: list[str] = []
     while len(texts) < len(ids):
         start = len(texts)
         for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
-            if model.tokenizer is None or "\ufffd" not in _decoded(model, ids[start : start + 1]):
+            if model.tokenizer is None or "\ufffd" not in decoded(ids[start : start + 1].tolist()):
                 break
-            together = _decoded(model, ids[start:end])
+            together = decoded(ids[start:end].tolist())
             if together and "\ufffd" not in together:
                 texts += [
                     (together if part == 1 else together.lstrip()) + str(part).translate(_SUBSCRIPT)
@@ -51,6 +65,42 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
     return texts
 
 
-def _decoded(model: OpenModel, ids: Tensor) -> str:
-    assert model.tokenizer is not None
-    return str(model.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+def token_bytes(model: OpenModel) -> Callable[[int], int]:
+    """How many bytes of UTF-8 a token id stands for, the space in front of a word included.
+
+    Special tokens stand for none. A part of a character counts with its own bytes: a byte-level vocabulary writes each
+    as one letter, a SentencePiece one as <0x0A>.
+    """
+    tokenizer = model.required_tokenizer()
+    decoded = _decoder(model)
+
+    @functools.cache
+    def size(token: int) -> int:
+        if token in tokenizer.all_special_ids:
+            return 0
+        text = decoded([token])
+        if "\ufffd" not in text:
+            return len(text.encode())
+        raw = str(tokenizer.convert_ids_to_tokens(token))
+        return 1 if BYTE.fullmatch(raw) else len(raw)
+
+    return size
+
+
+def _decoder(model: OpenModel) -> Callable[[list[int]], str]:
+    """The text of some tokens as it is behind other text; empty without a tokenizer."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return lambda ids: ""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    anchor = list(tokenizer(ANCHOR, add_special_tokens=False, verbose=False)["input_ids"])
+    before = decode(anchor)
+
+    def behind_anchor(ids: list[int]) -> str:
+        whole = decode([*anchor, *ids])
+        return whole[len(before) :] if whole.startswith(before) else decode(ids)
+
+    return behind_anchor

@@ -35,6 +35,14 @@ SURVEY_COLUMNS = {
 }
 """The columns of a survey's own, by table. Some come of the last pass, but what takes their names is refused before."""
 
+END_TOKEN_COLUMNS = {
+    "layers": tuple(
+        f"{name}{suffix}" for name in ("norm_last", "massive_activations_last") for suffix in ("", "_se")
+    ),
+    "heads": ("sink_last",),
+}
+"""And those that a survey has where the tokenizer puts special tokens behind every text."""
+
 
 def check_extra(extra: Sequence[Extra]) -> None:
     """Refuse what cannot be summed, told apart by name, or tabulated.
@@ -80,7 +88,7 @@ def _columns(states: States, extra: Sequence[Extra]) -> dict[str, Columns]:
                     f"{accumulator.name} gives columns of {table!r}: give them of 'layers' or 'heads'"
                 )
             for name, values in added.items():
-                if name in SURVEY_COLUMNS[table] or name in tables[table]:
+                if name in SURVEY_COLUMNS[table] + END_TOKEN_COLUMNS[table] or name in tables[table]:
                     raise UsageError(
                         f"{accumulator.name}: the table of {table} has a column {name!r} already"
                     )

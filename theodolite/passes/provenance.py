@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import theodolite
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import Corpus, trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.run import SCHEMA_VERSION
 
@@ -58,6 +58,7 @@ def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict
             "sha256": corpus.sha256,
             "contexts": contexts,
             "length": length,
+            "trailing_special_tokens": trailing_special_tokens(model.tokenizer, corpus.contexts),
             "labels": corpus.label_names,
             "seed": corpus.seed,
         },

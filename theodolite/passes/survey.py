@@ -25,7 +25,7 @@ from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.tabulate import survey_means, tabulate
+from theodolite.passes.tabulate import survey_means, tabulate, trailing_tokens
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system.progress import Progress
 
@@ -214,7 +214,8 @@ def given(name: str, states: States) -> State:
     if name == "shares":
         return means
     if name == "weights":
-        normed = {"normed": states.of("shares")["normed"]}
+        text = slice(pos.shape[1] - trailing_tokens(states))
+        normed = {"pos": means["pos"][:, text], "normed": states.of("shares")["normed"][:, text]}
         return means | normed | joined({"inputs": states.of("corpus.inputs")})
     if name == "attribution":
         return means | {"scores": states.of("patterns")["scores"]}
@@ -261,9 +262,10 @@ def _facts_of_text(
     model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any], attention: State
 ) -> Facts:
     contexts, length = corpus.contexts.shape
-    sample = choose_sample(contexts, length, (model.layers + 1) * model.width, seed)
-    examples = corpus.contexts[: attention["example_received"].shape[1]]
     described = describe_pass(model, corpus, seed, fingerprint)
+    text_length = length - described["corpus"]["trailing_special_tokens"]
+    sample = choose_sample(contexts, text_length, (model.layers + 1) * model.width, seed)
+    examples = corpus.contexts[: attention["example_received"].shape[1]]
     described["counts"] |= {
         "sampled_contexts": sample.size,
         "split_contexts": min(contexts, split_contexts(length)),

@@ -18,7 +18,7 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import Corpus, trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 
@@ -39,11 +39,12 @@ class HeadsPass(CorpusPass):
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
         self.sample = self._choose_sample()
-        self.means = Means(model.layers + 1, length, model.width, self.sample)
+        self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing)
         self.inputs = SecondMoments(model.layers, model.width)
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, length, min(self._examples, contexts)
+            model.layers, model.heads, length, min(self._examples, contexts), self.trailing
         )
         self._tokens: Tokens | None = None
         self._first = 0
@@ -69,6 +70,10 @@ class HeadsPass(CorpusPass):
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
 
+    def _text(self, hidden: Tensor) -> Tensor:
+        """Without position 0 and the special tokens that the tokenizer puts at the end."""
+        return hidden[:, 1 : hidden.shape[1] - self.trailing]
+
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         refuse_nonfinite_stream(layer, hidden)
@@ -76,7 +81,7 @@ class HeadsPass(CorpusPass):
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
-        self.inputs.update_centred(layer, Centred.of(hidden[:, 1:]))
+        self.inputs.update_centred(layer, Centred.of(self._text(hidden)))
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Take in one layer's attention, and compute its output."""
@@ -95,12 +100,13 @@ class SurveyPass(HeadsPass):
         super().__init__(model, corpus, seed, batch)
         self.residual = SecondMoments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
-        self.outliers = OutlierCounts(model.layers + 1, model.width, self.total)
+        self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing)
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     def _choose_sample(self) -> Sample:
         contexts, length = self.corpus.contexts.shape
-        return choose_sample(contexts, length, (self.model.layers + 1) * self.model.width, self.seed)
+        vector = (self.model.layers + 1) * self.model.width
+        return choose_sample(contexts, length - self.trailing, vector, self.seed)
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
@@ -115,7 +121,7 @@ class SurveyPass(HeadsPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         super().stream(layer, hidden)
-        centred = Centred.of(hidden[:, 1:])
+        centred = Centred.of(self._text(hidden))
         self.residual.update_centred(layer, centred)
         self.sketches.update_centred(layer, centred, self._first)
         self.outliers.update(layer, hidden, self._first)
@@ -137,7 +143,10 @@ class SurveyPass(HeadsPass):
 
 
 def choose_sample(contexts: int, length: int, vector: int, seed: int) -> Sample:
-    """A seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens."""
+    """A seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
+
+    `length` is that of a context without special tokens at its end.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = max(1, min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // (vector * 8)))
     slot = torch.full((contexts,), -1, dtype=torch.int64)

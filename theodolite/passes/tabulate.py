@@ -52,7 +52,8 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
         attention = states.of("corpus.attention")
         heads |= head_columns(attention)
         mean, pos, _ = survey_means(states)
-        arrays |= {"mean": mean, "positional_basis": pos.float()} | head_arrays(attention)
+        arrays |= {"mean": mean} | _positional_basis(pos.float(), trailing_tokens(states))
+        arrays |= head_arrays(attention)
         provenance = provenance | {"wall_seconds": states.seconds}
     if states.of("corpus.residual"):
         heads["entropy_bound"] = _entropy_bounds(states)
@@ -76,8 +77,21 @@ def tabulate(states: States, extra: Sequence[Extra] = ()) -> Run:
 
 
 def survey_means(states: States) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read."""
-    return states.once("means", lambda: decomposed_means(states.of("corpus.means")))
+    """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
+    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing_tokens(states)))
+
+
+def trailing_tokens(states: States) -> int:
+    """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
+    corpus: dict[str, Any] = states.notes["facts"]["provenance"]["corpus"]
+    return int(corpus.get("trailing_special_tokens", 0))
+
+
+def _positional_basis(pos: Tensor, trailing: int) -> dict[str, Tensor]:
+    """The array of the text's positions, and that of the special tokens behind them, where there are any."""
+    end = pos.shape[1] - trailing
+    arrays = {"positional_basis": pos[:, :end]}
+    return arrays | {"positional_basis_last": pos[:, end:]} if trailing else arrays
 
 
 def _spectra(states: States, length: int | None) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
@@ -110,10 +124,12 @@ def _text_tables(states: States, facts: dict[str, Any]) -> tuple[dict[str, pd.Da
     sample = Sample(own["sample_slot"], own["sample_context"], own["sample_position"])
     labels = _telling(own["labels"])[sample.kept]
     means = states.of("corpus.means")
+    contexts, length = (facts["provenance"]["corpus"][name] for name in ("contexts", "length"))
+    length -= trailing_tokens(states)
+    means = means | {"position_sum": means["position_sum"][:, :, :length]}
     layers, arrays = geometry(means, residual, outliers, sample, labels)
     sketches = states.of("corpus.sketches")
     layers |= standard_errors(means, sketches, outliers, sample, labels, arrays["context_cluster"])
-    contexts, length = (facts["provenance"]["corpus"][name] for name in ("contexts", "length"))
     texts: dict[str, str] = facts["tokens"]
 
     def text(token: int) -> str:

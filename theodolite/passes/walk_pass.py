@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import Corpus, trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -45,17 +45,17 @@ class TextWalk:
 class _WalkHooks(Hooks):
     """Feeds both accumulators."""
 
-    def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
-        self.inputs, self.residual = inputs, residual
+    def __init__(self, inputs: WalkSums, residual: WalkSums, length: int) -> None:
+        self.inputs, self.residual, self.length = inputs, residual, length
         self.first = 0
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream."""
-        self.residual.update(layer, hidden, self.first)
+        self.residual.update(layer, hidden[:, : self.length], self.first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what an attention module reads."""
-        self.inputs.update(layer, hidden, self.first)
+        self.inputs.update(layer, hidden[:, : self.length], self.first)
 
 
 def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
@@ -69,8 +69,11 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(count, generator=generator)[:CONTEXTS].sort().values
     sample = replace(corpus, contexts=corpus.contexts[chosen], labels=corpus.labels[chosen])
-    sizes = (model.width, len(chosen), length)
-    hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
+    # No walk goes on into the special tokens that a tokenizer puts at the end.
+    text_length = length - trailing_special_tokens(model.tokenizer, corpus.contexts)
+    check_length(text_length)
+    sizes = (model.width, len(chosen), text_length)
+    hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes), text_length)
     batch = max(1, TOKENS_A_BATCH // length)
     with hooked(model, hooks):
         for first in range(0, len(chosen), batch):

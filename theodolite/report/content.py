@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from theodolite.measure.head_roles import FIRST_TOKEN_SINK, INDUCTION, LATER_SINK, PREVIOUS_TOKEN
+from theodolite.measure.head_roles import (
+    END_TOKEN_SINK,
+    FIRST_TOKEN_SINK,
+    INDUCTION,
+    LATER_SINK,
+    PREVIOUS_TOKEN,
+)
 from theodolite.report import published
 from theodolite.report.data import column, entropy_share, head_labels, layer_mean, provenance
 from theodolite.report.measures import (
@@ -127,7 +133,7 @@ def tiles(run: Run) -> list[Tile]:
     if share is not None:
         numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
     total = f"of {len(run.heads)} heads"
-    for role in (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, INDUCTION):
+    for role in (FIRST_TOKEN_SINK, LATER_SINK, END_TOKEN_SINK, PREVIOUS_TOKEN, INDUCTION):
         values = column(run.heads, role.column)
         if values is not None:
             numbers.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))

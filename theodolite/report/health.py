@@ -1,11 +1,14 @@
 """Health checks of a run, each with its threshold.
 
 A check is made only where the run has its numbers, and reports that it passed: silence is not health. The thresholds
-are conventions for a first look, not verdicts; the comment at each says what it compares.
+are conventions for a first look; the comment at each says what it compares. What the captions of figures call unhealthy
+is checked here. A mean over layers is judged by `judging.judge` with its standard error, and passes only where it is
+clear of its limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,10 +16,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.judging import Criterion
+from theodolite.judging import HOLDS, Criterion, judge
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
-from theodolite.report.data import column, entropy_share, head_labels, provenance
-from theodolite.system.wording import counted, listed, number, percent, visible
+from theodolite.report.data import (
+    array,
+    column,
+    entropy_share,
+    head_labels,
+    layer_average,
+    provenance,
+)
+from theodolite.system.wording import (
+    counted,
+    listed,
+    number,
+    percent,
+    percent_with_error,
+    visible,
+    with_error,
+)
 
 if TYPE_CHECKING:
     from theodolite.passes.run import Run
@@ -30,6 +48,16 @@ DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median:
 UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
 CONSTANT = Criterion("at least", 0.95, "share of the logits' variance in pairs with a mean or bias")
 MASSIVE = Criterion("more than", 0.0, "massive activations of a layer after the first token")
+POSITIONAL = Criterion(
+    "more than", 0.0, "mean ScreeNOT rank: directions of the positional basis that stand out from noise"
+)
+ROUGH = Criterion(
+    "at least",
+    0.60,
+    "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+)
+ENTANGLED = Criterion("at most", 0.30, "mean |cosine| of position and context; GPT-2: 0.051")
+LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
 REASON = 160  # characters of a reason that are shown
 
 
@@ -51,6 +79,9 @@ def checks(run: Run) -> list[Check]:
         _dead_heads,
         _constant_logits,
         _massive,
+        _positional,
+        _smooth,
+        _entangled,
         _missing,
         _not_decomposed,
         _unknown_tokens,
@@ -207,6 +238,50 @@ def _massive(run: Run) -> Check | None:
         )
         return Check("massive activations", text, True)
     return Check("massive activations", "No massive activations after the first token.", False)
+
+
+def _positional(run: Run) -> Check | None:
+    """Whether the positional basis is more than noise; without that and smoothness, weights look random."""
+    rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
+    if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
+        return None
+    if judge("", "rank", rank, POSITIONAL).answer == HOLDS:
+        return Check(
+            "positional structure", f"Positions are encoded: the mean rank of their basis is {rank}.", False
+        )
+    text = f"No positional structure beyond noise: the mean rank of the positional basis is {rank}."
+    smoothness = _smooth(run)
+    if smoothness is not None and smoothness.flagged:
+        text += " The model looks untrained: random weights give such numbers."
+    return Check("positional structure", text, True)
+
+
+def _smooth(run: Run) -> Check | None:
+    smooth = layer_average(run, "low_frequency_10")[0]
+    if not math.isfinite(smooth.value):
+        return None
+    share = percent_with_error(smooth.value, smooth.error)
+    if judge("", "smoothness", smooth, ROUGH).answer == HOLDS:
+        text = f"The positional basis is not rough: its ten lowest frequencies hold {share} of the energy."
+        return Check("smoothness", text, False)
+    text = (
+        f"Rough positional basis: the ten lowest frequencies hold {share} of the energy of its Gram matrix, not "
+        f"clearly more than {percent(ROUGH.limit)}: neighbouring positions have unrelated vectors."
+    )
+    return Check("smoothness", text, True)
+
+
+def _entangled(run: Run) -> Check | None:
+    incoherence = layer_average(run, "incoherence_mean")[0]
+    if not math.isfinite(incoherence.value):
+        return None
+    cosine = with_error(incoherence.value, incoherence.error)
+    if judge("", "incoherence", incoherence, ENTANGLED).answer == HOLDS:
+        return Check("incoherence", f"Position and context are not entangled: mean |cosine| {cosine}.", False)
+    text = (
+        f"Position and context are entangled: mean |cosine| {cosine}, not clearly below {ENTANGLED.limit:g}."
+    )
+    return Check("incoherence", text, True)
 
 
 def _missing(run: Run) -> Check | None:

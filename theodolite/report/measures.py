@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from theodolite.measure.head_roles import (
+    END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
     INDUCTION,
     LATER_SINK,
@@ -102,6 +103,7 @@ _MEASURED = [
     _of_role(INDUCTION, BEHAVIOUR, OLSSON),
     _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}"),
     _of_role(LATER_SINK, SINKS, ZHANG),
+    _of_role(END_TOKEN_SINK, SINKS, "Clark et al. 2019, section 3.2"),
     _of_role(LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss"),
 ]
 
@@ -308,10 +310,12 @@ LAYER_TITLES: dict[str, str] = {
     "similarity_between": "similarity between",
     "norm": "norm",
     "norm_first": "norm, first token",
+    "norm_last": "norm, end token",
     "cosine_previous": "cosine to previous layer",
     "rank_collapse": "rank-collapse residual",
     "massive_activations": "massive activations",
     "massive_activations_first": "massive, first token",
+    "massive_activations_last": "massive, end token",
     "outlier_dimensions": "outlier dimensions",
     "silhouette": "silhouette of labels",
     "cluster_ari": "k-means ARI",

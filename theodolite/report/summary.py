@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from theodolite.measure.head_roles import FIRST_TOKEN_SINK, LATER_SINK, LEARNED_SINK, PATTERN_ROLES, HeadRole
+from theodolite.measure.head_roles import (
+    END_TOKEN_SINK,
+    FIRST_TOKEN_SINK,
+    LATER_SINK,
+    LEARNED_SINK,
+    PATTERN_ROLES,
+    HeadRole,
+)
 from theodolite.report import health, published
 from theodolite.report.data import (
     Floats,
@@ -42,11 +49,9 @@ if TYPE_CHECKING:
 Status = Literal["plain", "passed", "flagged"]
 
 SMOOTH = 0.90  # share of the Gram matrix's energy in the 10 lowest frequencies; GPT-2 has 0.997
-ROUGH = 0.60  # below it the positional basis is not smooth; a model trained on addition has about 0.5
 CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
 WEAK_SEPARATION = 1.2
 NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
-ENTANGLED = 0.30
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,13 @@ def _position(run: Run) -> list[str]:
     smooth = layer_mean(run, "low_frequency_10")
     if smooth is not None:
         share = smooth[0]
-        word = "smooth" if share >= SMOOTH else "only partly smooth" if share >= ROUGH else "not smooth"
+        word = (
+            "smooth"
+            if share >= SMOOTH
+            else "only partly smooth"
+            if share >= health.ROUGH.limit
+            else "not smooth"
+        )
         sentences.append(
             f"The positional basis is {word}: the ten lowest frequencies hold {percent_with_error(*smooth)} of the "
             f"energy of its Gram matrix (GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition "
@@ -154,7 +165,13 @@ def _context(run: Run) -> list[str]:
     if mean is not None:
         level = mean[0]
         near = level <= NEARLY_ORTHOGONAL or (random is not None and level <= 1.5 * float(np.nanmean(random)))
-        word = "nearly orthogonal" if near else "entangled" if level > ENTANGLED else "partly entangled"
+        word = (
+            "nearly orthogonal"
+            if near
+            else "entangled"
+            if level > health.ENTANGLED.limit
+            else "partly entangled"
+        )
         chance = "" if random is None else f" (random directions: {number(float(np.nanmean(random)), 2)})"
         sentences.append(f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}.")
     return sentences
@@ -228,6 +245,13 @@ def _sinks(run: Run) -> list[str]:
             )
         else:
             sentences.append(f"No head has a later sink in at least {least} of the contexts.")
+    at_end = _heads_of(run, END_TOKEN_SINK)
+    if at_end:
+        have = "has" if len(at_end) == 1 else "have"
+        sentences.append(
+            f"{counted(len(at_end), 'head')} {have} a sink at the special token that ends every context in at least "
+            f"{percent(END_TOKEN_SINK.threshold)} of the contexts: {listed(at_end)}."
+        )
     learned = _heads_of(run, LEARNED_SINK)
     if learned:
         sentences.append(

@@ -27,7 +27,7 @@ from theodolite.accumulate.activations import (
 )
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import Corpus, trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.models.token_texts import token_text
 from theodolite.passes.corpus_pass import (
@@ -63,13 +63,15 @@ class Outliers:
     Attributes:
         layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
             massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
-            tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one.
+            tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one. Where
+            special tokens end every context ([SEP]), tokens_last is theirs, and they count as no other token.
         dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,
-            rms_ratio: and over the median dimension's; typical_ratio: the same of exp E ln |x|; consistency: that
-            over the RMS, 0.53 for Gaussian numbers, near 0 where few tokens make the RMS; z, rms_z: robust, of the
-            logarithms of both; maximum, maximum_first: largest |x|; published, adaptive: which rule finds an outlier
-            dimension; large_rms: the rule from data with the RMS in place of the typical magnitude; massive: carries
-            a massive activation by either rule, after position 0.
+            rms_ratio: and over the median dimension's; typical_ratio: the same of exp E ln |x|; consistency:
+            that over the RMS, 0.53 for Gaussian numbers, near 0 where few tokens make the RMS; z, rms_z:
+            robust, of the logarithms of both; maximum, maximum_first, maximum_last (of special tokens at the
+            end): largest |x|; published, adaptive: which rule finds an outlier dimension; large_rms: the rule
+            from data with the RMS in place of the typical magnitude; massive: carries a massive activation by
+            either rule, after position 0.
         massive: one row for each layer, dimension and token, at position 0 (`first`) or after it. contexts; places:
             values; published, adaptive: how many of these are massive by each rule; mean, extreme: of the values, the
             latter the largest in size; position: mean.
@@ -116,17 +118,18 @@ def find_outliers(
     check_fit(model, corpus)
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
+    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
     baseline_contexts = min(batch_of(corpus, None), contexts)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
     text = token_text(model)
 
     def rules(states: States, values: str) -> Activations:
         bounds = [layer.bounds(contexts * length, thresholds.level) for layer in _baselines(states, values)]
-        return Activations(torch.stack(bounds), length, thresholds)
+        return Activations(torch.stack(bounds), length, thresholds, trailing)
 
     def baseline(states: States) -> Pass:
         some = _subset(corpus, order[:baseline_contexts].sort().values)
-        return _OutlierPass(model, some, {STREAM: LayerBaselines(), HEADS: LayerBaselines()})
+        return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
 
     def count(states: States) -> Pass:
         return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
@@ -144,13 +147,13 @@ def find_outliers(
     ]
     states = run_stages(stages, show_progress)
     state, head_state = (states.of(f"count.{values}") for values in (STREAM, HEADS))
-    later = contexts * (length - 1)
+    later = contexts * (length - 1 - trailing)
     carriers = _carriers(state, text)
     dimensions = _dimensions(state, later, thresholds, across_layers=True)
     head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
     growth = _growth(states.of(f"follow.{STREAM}"), text)
     return Outliers(
-        layers=_layers(state, dimensions, contexts, later),
+        layers=_layers(state, dimensions, contexts, later, trailing),
         dimensions=dimensions.drop(columns="head"),
         massive=carriers.drop(columns=["head", "example"]),
         head_dimensions=head_dimensions,
@@ -242,18 +245,24 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
         "large_rms": large_rms,
         "massive": state["published"] + state["adaptive"] > 0,
     }
+    if "maximum_last" in state:
+        columns["maximum_last"] = state["maximum_last"]
     places = np.indices((layers, parts, width)).reshape(3, -1)
     index = dict(zip(("layer", "head", "dimension"), places, strict=True))
     return pd.DataFrame(index | {name: value.flatten().numpy() for name, value in columns.items()})
 
 
-def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int) -> pd.DataFrame:
+def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int, trailing: int) -> pd.DataFrame:
     counts = dimensions.groupby("layer", as_index=False)[["published", "adaptive"]].sum()
     for rule in ("published", "adaptive"):
         anywhere = (state[rule] + state[f"{rule}_first"]) > 0
+        if trailing:
+            anywhere |= state[f"{rule}_last"] > 0
         counts[f"massive_{rule}"] = anywhere.sum((1, 2)).numpy()
     counts["tokens"] = (state["massive_tokens"] / later).numpy()
     counts["tokens_first"] = (state["massive_tokens_first"] / contexts).numpy()
+    if trailing:
+        counts["tokens_last"] = (state["massive_tokens_last"] / (contexts * trailing)).numpy()
     return counts
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.summary import least_queries
+from theodolite.corpus.corpus import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
@@ -56,8 +57,8 @@ class PromptTrace:
 class _PromptTap(Hooks):
     """Keeps of one forward pass what a `PromptTrace` needs."""
 
-    def __init__(self, layer: int, head: int) -> None:
-        self.layer, self.head = layer, head
+    def __init__(self, layer: int, head: int, trailing: int) -> None:
+        self.layer, self.head, self.trailing = layer, head, trailing
         self.streams: list[Tensor] = []
         self.received: list[Tensor] = []
 
@@ -65,7 +66,7 @@ class _PromptTap(Hooks):
         self.streams.append(hidden[0].double().cpu())
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, catches = attend_and_catch(inputs, stretches=True)
+        output, catches = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
         weights, _, received = attention_paid(inputs)
         self.received.append(received.nan_to_num(0.0).amax(dim=0))
         if layer == self.layer:
@@ -95,10 +96,11 @@ def trace_prompt(
         layer, head = _strongest(model, ids)
     model.check_place(layer, head)
     weights = model.output_weights(layer)[head].double().cpu()
-    tap = _PromptTap(layer, head)
+    trailing = trailing_special_tokens(model.tokenizer, ids[None])
+    tap = _PromptTap(layer, head, trailing)
     with hooked(model, tap):
         model.forward(ids[None])
-    sinks, group = groups_of(tap.catches, head, len(ids))
+    sinks, group = groups_of(tap.catches, head, len(ids), trailing)
     return PromptTrace(
         ids=ids,
         layer=layer,
@@ -147,7 +149,7 @@ def attention_paid(
 
 
 def groups_of(
-    catches: Catches, head: int, length: int
+    catches: Catches, head: int, length: int, trailing: int = 0
 ) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
     """`sinks` and `group` of a `PromptTrace`, from what the sinks of a layer catch.
 
@@ -155,10 +157,12 @@ def groups_of(
         catches: of all heads of the layer, in one context.
         head: whose sinks.
         length: T, the context's tokens.
+        trailing: of which so many at the end are special tokens.
     """
     rows = (catches.head == head).nonzero().flatten()
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT
+    group[length - trailing :] = LEFT_OUT
     for number, sink in enumerate(rows.tolist()):
         group[catches.caught[sink]] = number
     positions = catches.position[rows]

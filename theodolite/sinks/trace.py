@@ -20,7 +20,7 @@ from theodolite.accumulate.catches import Catches, attend_and_catch
 from theodolite.accumulate.sums import State, each_part
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.corpus import Corpus, trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
@@ -71,6 +71,7 @@ class TracePass(CorpusPass):
         super().__init__(model, corpus, 0, batch)
         self._stretches = stretches
         self._metric = metric
+        self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
         self.tags = Tags(model.layers, metric.shape[-1])
         self._ids = torch.empty(0)
         self._entering = torch.empty(0)
@@ -114,7 +115,9 @@ class TracePass(CorpusPass):
         groups = inputs.query.shape[1] // inputs.value.shape[1]
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
-            output, catches = attend_and_catch(inputs.of_contexts(part), stretches=self._stretches)
+            output, catches = attend_and_catch(
+                inputs.of_contexts(part), stretches=self._stretches, trailing=self._trailing
+            )
             if not len(catches.head):
                 return output, catches, None
             heads = catches.head.unique()
@@ -155,7 +158,8 @@ def trace_sinks(
 
     A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
     on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
-    the sinks themselves are left out of all that is measured of tags (MATH: η² = between over total sum of squares,
+    the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
+    puts behind a text, [SEP] (MATH: η² = between over total sum of squares,
     within contexts). A context whose tokens were all caught by one sink, or by none, has nothing to compare: η² leaves
     it out, and is NaN where there are no others.
 
@@ -231,6 +235,7 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
 def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int], str]) -> Run:
     """The tables and arrays of a finished trace; `text` is that of a token id."""
     contexts, length = (provenance["corpus"][name] for name in ("contexts", "length"))
+    length -= provenance["corpus"].get("trailing_special_tokens", 0)
     state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
     table, arrays = traces(state, in_stream, contexts, length, text)
     heads, head_arrays = traced_heads(state, in_stream, contexts)

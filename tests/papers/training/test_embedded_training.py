@@ -298,3 +298,34 @@ def test_weights_are_stored_once_and_in_float32(
     tensors = load_file(trained[0] / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert sum(tensor.numel() for tensor in tensors.values()) == trained[1].parameters
+
+
+def test_every_phase_has_a_name_and_the_bar_is_full_only_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what is on the screen while the last step's held-out loss is measured, and at the end."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    real, seen = embedded_training._validation_loss, []
+
+    def slow(*args: object) -> dict[str, float]:
+        console.print("measured now")
+        seen.append(screen.getvalue())
+        return real(*args)
+
+    monkeypatch.setattr(embedded_training, "_validation_loss", slow)
+    train_embedded_model(tmp_path / "model", sources=sources(), config=SMALL, threads=1, console=console)
+    *while_training, after = seen
+    assert len(while_training) == SMALL.steps // SMALL.checkpoint_every
+    assert not any("6/6" in shown for shown in while_training)
+    assert "measuring losses" in after
+    phases = (
+        "splitting the text",
+        "training the tokenizer",
+        "tokenizing",
+        "training, loss",
+        "measuring losses",
+    )
+    places = [screen.getvalue().index(phase) for phase in phases]
+    assert places == sorted(places)
+    assert "6/6" in screen.getvalue()

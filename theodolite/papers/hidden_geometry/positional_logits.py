@@ -14,6 +14,7 @@ from torch import Tensor
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import UNTESTABLE, Verdict, judge
+from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
@@ -41,7 +42,8 @@ class _PositionalLogits:
     """
 
     def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
-        self.mean, self.pos = run.arrays["mean"], run.arrays["positional_basis"]
+        self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)
+        self.end = run.arrays["positional_basis"].shape[1]
         self.heads, self.shown = heads, shown
         self.logits: dict[int, Floats] = {}
         self.smooth: dict[int, Floats] = {}
@@ -62,7 +64,8 @@ class _PositionalLogits:
         query = (split.query[mean] + split.query[pos])[:, self.heads][:, :, self.shown]
         key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
         logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
-        smooth = qk_low_frequency(split.query[pos][:, :, 1:], split.key[pos][:, :, 1:]).sum(0)
+        text = slice(1, self.end)
+        smooth = qk_low_frequency(split.query[pos][:, :, text], split.key[pos][:, :, text]).sum(0)
         for sums, value in ((self.logits, logits), (self.smooth, smooth)):
             added = value.double().cpu().numpy()
             sums[layer_pass.layer] = sums[layer_pass.layer] + added if layer_pass.layer in sums else added
@@ -73,7 +76,7 @@ def _sampled(study: Study) -> Tensor:
     seed = study.provenance["seed"]
     if study.corpus is not None:
         return sample_of(study.corpus.contexts, seed)
-    length = study.run.arrays["positional_basis"].shape[1]
+    length = whole_positional_basis(study.run).shape[1]
     return Corpus.random_tokens(
         study.require_model().required_vocabulary(), length, SPLIT_CONTEXTS, seed
     ).contexts

@@ -44,6 +44,7 @@ from theodolite.papers.training.training_loop import (
     check_numbers,
     fit,
     partial_of,
+    phase,
     publish,
     refuse_existing,
     share_of_peak,
@@ -72,20 +73,27 @@ def train_embedded_model(
     when the loss is no longer a number or a file cannot be written.
     """
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
+    python_text = sources is None
     check_numbers(config.seed, threads)
-    texts = python_sources() if sources is None else sources
+    if sources is None:
+        with phase("reading Python's text", console):
+            sources = python_sources()
     partial = partial_of(out)
     refuse_existing(out, partial / CHECKPOINT, config.steps)
-    _check(texts, config)
-    training, validation = split_sources(texts, config.seed)
-    tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
-    streams = token_streams(tokenizer, training, validation, config.length)
+    _check(sources, config)
+    with phase("splitting the text", console):
+        training, validation = split_sources(sources, config.seed)
+    with phase("training the tokenizer", console):
+        tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
+    with phase("tokenizing", console):
+        streams = token_streams(tokenizer, training, validation, config.length)
     with using(threads):
         torch.manual_seed(config.seed)
         model = build(config)
         fit(model, _loop(model, streams, config, partial, console), console)
-        result = _result(out, model, streams, config, threads)
-    _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, sources is None))
+        with phase("measuring losses", console):
+            result = _result(out, model, streams, config, threads)
+    _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, python_text))
     return result
 
 

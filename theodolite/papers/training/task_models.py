@@ -35,6 +35,7 @@ from theodolite.papers.training.training_loop import (
     check_numbers,
     fit,
     partial_of,
+    phase,
     publish,
     refuse_existing,
     share_of_peak,
@@ -110,8 +111,9 @@ def train_task_model(
             **asdict(config),
             "threads": threads,
             "parameters": model.num_parameters(),
-            **task.measure(model),
         }
+        with phase("measuring the model", console):
+            result |= task.measure(model)
     _save(partial, out, model, tokenizer, result)
     return result
 

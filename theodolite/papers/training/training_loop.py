@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -57,6 +64,16 @@ class TrainingLoop:
     done: Callable[[int, float], None] = lambda steps, loss: None
 
 
+@contextmanager
+def phase(title: str, console: Console) -> Iterator[None]:
+    """A named bar that moves without an end while something of unknown length is done before or after the training."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=None)
+        yield
+        progress.update(task, total=1, completed=1)
+
+
 def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
     """Train `model` in place, from its last checkpoint if there is one.
 
@@ -79,7 +96,7 @@ def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
         task = progress.add_task("training", total=loop.steps, completed=begin)
         for step in range(begin, loop.steps):
             loss = _step(model, optimizer, loop, step)
-            progress.update(task, advance=1, description=f"loss {loss:.3f}")
+            progress.update(task, description=f"training, loss {loss:.3f}")
             if not math.isfinite(loss):
                 raise WorkError(f"The loss was {loss} at step {step}; lower the learning rate.")
             loop.done(step + 1, loss)
@@ -89,6 +106,7 @@ def fit(model: PreTrainedModel, loop: TrainingLoop, console: Console) -> None:
                 _checkpoint(loop.checkpoint, model, optimizer, loop.identity | {"step": str(step + 1)})
             if due:
                 loop.saved(step + 1, loss)
+            progress.advance(task)  # what is shown and saved after a step is a part of it
             if stop:
                 raise KeyboardInterrupt
 

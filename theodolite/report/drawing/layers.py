@@ -202,10 +202,12 @@ def clusters(run: Run) -> go.Figure:
 
 
 def norm(run: Run) -> go.Figure:
-    """Mean ‖h‖₂ of tokens at every layer, and of the first token apart (log axis)."""
+    """Mean ‖h‖₂ of tokens at every layer, and apart of the first and of a special token at the end (log axis)."""
     traces = _curve(run, "norm", "positions ≥ 1", style.MEASURED)
     if column(run.layers, "norm_first") is not None:
         traces += _curve(run, "norm_first", "first token", style.MEASURED, dash="dash")
+    if column(run.layers, "norm_last") is not None:
+        traces += _curve(run, "norm_last", "end token", style.MEASURED, dash="dot")
     return _chart(run, traces, "mean ‖h‖₂", yaxis={"type": "log", "dtick": "D2", "tickformat": "~s"})
 
 
@@ -228,6 +230,8 @@ def massive_activations(run: Run) -> go.Figure:
     series = [("massive_activations", "positions ≥ 1", style.MEASURED)]
     if column(run.layers, "massive_activations_first") is not None:
         series.append(("massive_activations_first", "first token", "rgba(0,0,0,0)"))
+    if column(run.layers, "massive_activations_last") is not None:
+        series.append(("massive_activations_last", "end token", style.GREY))
     traces = []
     for name, label, colour in series:
         errors, told, hover = _whiskers(run, name, label)
