@@ -1,8 +1,8 @@
 """The gallery, docs/gallery*.md, from folders of `theodolite reproduce`: `python -m tools.gallery FOLDER …`.
 
-One page per paper, and an index. Everything on them is read from the `result.json` and the pages below the folders: verdicts with their numbers, what
-was measured on what, and the picture. Where several folders have an experiment, the last one is shown. An experiment
-that none of them has is named with what it takes.
+One page per paper, and an index. Everything on them is read from the `result.json` and the pages below the folders:
+verdicts with their numbers, what was measured on what, and the picture. Where several folders have an experiment, the
+last one is shown. An experiment that none of them has is named with what it takes.
 """
 
 from __future__ import annotations
