@@ -175,14 +175,11 @@ def test_the_page_of_commands_has_what_help_says():
         _, found, section = page.partition(f"\n{'#' * level} {context.command_path}\n")
         assert found, context.command_path
         section = re.split(r"\n##", section)[0]
-        names = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", command.get_help(context), re.MULTILINE)) - {
-            "--help"
-        }
-        assert names or not command.params or not any("-" in opt for p in command.params for opt in p.opts)
-        rows = re.findall(r"^\| `([^`]+)` \| (.+) \| .*\|$", section, re.MULTILINE)
-        assert names <= {name for row, _ in rows for name in re.findall(r"--[\w-]+", row)}, (
-            context.command_path
-        )
+        options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", command.get_help(context), re.MULTILINE)
+        assert options, "the help of a command names --help at least"
+        rows = re.findall(r"^\| `([^`]+)` \| .+ \|$", section, re.MULTILINE)
+        written = {name for row in rows for name in re.findall(r"--[\w-]+", row)}
+        assert set(options) - {"--help"} <= written, context.command_path
     seed = re.search(r"^\| `--seed [^`]*` \| Random seed\. \| 0 \|$", page, re.MULTILINE)
     assert seed
     assert "theodolite\\[ray\\]" in page
@@ -191,7 +188,7 @@ def test_the_page_of_commands_has_what_help_says():
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if "://" not in target:
+        if "://" not in target and (page.parent / target) != DOCS / "commands.md":  # made with the site
             assert (page.parent / target).exists(), target
 
 
