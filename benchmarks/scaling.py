@@ -1,6 +1,6 @@
 """What a survey costs in memory, traffic and arithmetic, from formulas in the shape of the model and of the text.
 
-`python -m benchmarks.scaling` prints the tables of docs/scaling.md, and beside them what the embedded model's
+`python -m benchmarks.scaling` prints the tables of docs/costs.md, and beside them what the embedded model's
 accumulators really hold and what a shard really sends. `tests/test_scaling.py` holds the formulas against the code.
 """
 

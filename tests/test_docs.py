@@ -14,10 +14,12 @@ from tests.processes import Started
 from theodolite import __version__, open_model, survey
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
+from theodolite.judging import Criterion
 from theodolite.papers import ALIASES, EXPERIMENTS, reproduce, write_outcome
 from theodolite.papers.experiment import of_nothing
+from theodolite.report.outcome import Outcome
 from theodolite.report.outcome_page import RESULT
-from tools import families, gallery, outputs, paper_readmes
+from tools import commands, families, gallery, outputs, paper_readmes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -29,6 +31,9 @@ SHOWN = {code: output for _, code, output in outputs.shown_blocks()}
 def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
+
+GENERATED = {*(gallery.page_of(group) for group in gallery.GROUPS), families.PAGE}
+"""Pages that tools write."""
 
 PYTHON = [
     pytest.param(block, id=f"{_name(page)}-{number}")
@@ -143,10 +148,49 @@ def test_every_measure_has_a_page(small_run):
     assert columns - named - {"layer", "head"} == set()
 
 
+@pytest.mark.parametrize(
+    "page", sorted({*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"} - GENERATED), ids=_name
+)
+def test_no_page_is_too_long_to_read_at_once(page):
+    assert len(page.read_text().split()) <= 2000
+
+
+def test_every_page_can_be_reached_from_the_contents():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = set(re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE))
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= listed
+
+
+@pytest.mark.parametrize(
+    "command", [found for found, _, _ in commands.commands()], ids=lambda found: found.name
+)
+def test_every_command_has_an_example_that_is_parsed(command):
+    shown = commands.example(command)
+    assert shown is not None
+    test_commands_are_parsed_by_the_command_line("commands.md", shown)
+
+
+def test_the_page_of_commands_has_what_help_says():
+    """Oracle: what the command line itself prints."""
+    page = commands.page()
+    for command, context, level in commands.commands():
+        _, found, section = page.partition(f"\n{'#' * level} {context.command_path}\n")
+        assert found, context.command_path
+        section = re.split(r"\n##", section)[0]
+        options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", command.get_help(context), re.MULTILINE)
+        assert options, "the help of a command names --help at least"
+        rows = re.findall(r"^\| `([^`]+)` \| .+ \|$", section, re.MULTILINE)
+        written = {name for row in rows for name in re.findall(r"--[\w-]+", row)}
+        assert set(options) - {"--help"} <= written, context.command_path
+    seed = re.search(r"^\| `--seed [^`]*` \| Random seed\. \| 0 \|$", page, re.MULTILINE)
+    assert seed
+    assert "theodolite\\[ray\\]" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if "://" not in target:
+        if "://" not in target and (page.parent / target) != DOCS / "commands.md":  # made with the site
             assert (page.parent / target).exists(), target
 
 
@@ -167,8 +211,12 @@ def test_every_family_of_the_tests_has_a_name():
 
 
 def test_every_experiment_is_in_the_gallery():
-    text = gallery.PAGE.read_text()
-    entries = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    pages = {group: gallery.page_of(group).read_text() for group in gallery.GROUPS}
+    text = "".join(pages.values())
+    entries = dict(re.findall(r"^## (\S+)\n(.*?)(?=^##? |\Z)", text, re.MULTILINE | re.DOTALL))
+    for group, page in pages.items():
+        assert f"({gallery.page_of(group).name})" in gallery.INDEX.read_text()
+        assert {name.split("/")[0] for name in re.findall(r"^## (\S+)$", page, re.MULTILINE)} == {group}
     for name in gallery.names():
         entry = entries[name]
         shown = f"images/gallery/{name.replace('/', '-')}." in entry and 'class="verdict' in entry
@@ -204,19 +252,28 @@ def test_the_readme_of_a_paper_has_what_is_declared(group):
         assert counted or verdicts == paper_readmes.verdicts(name, {}), name
 
 
+def _judged(name: str) -> Outcome:
+    """An experiment that needs no model, with three verdicts of ours: figures of theory have none."""
+    outcome = reproduce(name)
+    outcome.claim("One is at most two", "one", 1.0, Criterion("at most", 2.0, "arithmetic"))
+    outcome.claim("Three is at most two", "three", 3.0, Criterion("at most", 2.0, "arithmetic"))
+    outcome.cannot_test("Four is even", "not counted")
+    return outcome
+
+
 def test_the_verdicts_of_a_readme_are_counted_from_results(tmp_path):
     name = "localization/figure4"
-    outcome = reproduce(name)
+    outcome = _judged(name)
     write_outcome(EXPERIMENTS[name], outcome, of_nothing(), tmp_path / "reproduce")
     counts = paper_readmes.verdicts(name, gallery.results([tmp_path]))
     assert sum(map(int, re.findall(r"\d+", counts))) == len(outcome.verdicts) > 2
-    assert counts.split()[0] in {verdict.answer for verdict in outcome.verdicts}
+    assert counts == "holds 1, fails 1, not testable here 1"
 
 
 def test_the_table_of_names_is_that_of_the_declarations():
     """Every experiment and every figure published elsewhere has a row, with whether it needs a model."""
     named = []
-    for name, shows, needs in _rows((DOCS / "reproduce.md").read_text().split("## How")[0], 3):
+    for name, shows, needs in _rows((DOCS / "experiments.md").read_text(), 3):
         group = name.strip("`").split("/")[0]
         of_row: list[str] = []
         found = re.findall(r"`(?:\w+/)?([a-z_]*)(\d*)`(?: to `[a-z]+(\d+)`)?", f"{name} {shows}")
@@ -232,18 +289,20 @@ def test_the_table_of_names_is_that_of_the_declarations():
 
 def test_the_gallery_is_made_from_run_folders(tmp_path):
     name = "localization/figure4"
-    outcome = reproduce(name)
+    outcome = _judged(name)
     page = write_outcome(EXPERIMENTS[name], outcome, of_nothing(), tmp_path / "runs" / "reproduce")
     found = gallery.results([tmp_path / "runs"])
     assert found[name][1] == page.parent
     assert (page.parent / RESULT).is_file()
-    made = gallery.page(found, {name: "picture.svg"})
-    entry = made.split(f"### {name}\n")[1].split("###")[0]
+    pages = gallery.pages(found, {name: "picture.svg"})
+    assert set(pages) == {gallery.INDEX, *map(gallery.page_of, gallery.GROUPS)}
+    made = "".join(pages.values())
+    entry = pages[gallery.page_of("localization")].split(f"## {name}\n")[1].split("\n## ")[0]
     assert "images/gallery/picture.svg" in entry
     for verdict in outcome.verdicts:
         assert f">{verdict.answer}</span> {gallery._plain(verdict.claim)}" in entry
     for other in gallery.names():
-        assert f"### {other}\n" in made
+        assert f"\n## {other}\n" in made
 
 
 def test_the_page_of_errors_is_the_one_that_the_command_line_points_to():

@@ -1,4 +1,4 @@
-"""The cost model of docs/scaling.md against what the accumulators allocate and send, and the page against the model."""
+"""The cost model of docs/costs.md against what the accumulators allocate and send, and the page against the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from theodolite.passes.ray_survey import SHARDS
 from theodolite.passes.ray_workers import packed
 from theodolite.passes.survey_pass import SurveyPass
 
-PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "costs.md").read_text() + (DOCS / "scaling.md").read_text()
 EMBEDDED = Shape(6, 4, 4, 32, 128, 512, 2048, 40, 20)
 TINY = Shape(3, 4, 2, 8, 32, 48, checkpoints.VOCABULARY, 24, 9)
 

@@ -52,7 +52,30 @@ def site(tmp_path_factory):
 def test_every_page_is_built(site):
     names = {path.name for path in site}
     assert {path.with_suffix(".html").name for path in (ROOT / "docs").rglob("*.md")} <= names
-    assert {"contributing.html", "changelog.html", "embedded-model.html"} <= names
+    assert {"contributing.html", "changelog.html", "embedded-model.html", "commands.html"} <= names
+
+
+def test_a_measurement_quotes_what_its_columns_mean(site):
+    """Each row that a measurement names is in its page in the words of the run folder's page, and there only."""
+    root = next(path.parent for path in site if path.name == "run-folder.html")
+    rows = {
+        row
+        for row in re.findall(
+            r"<tr>\s*(<td>.*?</td>)\s*</tr>", (root / "run-folder.html").read_text(), re.DOTALL
+        )
+    }
+    meanings = {re.sub(r"<[^>]+>", "", row.split("</td>", 1)[1]).strip() for row in rows}
+    quoted = 0
+    for path in sorted((root / "measurements").glob("*.html")):
+        _, found, table = path.read_text().partition("has it:")
+        for row in re.findall(r"<tr>\s*(<td>.*?</td>)\s*</tr>", table.split("</table>")[0], re.DOTALL):
+            assert re.sub(r"<[^>]+>", "", row.split("</td>", 1)[1]).strip() in meanings, path.name
+            quoted += 1
+        named = re.search(
+            r"^Columns? `", (ROOT / "docs/measurements" / path.name).with_suffix(".md").read_text(), re.M
+        )
+        assert bool(found) == bool(named), path.name
+    assert quoted > 40
 
 
 def test_links_and_anchors_are_there(site):

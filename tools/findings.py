@@ -1,4 +1,4 @@
-"""The pictures of README and docs/findings.md from folders of `theodolite reproduce`: `python -m tools.findings …`.
+"""The pictures of README and docs/findings-*.md from folders of `theodolite reproduce`: `python -m tools.findings …`.
 
 The last folder that has an experiment counts; that of `sinks` was made with `--layer 4 --head 1`.
 

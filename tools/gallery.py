@@ -1,8 +1,8 @@
-"""The gallery, docs/gallery.md, from folders of `theodolite reproduce`: `python -m tools.gallery FOLDER …`.
+"""The gallery, docs/gallery*.md, from folders of `theodolite reproduce`: `python -m tools.gallery FOLDER …`.
 
-Everything on the page is read from the `result.json` and the pages below the folders: verdicts with their numbers, what
-was measured on what, and the picture. Where several folders have an experiment, the last one is shown. An experiment
-that none of them has is named with what it takes.
+One page per paper, and an index. Everything on them is read from the `result.json` and the pages below the folders:
+verdicts with their numbers, what was measured on what, and the picture. Where several folders have an experiment, the
+last one is shown. An experiment that none of them has is named with what it takes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from theodolite.report.outcome_page import KINDS, RESULT, SOURCES
 from theodolite.system import embedded
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
+INDEX, PICTURES = DOCS / "gallery.md", DOCS / "images" / "gallery"
 ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
 GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks"}
 
@@ -82,14 +82,23 @@ def names() -> list[str]:
     return [name for name in EXPERIMENTS if not name.endswith("/claims")]
 
 
-def page(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str]) -> str:
-    """The whole page."""
+def page_of(group: str) -> Path:
+    """The page of one paper."""
+    return DOCS / f"gallery-{group}.md"
+
+
+def pages(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str]) -> dict[Path, str]:
+    """The index, and the page of every paper."""
     versions = next(iter(found.values()))[0]["provenance"]["versions"]
     of_group = {
         group: [n for n in [*names(), *sorted(set(found) & set(ALIASES))] if n.startswith(group)]
         for group in GROUPS
     }
-    lines = [
+    made = (
+        f"Made with theodolite {versions['theodolite']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']} on Python {versions['python']}, one thread of a CPU."
+    )
+    index = [
         "# Reproductions",
         "",
         "<!-- written by tools/gallery.py -->",
@@ -100,16 +109,18 @@ def page(found: dict[str, tuple[dict[str, Any], Path]], pictures: dict[str, str]
         "here may hold in larger models, and the same commands say so for yours. "
         "[How a claim is judged](reproduce.md#how-a-claim-is-judged), and [what came of it](findings.md).",
         "",
-        f"Made with theodolite {versions['theodolite']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']} on Python {versions['python']}, one thread of a CPU.",
+        made,
         "",
         *_overview(of_group, found),
     ]
+    made_pages = {INDEX: "\n".join(index) + "\n"}
     for group, members in of_group.items():
-        lines += ["", f"## {GROUPS[group]}", "", SOURCES[group]]
+        lines = [f"# Reproductions: {GROUPS[group]}", "", "<!-- written by tools/gallery.py -->", ""]
+        lines += [f"{SOURCES[group]} [All papers, and how a claim is judged](gallery.md).", "", made]
         for name in members:
             lines += ["", *(_entry(name, *found[name], pictures) if name in found else _missing(name))]
-    return "\n".join(lines) + "\n"
+        made_pages[page_of(group)] = "\n".join(lines) + "\n"
+    return made_pages
 
 
 def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str]:
@@ -118,12 +129,13 @@ def _overview(of_group: dict[str, list[str]], found: dict[str, Any]) -> list[str
         counted = Counter(
             verdict["answer"] for name in members if name in found for verdict in found[name][0]["verdicts"]
         )
-        rows.append(f"| {GROUPS[group]} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
+        title = f"[{GROUPS[group]}]({page_of(group).name})"
+        rows.append(f"| {title} | " + " | ".join(str(counted[answer]) for answer in ANSWERS) + " |")
     return rows
 
 
 def _entry(name: str, result: dict[str, Any], folder: Path, pictures: dict[str, str]) -> list[str]:
-    lines = [f"### {name}", "", f"**{_plain(result['title'])}.** {_plain(result['paper'])}."]
+    lines = [f"## {name}", "", f"**{_plain(result['title'])}.** {_plain(result['paper'])}."]
     if name in pictures:
         lines += ["", f"![{_plain(result['title'])}](images/gallery/{pictures[name]})"]
     lines += ["", *_verdicts(result), "", *_commands(name, result)]
@@ -194,7 +206,7 @@ def _missing(name: str) -> list[str]:
     folder = folder_of(trained)
     commands = [trained[0]] if trained else []
     return [
-        f"### {name}",
+        f"## {name}",
         "",
         f"**{_plain(experiment.title)}.** {_plain(experiment.paper)}.",
         "",
@@ -214,7 +226,7 @@ def _plain(text: str) -> str:
 
 
 def main(folders: list[str]) -> None:
-    """Write page and pictures."""
+    """Write pages and pictures."""
     from tools.chromium import browser, write_first_figure
 
     found = results([Path(folder) for folder in folders])
@@ -230,7 +242,8 @@ def main(folders: list[str]) -> None:
                 drawn = write_first_figure(chromium, folder / "index.html", PICTURES / name.replace("/", "-"))
             if drawn is not None:
                 pictures[name] = drawn.name
-    PAGE.write_text(page(found, pictures), encoding="utf-8")
+    for path, text in pages(found, pictures).items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Hooks of the documentation site: formulas become MathML, a few files outside docs/ become pages, all is offline.
 
+Two things are written when the site is built: the page of every command, from the command line, and under each
+measurement what its columns mean, quoted from the page of the run folder, which alone says so.
+
 MathML is read by browsers themselves, so that the site shows formulas without a script and without a network.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # mkdocs loads this file alone, from wherever it is called
+
+from tools import commands  # noqa: E402
+from tools.columns import quoted_columns  # noqa: E402
+
 OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -35,11 +44,14 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in OUTSIDE.items():
         text = _LINK.sub(_from_root, (ROOT / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "commands.md", content=commands.page()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links to those files to their pages."""
+    """Quote what columns mean, and lead links to those files to their pages."""
+    if page.file.src_uri.startswith("measurements/"):
+        markdown += quoted_columns(markdown, (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8"))
     return _LINK.sub(lambda link: _into_site(link, page.file.src_uri), markdown)
 
 

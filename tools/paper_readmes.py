@@ -70,7 +70,9 @@ def readme(group: str, found: dict[str, Any]) -> str:
         f"Verdicts are of the embedded model, {model['id']} ({model['parameters']:,} parameters), on "
         f"{corpus['contexts']} contexts of {corpus['length']} tokens of {corpus['name']}, seed {made['seed']}, "
         f"theodolite {versions['theodolite']}, torch {versions['torch']}, transformers {versions['transformers']}. "
-        "The [gallery](../../../docs/gallery.md) has the evidence of each, of a run of its own. All at once:",
+        f"[Every claim with its evidence](../../../docs/gallery-{group}.md) is of a run of its own; the "
+        f"[findings](../../../docs/findings-{group}.md) say what came of it, and the "
+        f"[errata](../../../docs/errata-{group}.md) which formulas do not hold as printed. All at once:",
         "",
         "```bash",
         f"theodolite reproduce {group} {options}",
