@@ -39,8 +39,6 @@ from theodolite.system.files import disk_errors, folder_written_atomically, writ
 
 SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
 
-FORMS = ("merged", "factored")
-
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
