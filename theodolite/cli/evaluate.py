@@ -69,6 +69,11 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        names: list[Any] = list(models or []) or [None]  # None: the embedded model
+        opening.check(*names)
+        if text.corpus is not None or not (task or tasks):
+            text.check()
+
         from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
@@ -79,7 +84,6 @@ def evaluate_command(
         answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
-        names: list[Any] = list(models or []) or [None]  # None: the embedded model
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])

@@ -14,6 +14,7 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
+from theodolite.system.run_folders import check_run
 
 
 def report_command(
@@ -25,6 +26,8 @@ def report_command(
     Example: theodolite report runs/gpt2
     """
     with one_line_errors():
+        check_run(run)
+
         from theodolite.passes.run import Run
         from theodolite.report.page import write_report
 

@@ -14,9 +14,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, refuse_unread, short_name
+from theodolite.cli import completion
+from theodolite.cli.options import (
+    Model,
+    Opening,
+    RunFolder,
+    Text,
+    default_folder,
+    refuse_unread,
+    say_where,
+    short_name,
+)
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
+from theodolite.corpus.documents import Columns
+from theodolite.corpus.spec import check_spec
 from theodolite.errors import UsageError
+from theodolite.system.experiment_names import named
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -32,7 +45,8 @@ def reproduce_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them."
+            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them.",
+            autocompletion=completion.experiments,
         ),
     ] = None,
     model: Model = None,
@@ -69,6 +83,13 @@ def reproduce_command(
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        if name is not None:
+            named(name)
+            if model is not None and not Path(model).is_dir():  # a folder may be one of training runs
+                opening.check(model)
+            text.check()
+            check_spec(other, Columns(text.text_column))
+
         from theodolite.models.prompts import Focus
         from theodolite.papers import find
         from theodolite.papers.catalogue import check_options
@@ -85,7 +106,8 @@ def reproduce_command(
         page = run_experiments(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
         )
-        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+        if page is not None:
+            say_where(page, as_json)
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,11 @@ class _Request:
         opening = self.opening
         of_model = {"--device": opening.device, "--device-map": opening.device_map}
         return self.text.given() | of_model | {"--revision": opening.revision}
+
+    def second_text(self, length: int) -> Text:
+        """The options of the text to compare with, whose labels do not matter."""
+        plain = replace(self.text, label_column=None, label_rows=False, per_label=None)
+        return replace(plain, corpus=self.other, length=length)
 
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)
@@ -158,7 +185,7 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     read = request.text.read(model)
     length = read.contexts.shape[1]
-    second = replace(request.text, corpus=request.other, length=length).read(model) if request.other else None
+    second = request.second_text(length).read(model) if request.other else None
     folder = request.out or default_folder(model, read)
     run = request.survey(model, read, folder)
     if not (folder / "report" / "index.html").is_file():

@@ -29,7 +29,7 @@ from theodolite.corpus.documents import (
     stdlib_sources,
 )
 from theodolite.corpus.hub_dataset import streamed_documents
-from theodolite.corpus.sampling import Choice, Sample, choose
+from theodolite.corpus.sampling import Choice, Sample, check_length, choose
 from theodolite.errors import UsageError
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
@@ -206,7 +206,7 @@ class Corpus:
 
         Of a tokenizer, special tokens are left out, and put around every context as in text.
         """
-        _check_length(length)
+        check_length(length)
         Choice(contexts).check()
         ids, frame = _drawable(vocabulary, length)
         body = length - len(frame.before) - len(frame.after)
@@ -302,7 +302,7 @@ def _build(
     selection: dict[str, Any] | None = None,
 ) -> Corpus:
     """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
-    _check_length(length)
+    check_length(length)
     choice.check()
     frame = _frame(tokenizer, length)
     around = len(frame.before) + len(frame.after)
@@ -386,10 +386,3 @@ def _frame(tokenizer: Tokenizer, length: int) -> _SpecialTokens:
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     return _SpecialTokens(before, after, [token for token in ends if token is not None][:1])
-
-
-def _check_length(length: int) -> None:
-    if length < 2:
-        raise UsageError(
-            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
-        )

@@ -133,7 +133,7 @@ def _by_label(
         if label is None:
             continue
         if choice.rows and before not in (None, label):
-            yield before, reservoirs.pop(before)  # type: ignore[arg-type, misc]
+            yield before, reservoirs.pop(before)
         before = label
         reservoir = reservoirs.setdefault(label, Reservoir(choice.per_label, random))
         reservoir.add(entry)
@@ -141,3 +141,11 @@ def _by_label(
         if complete == enough:
             break
     yield from reservoirs.items()
+
+
+def check_length(length: int) -> None:
+    """Raise `UsageError` where a context of so many tokens has no attention."""
+    if length < 2:
+        raise UsageError(
+            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
+        )

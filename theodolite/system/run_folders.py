@@ -106,4 +106,4 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
 
 
 def _shown(value: object) -> str:
-    return {None: "not given", True: "given", False: "not given"}.get(value, str(value))  # type: ignore[call-overload, no-any-return]
+    return {None: "not given", True: "given", False: "not given"}.get(value, str(value))  # type: ignore[call-overload]
