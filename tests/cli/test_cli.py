@@ -24,9 +24,11 @@ from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import allocator
+from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -158,7 +160,7 @@ def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
 
 def test_version_and_help():
     assert call("--version")[1].strip() == __version__
-    for name in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
+    for name in ("survey", "spectra", "report", "runs", "reproduce", "train", "prune", "evaluate"):
         status, stdout, _ = call(name, "--help")
         assert status == 0
         assert f"Example: theodolite {name}" in stdout
@@ -186,6 +188,16 @@ def test_a_shell_can_complete_commands_and_options():
     assert completed("theodolite sur") == {"survey"}
     assert {"spectra", "survey"} <= completed("theodolite s")
     assert "--contexts" in completed("theodolite survey --con")
+    assert completed("theodolite prune --method o") == {"oats"}
+    assert completed("theodolite prune --format f") == {"factored"}
+    assert completed("theodolite survey --dtype float") == {"float16", "float32", "float64"}
+    assert "few-shot" in completed("theodolite survey --corpus f")
+    assert completed("theodolite reproduce geometry/table1,sinks/tr") == {"geometry/table1,sinks/trace"}
+    assert set(EXPERIMENTS) | set(ALIASES) == set(NAMES) | set(PUBLISHED_ELSEWHERE)
+    assert list(EXPERIMENTS) == list(NAMES)  # in the order of the list
+    assert set(NAMES) < completed("theodolite reproduce") | completed("theodolite reproduce g") | completed(
+        "theodolite reproduce l"
+    ) | completed("theodolite reproduce s")
 
 
 def test_reproduce_lists_what_there_is():

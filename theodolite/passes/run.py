@@ -26,7 +26,7 @@ from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically
+from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
 from theodolite.system.run_folders import check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
@@ -140,6 +140,25 @@ class Run:
             # safetensors writes files that only their owner can read; a run is made to be shared.
             shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
         return replace(self, folder=folder)
+
+    def write_csv(self, folder: str | Path) -> list[Path]:
+        """Write every table that has rows as `folder`/NAME.csv, numbers with all their digits, and return the files.
+
+        Missing values are empty fields. Files of these names are replaced.
+
+        Raises:
+            WorkError: they cannot be written.
+        """
+        folder = Path(folder)
+        files = []
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in TABLES:
+                table: pd.DataFrame = getattr(self, name)
+                if len(table):
+                    files.append(folder / f"{name}.csv")
+                    write_text(files[-1], table.to_csv(index=False, lineterminator="\n"))
+        return files
 
 
 def _read_table(path: Path) -> pd.DataFrame:

@@ -21,7 +21,6 @@ OPTIONS = {
     "batch": "--batch",
     "dtype": "--dtype",
     "device": "--device",
-    "trace": "--stretches",
     "stretches": "--stretches",
 }
 """What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
@@ -84,13 +83,28 @@ def differences(
     texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels"))
     if there.get("corpus") != now.get("corpus"):
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
-    others = _entries(there, now, ("model", "corpus", "versions", "schema_version"))
+    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *_KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
+    if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):
+        said = {
+            "kind": f"{kind_of({'fingerprint': there})} there, {kind_of({'fingerprint': now})} now"
+        } | said
     said |= others
     old, new = (each.get("versions") or {} for each in (there, now))
     said |= _entries(old, new, ())
     return "; ".join(said.values()) or "another version of theodolite"
+
+
+_KINDS = {"trace": "trace", "outputs": "head outputs", "heads": "survey of heads"}
+"""Entries of a fingerprint that tell what was made."""
+
+
+def kind_of(provenance: dict[str, Any]) -> str:
+    """What a run is: survey, spectra, trace, or head outputs."""
+    fingerprint = provenance.get("fingerprint") or {}
+    named = (name for key, name in _KINDS.items() if fingerprint.get(key))
+    return next(named, "survey" if "corpus" in fingerprint else "spectra")
 
 
 def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -> dict[str, str]:
