@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from theodolite.corpus.spec import KEYWORDS
 from theodolite.system.choices import DTYPES, FORMS, METHODS
 from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
@@ -24,7 +23,13 @@ def experiments(incomplete: str) -> list[str]:
     return [before + comma + name for name in offered]
 
 
+def corpora(incomplete: str) -> list[str]:
+    """Corpora by name."""
+    from theodolite.corpus.spec import KEYWORDS
+
+    return one_of(KEYWORDS)(incomplete)
+
+
 dtypes = one_of(DTYPES)
 methods = one_of(METHODS)
 forms = one_of(FORMS)
-corpora = one_of(KEYWORDS)

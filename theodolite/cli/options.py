@@ -19,9 +19,6 @@ from typer.core import TyperCommand
 
 from theodolite.cli import completion
 from theodolite.cli.screen import progress, say_dimly, screen
-from theodolite.corpus.documents import Columns
-from theodolite.corpus.sampling import Choice, check_length
-from theodolite.corpus.spec import check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -30,6 +27,7 @@ from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
+    from theodolite.corpus.documents import Columns
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
@@ -223,6 +221,8 @@ class Text:
     @property
     def columns(self) -> Columns:
         """The columns of a table."""
+        from theodolite.corpus.documents import Columns
+
         return Columns(self.text_column, self.label_column, self.label_rows)
 
     def check(self) -> None:
@@ -231,6 +231,9 @@ class Text:
         Raises:
             UsageError: a text that is not there, a number out of range, options that do not go together.
         """
+        from theodolite.corpus.sampling import Choice, check_length
+        from theodolite.corpus.spec import check_spec
+
         if self.seed < 0:
             raise UsageError(f"seed {self.seed} is negative: use --seed 0 or more")
         if self.length is not None:

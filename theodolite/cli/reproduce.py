@@ -26,8 +26,6 @@ from theodolite.cli.options import (
     short_name,
 )
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
-from theodolite.corpus.documents import Columns
-from theodolite.corpus.spec import check_spec
 from theodolite.errors import UsageError
 from theodolite.system.experiment_names import named
 from theodolite.system.interrupt import interruptible
@@ -88,7 +86,7 @@ def reproduce_command(
             if model is not None and not Path(model).is_dir():  # a folder may be one of training runs
                 opening.check(model)
             text.check()
-            check_spec(other, Columns(text.text_column))
+            _with_corpus(text, other).check()
 
         from theodolite.models.prompts import Focus
         from theodolite.papers import find
@@ -110,6 +108,11 @@ def reproduce_command(
             say_where(page, as_json)
 
 
+def _with_corpus(text: Text, other: str | None) -> Text:
+    """The options of the text to compare with, whose labels do not matter."""
+    return replace(text, corpus=other, label_column=None, label_rows=False, per_label=None)
+
+
 @dataclass(frozen=True)
 class _Request:
     """The arguments of the command."""
@@ -127,11 +130,6 @@ class _Request:
         opening = self.opening
         of_model = {"--device": opening.device, "--device-map": opening.device_map}
         return self.text.given() | of_model | {"--revision": opening.revision}
-
-    def second_text(self, length: int) -> Text:
-        """The options of the text to compare with, whose labels do not matter."""
-        plain = replace(self.text, label_column=None, label_rows=False, per_label=None)
-        return replace(plain, corpus=self.other, length=length)
 
     def opened(self) -> OpenModel:
         return self.opening.open(self.model)
@@ -185,7 +183,11 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     read = request.text.read(model)
     length = read.contexts.shape[1]
-    second = request.second_text(length).read(model) if request.other else None
+    second = (
+        replace(_with_corpus(request.text, request.other), length=length).read(model)
+        if request.other
+        else None
+    )
     folder = request.out or default_folder(model, read)
     run = request.survey(model, read, folder)
     if not (folder / "report" / "index.html").is_file():
