@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tests.cli.test_cli import call
-from theodolite.passes.run import Run
+from theodolite.passes.run import TABLES, Run
 from theodolite.system.run_folders import differences
 
 
@@ -80,9 +80,10 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
 def test_tables_are_exported_as_csv(runs: Path, tmp_path: Path) -> None:
     assert call("report", runs / "one", "--csv", tmp_path / "csv")[0] == 0
     run = Run.load(runs / "one")
-    assert {"layers.csv", "heads.csv"} <= {file.name for file in (tmp_path / "csv").iterdir()}
-    for name in ("layers", "heads", "sinks"):
-        back = pd.read_csv(tmp_path / "csv" / f"{name}.csv", float_precision="round_trip")
+    filled = {f"{name}.csv" for name in TABLES if len(getattr(run, name))}
+    assert {file.name for file in (tmp_path / "csv").iterdir()} == filled >= {"layers.csv", "heads.csv"}
+    for name in ("layers", "heads", "constituents"):
+        back = pd.read_csv(tmp_path / "csv" / f"{name}.csv")
         for column, values in back.select_dtypes("number").items():
             assert values.to_numpy() == pytest.approx(
                 getattr(run, name)[column].to_numpy(dtype=float), rel=1e-7, nan_ok=True
