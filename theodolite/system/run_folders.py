@@ -120,4 +120,6 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
 
 
 def _shown(value: object) -> str:
-    return {None: "not given", True: "given", False: "not given"}.get(value, str(value))  # type: ignore[call-overload]
+    if value is None or isinstance(value, bool):
+        return "given" if value else "not given"
+    return str(value)
