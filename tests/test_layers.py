@@ -139,7 +139,7 @@ def test_transformers_is_known_in_few_places():
 
 
 def test_importing_theodolite_loads_nothing_heavy():
-    heavy = "('torch', 'transformers', 'pandas', 'plotly', 'ray')"
+    heavy = "('torch', 'transformers', 'numpy', 'pandas', 'plotly', 'ray')"
     code = f"import sys, theodolite, theodolite.cli.app; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -24,9 +24,11 @@ from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.papers import ALIASES, EXPERIMENTS
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import allocator
+from theodolite.system.experiment_names import NAMES, PUBLISHED_ELSEWHERE
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
 
@@ -158,7 +160,7 @@ def test_two_revisions_are_one_too_many(tmp_path, monkeypatch):
 
 def test_version_and_help():
     assert call("--version")[1].strip() == __version__
-    for name in ("survey", "spectra", "report", "reproduce", "train", "prune", "evaluate"):
+    for name in ("survey", "spectra", "report", "runs", "reproduce", "train", "prune", "evaluate"):
         status, stdout, _ = call(name, "--help")
         assert status == 0
         assert f"Example: theodolite {name}" in stdout
@@ -186,6 +188,16 @@ def test_a_shell_can_complete_commands_and_options():
     assert completed("theodolite sur") == {"survey"}
     assert {"spectra", "survey"} <= completed("theodolite s")
     assert "--contexts" in completed("theodolite survey --con")
+    assert completed("theodolite prune --method o") == {"oats"}
+    assert completed("theodolite prune --format f") == {"factored"}
+    assert completed("theodolite survey --dtype float") == {"float16", "float32", "float64"}
+    assert "few-shot" in completed("theodolite survey --corpus f")
+    assert completed("theodolite reproduce geometry/table1,sinks/tr") == {"geometry/table1,sinks/trace"}
+    assert set(EXPERIMENTS) | set(ALIASES) == set(NAMES) | set(PUBLISHED_ELSEWHERE)
+    assert list(EXPERIMENTS) == list(NAMES)  # in the order of the list
+    assert set(NAMES) < completed("theodolite reproduce") | completed("theodolite reproduce g") | completed(
+        "theodolite reproduce l"
+    ) | completed("theodolite reproduce s")
 
 
 def test_reproduce_lists_what_there_is():
@@ -208,12 +220,12 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
     assert "criterion: at most" in " ".join(stdout.split())
     left_out = "geometry/figure2 is skipped: geometry/figure2 needs contexts with at least two labels"
     assert left_out in " ".join(stdout.split())
-    assert stdout.rstrip().endswith(f"Page: {out}/reproduce/index.html")
+    assert stdout.rstrip().endswith(f"Report: {out}/reproduce/index.html")
     assert (out / "report" / "index.html").is_file()
     before = (out / "arrays.safetensors").stat().st_mtime_ns
     status, stdout, _ = call("reproduce", "geometry/table4", checkpoint("gpt2"), *options, "--json")
     assert status == 0
-    result = json.loads(stdout)
+    (result,) = json.loads(stdout)
     assert result == json.loads((out / "reproduce" / "geometry-table4" / "result.json").read_text())
     assert len(result["tables"]["this_run"]) == len(Run.load(out).layers)
     assert (out / "arrays.safetensors").stat().st_mtime_ns == before
@@ -229,7 +241,8 @@ def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
     status, _, _ = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2)
     assert status == 0
     assert [path.name for path in out.iterdir()] == ["reproduce"]
-    page = (out / "reproduce" / "sinks-figure2" / "index.html").read_text()
+    (page_at,) = (out / "reproduce").glob("sinks-figure2-one-two-three-four-one-t-*-L1H2")
+    page = (page_at / "index.html").read_text()
     assert "on a prompt" in page
     assert '<th scope="col">paper</th>' not in page  # nothing is printed there
     status, _, stderr = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--corpus", text)
@@ -262,10 +275,10 @@ def test_a_grid_is_trained_and_its_figures_are_drawn(tmp_path):
     said = " ".join(stdout.split())
     assert "With stronger κ₂ the attention entropy increases" in said
     assert "localization/figure9 is skipped: the grid has no training run of 3 layers" in said
-    assert said.endswith(f"Page: {grid}/reproduce/index.html")
+    assert said.endswith(f"Report: {grid}/reproduce/index.html")
     assert (grid / "reproduce" / "localization-figure1" / "index.html").is_file()
     status, stdout, _ = call("reproduce", "localization/fig7", grid, "--json")
-    assert json.loads(stdout)["name"] == "localization/figure7"
+    assert [each["name"] for each in json.loads(stdout)] == ["localization/figure7"]
 
 
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:

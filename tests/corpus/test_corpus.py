@@ -7,6 +7,7 @@ import logging
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,11 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
+from theodolite.corpus import hub_dataset
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.documents import Columns
 from theodolite.corpus.named import make_corpus
+from theodolite.corpus.sampling import Choice, choose
 from theodolite.errors import UsageError
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
@@ -186,7 +190,8 @@ def test_a_smaller_number_of_contexts_is_a_seeded_sample_in_reading_order(
 
 def test_the_sample_is_uniform() -> None:
     found = [(None, [number]) for number in range(12)]
-    chosen = [int(row[0]) for seed in range(2000) for _, row in module._sample(found, 4, seed)]
+    samples = (choose(found, Choice(4, seed)) for seed in range(2000))
+    chosen = [int(row[0]) for sample in samples for _, row in sample.bodies]
     counts = np.bincount(chosen, minlength=12)
     assert scipy.stats.chisquare(counts).pvalue > 0.001
 
@@ -243,13 +248,13 @@ def test_from_dataset_streams_a_local_folder_and_stops_early(
     (tmp_path / "data").mkdir()
     pd.DataFrame(rows).to_parquet(tmp_path / "data" / "train.parquet")
     read: list[str] = []
-    document_of_row = module.document_of_row
+    document_of_row = hub_dataset.document_of_row
 
-    def counted(row: dict, *rest: str) -> object:
+    def counted(row: dict, *rest: Any) -> object:
         read.append(row["text"])
         return document_of_row(row, *rest)
 
-    monkeypatch.setattr(module, "document_of_row", counted)
+    monkeypatch.setattr(hub_dataset, "document_of_row", counted)
     corpora = [Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 5, seed=seed) for seed in (0, 1)]
     texts = [[plain.decode(row) for row in corpus.contexts] for corpus in corpora]
     assert all(set(chosen) <= {f"{number:04d}" for number in range(20)} for chosen in texts)
@@ -314,13 +319,13 @@ def test_make_corpus_dispatches(
     monkeypatch.setattr(Corpus, "from_dataset", lambda *arguments: asked.append(arguments))
     make_corpus(None, plain, 8)
     make_corpus("docs", plain, 8, 5, 1)
-    make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, "body")
-    make_corpus("hf:user/set", plain, 8)
+    make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
+    make_corpus("hf:user/set", plain, 8, columns=Columns(label="kind"), per_label=300)
     assert asked == [
-        (plain, 8, None, 0),
-        (plain, 8, 5, 1),
-        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1),
-        ("user/set", plain, 8, module.STREAMED_CONTEXTS, None, "train", "text", 0),
+        (plain, 8, None, 0, None),
+        (plain, 8, 5, 1, None),
+        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None),
+        ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300),
     ]
     (tmp_path / "docs").write_text("x")
     with pytest.raises(UsageError, match="There is no file or folder nowhere; give a path, or docs, code"):
@@ -349,3 +354,129 @@ def test_impossible_calls_are_one_line(plain: PreTrainedTokenizerFast, call: Cal
     with pytest.raises(UsageError, match=says) as error:
         call(plain)
     assert "\n" not in str(error.value)
+
+
+# Contexts by label.
+
+
+def labelled_rows(path: Path) -> Path:
+    """Three labels in a row's `kind` and another in its `label`: 5, 3 and 1 contexts of four letters."""
+    table = [("a", "abcdabcdabcdabcdabcd"), ("b", "bcdebcde"), ("c", "cdef"), ("b", "bcdexx")]
+    path.write_text(
+        "".join(f'{{"text": "{text}", "kind": "{kind}", "label": "z"}}\n' for kind, text in table)
+    )
+    return path
+
+
+def test_as_many_contexts_of_each_label(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
+    """Oracle: counts by hand. A label with fewer is left out, and said to be."""
+    path = labelled_rows(tmp_path / "t.jsonl")
+    corpus = Corpus.from_path(path, plain, 4, label_column="kind", per_label=2)
+    assert corpus.label_names == ["a", "b"]
+    assert corpus.labels.tolist() == [0, 0, 1, 1]
+    assert [plain.decode(row)[0] for row in corpus.contexts] == ["a", "a", "b", "b"]
+    assert corpus.selection == {
+        "label_column": "kind",
+        "per_label": 2,
+        "labels_too_short": 1,
+        "labels_not_drawn": 0,
+    }
+    one = Corpus.from_path(path, plain, 4, contexts=2, label_column="kind", per_label=1)
+    assert sorted(one.labels.tolist()) == [0, 1]
+    assert one.selection["labels_not_drawn"] == 1
+
+
+def test_rows_are_documents_with_a_label_each(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
+    """Short rows are not packed: each would belong to two labels."""
+    path = labelled_rows(tmp_path / "t.jsonl")
+    corpus = Corpus.from_path(path, plain, 4, label_rows=True)
+    assert [corpus.label_names[label] for label in corpus.labels] == [
+        *["row 1"] * 5,
+        *["row 2"] * 2,
+        "row 3",
+        "row 4",
+    ]
+    balanced = Corpus.from_path(tmp_path, plain, 4, label_rows=True, per_label=2)
+    assert balanced.label_names == ["t.jsonl row 1", "t.jsonl row 2"]
+    assert balanced.selection == {
+        "label_rows": True,
+        "per_label": 2,
+        "labels_too_short": 2,
+        "labels_not_drawn": 0,
+    }
+    assert Corpus.from_path(path, plain, 5, label_rows=True).label_names == ["row 1", "row 2", "row 4"]
+
+
+def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
+    """Oracle: each of 4 labels with 3 contexts is drawn with its contexts as often as the others."""
+    found = [(label, [3 * number + index]) for number, label in enumerate("abcd") for index in range(3)]
+    for rows in (False, True):
+        samples = (choose([*found, ("e", [99])], Choice(4, seed, 2, rows)) for seed in range(1500))
+        counts = np.bincount([int(row[0]) for sample in samples for _, row in sample.bodies], minlength=12)
+        assert counts.sum() == 6000
+        assert scipy.stats.chisquare(counts).pvalue > 0.001
+
+
+def test_a_stream_is_read_until_enough_labels_are_complete(
+    tmp_path: Path, plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: rows of two contexts, one label each: 4 labels a wanted one are complete after as many rows."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    rows = [{"text": f"{number:08d}"} for number in range(500)]
+    pd.DataFrame(rows).to_parquet(tmp_path / "data" / "train.parquet")
+    read: list[int] = []
+    document_of_row = hub_dataset.document_of_row
+
+    def counted(*of: Any) -> object:
+        read.append(of[-1])
+        return document_of_row(*of)
+
+    monkeypatch.setattr(hub_dataset, "document_of_row", counted)
+    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 6, label_rows=True, per_label=2)
+    assert corpus.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert read == list(range(1, 13))
+    two = [{"text": f"{number:04d}", "topic": "x" if number < 300 else "y"} for number in range(500)]
+    pd.DataFrame(two).to_parquet(tmp_path / "data" / "train.parquet")
+    corpus = Corpus.from_dataset(str(tmp_path / "data"), plain, 4, 10, per_label=5)
+    assert corpus.label_names == ["x", "y"]  # the second only begins after 30 times the contexts asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"per_label": 10},
+            "no label of .* has 10 contexts of 4 tokens: 'z' has the most, 9; use a smaller --per",
+        ),
+        ({"per_label": 0}, r"use a number \(--per-label\) above 0"),
+        ({"per_label": 3, "contexts": 2}, r"2 contexts \(--contexts\) are fewer than the 3 of one label"),
+        (
+            {"label_column": "nix"},
+            r"no column 'nix' \(it has: text, kind, label\); choose with --label-column",
+        ),
+        ({"label_column": "kind", "label_rows": True}, "a row has one label"),
+    ],
+)
+def test_labels_that_cannot_be_had_are_one_line(
+    tmp_path: Path, plain: PreTrainedTokenizerFast, options: dict, says: str
+) -> None:
+    path = labelled_rows(tmp_path / "t.jsonl")
+    with pytest.raises(UsageError, match=says):
+        Corpus.from_path(path, plain, 4, **options)
+    frame = pd.read_json(path, lines=True)
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match=says):
+        Corpus.from_path(tmp_path / "t.parquet", plain, 4, **options)
+
+
+def test_what_has_no_labels_is_not_balanced(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UsageError, match="has no labels: leave out --per-label, or give"):
+        Corpus.from_texts(["abcdefgh"], plain, 4, per_label=1)
+    with pytest.raises(UsageError, match="random has no labels: leave out --per-label"):
+        make_corpus("random", plain, 8, per_label=2)
+    with pytest.raises(UsageError, match="docs is no table: leave out --label-rows"):
+        make_corpus(None, plain, 8, columns=Columns(rows=True))
+    (tmp_path / "a.txt").write_text("abc")
+    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
+        make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))

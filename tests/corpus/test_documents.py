@@ -13,6 +13,7 @@ import pytest
 
 from theodolite.corpus import documents as texts
 from theodolite.corpus.documents import (
+    Columns,
     Document,
     docstrings,
     joined_articles,
@@ -71,7 +72,7 @@ def test_tables_give_a_document_a_row(tmp_path: Path, suffix: str) -> None:
     else:
         pd.DataFrame(ROWS).to_parquet(path)
     assert list(read_path(path)) == [Document("one", "x"), Document("two", f"t.{suffix}")]
-    assert [document.text for document in read_path(path, text_column="label")] == ["x", "x"]
+    assert [document.text for document in read_path(path, Columns("label"))] == ["x", "x"]
 
 
 def test_numbers_label_too_and_topic_is_a_label(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_parquet_file_without_the_column_or_with_numbers_in_it(tmp_path: Path)
     with pytest.raises(UsageError, match=r"no column 'text' \(it has: body, id\)"):
         list(read_path(path))
     with pytest.raises(UsageError, match="holds int, not text"):
-        list(read_path(path, text_column="id"))
+        list(read_path(path, Columns("id")))
     pd.DataFrame({"text": []}).to_parquet(path)
     with pytest.raises(UsageError, match="is empty"):
         list(read_path(path))

@@ -50,7 +50,7 @@ def test_it_opens_the_embedded_model_and_ends_with_ctrl_c(tmp_path):
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        found = re.match(r"Page: (http://127\.0\.0\.1:(\d+)) \(Ctrl-C ends it\)", line)
+        found = re.match(r"Explorer: (http://127\.0\.0\.1:(\d+)) \(Ctrl-C ends it\)", line)
         assert found, line + (process.stderr.read() if process.stderr and process.poll() is not None else "")
         address, port = found.groups()
         status, policy, text = _page(address)
@@ -122,7 +122,7 @@ def test_runs_and_models_that_do_not_fit(checkpoint, opened, tmp_path):
         assert status == 2, (arguments, stdout, stderr)
         assert said in stderr
         assert stderr.count("error: ") == 1
-        assert "Page:" not in stdout
+        assert "Explorer:" not in stdout
 
 
 def _without_tokenizer(folder: Path) -> Path:

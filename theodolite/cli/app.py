@@ -20,6 +20,7 @@ from theodolite.cli.options import RayCommand, with_option_groups
 from theodolite.cli.prune import prune_command
 from theodolite.cli.report import report_command
 from theodolite.cli.reproduce import reproduce_command
+from theodolite.cli.runs import runs_command
 from theodolite.cli.screen import show_tracebacks
 from theodolite.cli.spectra import spectra_command
 from theodolite.cli.survey import survey_command
@@ -63,6 +64,7 @@ app.command("spectra")(with_option_groups(spectra_command))
 app.command("trace")(with_option_groups(trace_command))
 app.command("exclude")(exclude_command)
 app.command("report")(report_command)
+app.command("runs")(runs_command)
 app.command("prune")(with_option_groups(prune_command))
 app.command("compare")(with_option_groups(compare_command))
 app.command("evaluate")(with_option_groups(evaluate_command))

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import (
-    DEFAULT_CONTEXTS,
     AsJson,
     Batch,
     Opening,
@@ -25,19 +24,13 @@ from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.interrupt import interruptible
+from theodolite.system.run_folders import is_run
 
 if TYPE_CHECKING:
     from theodolite.comparison.candidates import Candidate
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
-
-
-@dataclass(frozen=True)
-class _ComparisonText(Text):
-    contexts: Annotated[
-        int | None, typer.Option(help=f"Maximum number of contexts [default: {DEFAULT_CONTEXTS}].")
-    ] = None  # run folders bring their own
 
 
 def compare_command(
@@ -50,7 +43,7 @@ def compare_command(
             show_default=False,
         ),
     ],
-    text: _ComparisonText,
+    text: Text,
     prompt: Annotated[
         str | None, typer.Option(help="Prompt of the attention maps [default: a reasoning question].")
     ] = None,
@@ -87,13 +80,10 @@ def compare_command(
     Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.comparison import command
-        from theodolite.models.prompts import Focus
-
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
-        runs = [command.is_run(model) for model in models]
+        runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]
             raise UsageError(
@@ -104,6 +94,14 @@ def compare_command(
             of_models |= {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
             of_models |= {"--without-low-rank": without_low_rank}
             refuse_unread("run folders are compared without a model or a text", of_models)
+        else:
+            opening.check(*models)
+            text.check()
+
+        from theodolite.comparison import command
+        from theodolite.models.prompts import Focus
+
+        if all(runs):
             compared = command.compare_folders(models)
         else:
             work = _Passes(folder, text, batch, opening, stopped)

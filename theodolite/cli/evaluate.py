@@ -71,7 +71,15 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.corpus.named import HELD_OUT
+        from theodolite.corpus.spec import HELD_OUT
+
+        names: list[Any] = list(models or []) or [None]  # None: the embedded model
+        opening.check(*names)
+        reads = text.corpus is not None or not (task or tasks)
+        read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
+        if reads:
+            read.check()
+
         from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.passes.provenance import describe_model, versions
@@ -79,15 +87,13 @@ def evaluate_command(
         asked = Questions(
             tuple(task or ()), tasks, parse_shots(shots), prompts, text.seed, limit, batch, download
         )
-        read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
         answers = AnswersFile(out)
         scores: list[Score] = []
         described: list[Any] = []
-        names: list[Any] = list(models or []) or [None]  # None: the embedded model
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            corpus = read.read(model) if text.corpus is not None or not (task or tasks) else None
+            corpus = read.read(model) if reads else None
             scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped), stopped)
             del model  # before the next one is opened
         _finish(scores, {"versions": versions(), "models": described}, as_json)

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import one_line_errors, screen
+from theodolite.errors import UsageError
+from theodolite.system.run_folders import check_run
 
 
 def exclude_command(
@@ -27,10 +29,14 @@ def exclude_command(
     Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
     """
     with one_line_errors():
+        check_run(run)
+
         from theodolite.passes.run import Run
         from theodolite.sinks.exclusions import Exclusions
 
         exclusions = Exclusions.of(Run.load(run), least_share)
+        if out.exists() and Exclusions.load(out) != exclusions:
+            raise UsageError(f"{out} exists already, with other rules: choose another --out or remove it")
         exclusions.save(out)
         if as_json:
             print(out.read_text(encoding="utf-8"), end="")

@@ -8,15 +8,16 @@ from __future__ import annotations
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Contexts, Model, Opening, Text, refuse_unread, short_name
+from theodolite.cli.options import Model, Opening, Text, contexts_help, refuse_unread, short_name
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.interrupt import interruptible
+from theodolite.system.run_folders import check_run
 
 if TYPE_CHECKING:
     from theodolite.explore.subject import Subject
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _SurveyText(Text):
-    contexts: Contexts = (
-        32  # surveyed before the page opens: takes seconds, enough for a mean at each position
-    )
+    contexts: Annotated[int | None, typer.Option(help=contexts_help(32))] = None
+
+    default_contexts: ClassVar[int] = 32  # takes seconds, and is enough for a mean at each position
 
 
 def explore_command(
@@ -59,12 +60,6 @@ def explore_command(
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
     with one_line_errors():
-        from theodolite.explore.telemetry import disable_telemetry
-
-        disable_telemetry()
-        from theodolite.explore.server import application, listen, serve
-        from theodolite.explore.subject import check_pair
-
         names = [model] if other is None else [model, other]
         if runs:
             refuse_unread("--run brings its own text", text.given())
@@ -72,6 +67,17 @@ def explore_command(
                 raise UsageError(
                     f"{len(runs)} --run for {len(names)} models: give one per model, in the same order"
                 )
+            for folder in runs:
+                check_run(folder)
+        opening.check(*names)
+        text.check()
+
+        from theodolite.explore.telemetry import disable_telemetry
+
+        disable_telemetry()
+        from theodolite.explore.server import application, listen, serve
+        from theodolite.explore.subject import check_pair
+
         with listen(port) as listening:
             opened = [opening.open(name) for name in names]
             called = _display_names(opened)
@@ -111,6 +117,6 @@ def _subjects(names: list[str], models: list[OpenModel], runs: list[Run]) -> lis
 
 
 def _say(address: str, browser: bool) -> None:
-    Console(soft_wrap=True).print(f"Page: {address} (Ctrl-C ends it)", highlight=False)
+    Console(soft_wrap=True).print(f"Explorer: {address} (Ctrl-C ends it)", highlight=False)
     if browser and not webbrowser.open(address):
         screen.print("no browser was found: open the address yourself", style="dim")

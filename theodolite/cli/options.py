@@ -11,18 +11,23 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from theodolite.cli import completion
 from theodolite.cli.screen import progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
+from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.choices import check_dtype
+from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
+    from theodolite.corpus.documents import Columns
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
@@ -37,7 +42,13 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Contexts = Annotated[int | None, typer.Option(help="Maximum number of contexts.")]
+
+
+def contexts_help(default: int) -> str:
+    """What `--contexts` says of itself."""
+    return f"Maximum number of contexts [default: {default}; with --per-label, as many as the labels give]."
+
+
 Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [default: 4096 tokens].")]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
@@ -103,7 +114,11 @@ class Opening:
     """Options of how a model is opened."""
 
     dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")
+        str,
+        typer.Option(
+            help="auto (the checkpoint's), float32, bfloat16, float16 or float64.",
+            autocompletion=completion.dtypes,
+        ),
     ] = "auto"
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")
@@ -113,6 +128,18 @@ class Opening:
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
 
+    def check(self, *models: str | None) -> None:
+        """Refuse what need not be opened to be refused, before any library of models is imported.
+
+        Raises:
+            UsageError: an unknown dtype, or a folder that is no checkpoint.
+        """
+        check_dtype(self.dtype)
+        for model in models:
+            name, options = self._options(model)
+            if name is not None and (options["revision"] is None or Path(name).exists()):
+                local_folder(name)
+
     def open(self, model: str | None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
@@ -121,7 +148,9 @@ class Opening:
         A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
         """
         from theodolite.models import open_model
+        from theodolite.models.loading import hide_progress_bars
 
+        hide_progress_bars()
         model, options = self._options(model)
         with screen.status(f"opening {model or 'the embedded model'}"):
             return open_model(model, device=self.device, device_map=self.device_map, **options)
@@ -129,7 +158,9 @@ class Opening:
     def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model for its weights only, with a bar while its files are hashed."""
         from theodolite.models import open_weights
+        from theodolite.models.loading import hide_progress_bars
 
+        hide_progress_bars()
         model, options = self._options(model)
         megabytes = 1 << 20
         with progress("hashing weights", "MB", stopped) as show:
@@ -142,9 +173,6 @@ class Opening:
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
         """The model without its @REVISION, and dtype and revision."""
-        from theodolite.models.loading import hide_progress_bars
-
-        hide_progress_bars()
         if model is None or Path(model).exists():
             return model, {"dtype": self.dtype, "revision": self.revision}
         name, at, revision = model.partition("@")
@@ -164,14 +192,55 @@ class Text:
             help="A file or folder of .txt .md .jsonl .parquet; docs, held-out, code, random, addition or few-shot; or "
             "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python; of evaluate: held-out, its topics "
             "that the embedded model was not trained on]."
+            autocompletion=completion.corpora,
         ),
     ] = None
     length: Annotated[
         int | None, typer.Option(help="Tokens per context [default: the model's maximum, up to 512].")
     ] = None
-    contexts: Contexts = DEFAULT_CONTEXTS
+    contexts: Annotated[int | None, typer.Option(help=contexts_help(DEFAULT_CONTEXTS))] = None
+    per_label: Annotated[
+        int | None,
+        typer.Option(
+            help="Exactly so many contexts of each label (file of a folder, topic, value of a table's label column); "
+            "labels with fewer are left out."
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
-    text_column: Annotated[str, typer.Option(help="Text column of .jsonl and .parquet files.")] = "text"
+    text_column: Annotated[str, typer.Option(help="Text column of tables (.jsonl, .parquet, hf:NAME).")] = (
+        "text"
+    )
+    label_column: Annotated[
+        str | None, typer.Option(help="Label column of tables [default: label or topic, if there is one].")
+    ] = None
+    label_rows: Annotated[
+        bool, typer.Option("--label-rows", help="Each row of a table is a document with a label of its own.")
+    ] = False
+
+    default_contexts: ClassVar[int] = DEFAULT_CONTEXTS
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table."""
+        from theodolite.corpus.documents import Columns
+
+        return Columns(self.text_column, self.label_column, self.label_rows)
+
+    def check(self) -> None:
+        """Refuse what need not be read to be refused, before any library of models is imported.
+
+        Raises:
+            UsageError: a text that is not there, a number out of range, options that do not go together.
+        """
+        from theodolite.corpus.sampling import Choice, check_length
+        from theodolite.corpus.spec import check_spec
+
+        if self.seed < 0:
+            raise UsageError(f"seed {self.seed} is negative: use --seed 0 or more")
+        if self.length is not None:
+            check_length(self.length)
+        Choice(self.contexts, self.seed, self.per_label).check()
+        check_spec(self.corpus, self.columns, self.per_label)
 
     def read(self, model: OpenModel) -> Corpus:
         """Read the text for this model, saying so on the screen.
@@ -182,17 +251,43 @@ class Text:
         from theodolite.corpus.named import make_corpus
 
         tokenizer: Any = model.required_tokenizer()
-        if self.seed < 0:
-            raise UsageError(f"seed {self.seed} is negative: use --seed 0 or more")
+        self.check()
         longest = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
         length = longest if self.length is None else self.length
-        contexts = DEFAULT_CONTEXTS if self.contexts is None else self.contexts
+        every = self.per_label is not None and not self.label_rows
+        contexts = self.contexts
+        if contexts is None and not every:
+            contexts = max(self.default_contexts, self.per_label or 0)
         with screen.status("reading the text"):
-            return make_corpus(self.corpus, tokenizer, length, contexts, self.seed, self.text_column)
+            corpus = make_corpus(
+                self.corpus, tokenizer, length, contexts, self.seed, self.columns, self.per_label
+            )
+        if self.per_label is not None:
+            say_dimly(_labels_line(corpus))
+        return corpus
 
     def given(self) -> dict[str, object]:
         """The options that say what is read, to be refused where nothing is."""
-        return {"--corpus": self.corpus, "--length": self.length}
+        return {
+            "--corpus": self.corpus,
+            "--length": self.length,
+            "--per-label": self.per_label,
+            "--label-column": self.label_column,
+            "--label-rows": self.label_rows or None,
+        }
+
+
+def _labels_line(corpus: Corpus) -> str:
+    """How many labels a balanced corpus has, and how many were left out."""
+    balanced = corpus.selection
+    line = (
+        f"{counted(len(corpus.label_names), 'label')} with {counted(balanced['per_label'], 'context')} each"
+    )
+    if balanced["labels_too_short"]:
+        line += f"; {balanced['labels_too_short']} with fewer left out"
+    if balanced["labels_not_drawn"]:
+        line += f"; {balanced['labels_not_drawn']} more not drawn (--contexts)"
+    return line
 
 
 def finish(run: Run, page: Path | None, as_json: bool) -> None:
@@ -212,11 +307,12 @@ def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     from theodolite.papers.catch_tag_release.traced_sinks import show_trace, traced
     from theodolite.papers.command import show_outcome
     from theodolite.report.outcome import Outcome
-    from theodolite.report.outcome_page import write_outcome
+    from theodolite.report.outcome_page import write_index, write_outcome
 
     outcome = Outcome()
     show_trace(outcome, run)
     page = write_outcome(traced, outcome, run.provenance, folder / "report")
+    write_index(folder / "report")
     if as_json:
         _print_tables(run)
     else:

@@ -6,15 +6,27 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Contexts, Model, Opening, Text, refuse_unread, say_where
+from theodolite.cli import completion
+from theodolite.cli.options import (
+    AsJson,
+    Batch,
+    Model,
+    Opening,
+    Text,
+    contexts_help,
+    refuse_unread,
+    say_where,
+)
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
+from theodolite.system.choices import check_form, check_method
 from theodolite.system.interrupt import interruptible
+from theodolite.system.pruned_folders import exists_already, refuse_inside
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -27,14 +39,18 @@ METHOD_OF = {"--rank-ratio": "oats", "--damping": "sparsegpt"}
 
 @dataclass(frozen=True)
 class _CalibrationText(Text):
-    contexts: Contexts = 128  # as in Zhang et al. 2025, appendix D
+    contexts: Annotated[int | None, typer.Option(help=contexts_help(128))] = None
+
+    default_contexts: ClassVar[int] = 128  # as in Zhang et al. 2025, appendix D
 
 
 def prune_command(
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
     model: Model = None,
-    method: Annotated[str, typer.Option(help="oats, sparsegpt, wanda or magnitude.")] = "oats",
+    method: Annotated[
+        str, typer.Option(help="oats, sparsegpt, wanda or magnitude.", autocompletion=completion.methods)
+    ] = "oats",
     sparsity: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +73,11 @@ def prune_command(
     ] = None,
     form: Annotated[
         str,
-        typer.Option("--format", help="merged (for transformers) or factored (smaller, for theodolite)."),
+        typer.Option(
+            "--format",
+            help="merged (for transformers) or factored (smaller, for theodolite).",
+            autocompletion=completion.forms,
+        ),
     ] = "merged",
     text: _CalibrationText,
     as_json: AsJson = False,
@@ -72,16 +92,20 @@ def prune_command(
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.prune import METHODS, prune_model
-        from theodolite.report.pruned_model import page_at, write_page
-
-        if method in METHODS:  # `prune_model` refuses unknown methods
-            given = {"--rank-ratio": rank_ratio, "--damping": damping}
-            unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
-            refuse_unread(f"{method} has no such option", unread)
+        check_method(method)
+        check_form(form)
+        given = {"--rank-ratio": rank_ratio, "--damping": damping}
+        unread = {name: value for name, value in given.items() if METHOD_OF[name] != method}
+        refuse_unread(f"{method} has no such option", unread)
         asked = _numbers(sparsity) if sparsity is not None else None if pattern else 0.5
         options: dict[str, Any] = {"rank_ratio": rank_ratio, "damping": damping}
+        opening.check(model)
+        text.check()
         _refuse_existing(out)
+
+        from theodolite.prune import prune_model
+        from theodolite.report.pruned_model import page_at, write_page
+
         opened = opening.open(model)
         corpus = text.read(opened)
         with bars(stopped) as show:
@@ -120,8 +144,6 @@ def _numbers(text: str) -> float | list[float]:
 
 def _refuse_existing(out: Path) -> None:
     """Fail before the model is opened; `prune_model` checks again with the folder locked."""
-    from theodolite.prune.checkpoint import exists_already, refuse_inside
-
     refuse_inside(out)
     if out.with_name(out.name + ".partial").is_dir():
         return  # a pruning that was killed, perhaps after it wrote OUT

@@ -14,17 +14,24 @@ from theodolite.cli.options import (
 )
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
+from theodolite.system.run_folders import check_run
 
 
 def report_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write the tables as CSV files into FOLDER, one each."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite the report of a run folder.
+    """Rewrite the report of a run folder, and export its tables.
 
-    Example: theodolite report runs/gpt2
+    Example: theodolite report runs/gpt2 --csv gpt2-tables
     """
     with one_line_errors():
+        check_run(run)
+
         from theodolite.passes.run import Run
         from theodolite.report.page import write_report
 
@@ -33,6 +40,8 @@ def report_command(
             raise UsageError(
                 f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
             )
+        if csv is not None:
+            loaded.write_csv(csv)
         if loaded.is_trace:
             finish_trace(loaded, run, as_json)
             return

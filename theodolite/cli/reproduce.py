@@ -14,9 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, refuse_unread, short_name
+from theodolite.cli import completion
+from theodolite.cli.options import (
+    Model,
+    Opening,
+    RunFolder,
+    Text,
+    default_folder,
+    refuse_unread,
+    say_where,
+    short_name,
+)
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.errors import UsageError
+from theodolite.system.experiment_names import named
 from theodolite.system.interrupt import interruptible
 
 if TYPE_CHECKING:
@@ -32,7 +43,8 @@ def reproduce_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them."
+            help="geometry, localization, geometry/table1, …; several separated by commas. Without a name: list them.",
+            autocompletion=completion.experiments,
         ),
     ] = None,
     model: Model = None,
@@ -69,6 +81,13 @@ def reproduce_command(
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        if name is not None:
+            named(name)
+            if model is not None and not Path(model).is_dir():  # a folder may be one of training runs
+                opening.check(model)
+            text.check()
+            _with_corpus(text, other).check()
+
         from theodolite.models.prompts import Focus
         from theodolite.papers import find
         from theodolite.papers.catalogue import check_options
@@ -85,7 +104,13 @@ def reproduce_command(
         page = run_experiments(
             experiments, study, pages, screen if as_json else Console(), as_json=as_json, stopped=stopped
         )
-        (screen if as_json else Console(soft_wrap=True)).print(f"Page: {page}", highlight=False)
+        if page is not None:
+            say_where(page, as_json)
+
+
+def _with_corpus(text: Text, other: str | None) -> Text:
+    """The options of the text to compare with, whose labels do not matter."""
+    return replace(text, corpus=other, label_column=None, label_rows=False, per_label=None)
 
 
 @dataclass(frozen=True)
@@ -158,7 +183,11 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     read = request.text.read(model)
     length = read.contexts.shape[1]
-    second = replace(request.text, corpus=request.other, length=length).read(model) if request.other else None
+    second = (
+        replace(_with_corpus(request.text, request.other), length=length).read(model)
+        if request.other
+        else None
+    )
     folder = request.out or default_folder(model, read)
     run = request.survey(model, read, folder)
     if not (folder / "report" / "index.html").is_file():

@@ -10,6 +10,7 @@ import typer
 from theodolite.cli.options import AsJson, Model, Opening, finish
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.system.interrupt import interruptible
+from theodolite.system.run_folders import check_out
 
 
 def spectra_command(
@@ -28,6 +29,9 @@ def spectra_command(
     Example: theodolite spectra gpt2 --json
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        opening.check(model)
+        check_out(out)
+
         from theodolite.passes.survey import spectra
         from theodolite.report.page import write_report
 

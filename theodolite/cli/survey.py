@@ -20,6 +20,7 @@ from theodolite.cli.options import (
 from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
+from theodolite.system.run_folders import check_out
 
 
 def survey_command(
@@ -38,8 +39,6 @@ def survey_command(
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
-        from theodolite.report.page import write_report
-
         keep_pages()
         if ray is None:
             refuse_unread("without --ray there are no workers", {"--actors": actors})
@@ -49,6 +48,12 @@ def survey_command(
                 {"--device": opening.device, "--device-map": opening.device_map},
             )
             opening = replace(opening, device="cpu")
+        opening.check(model)
+        text.check()
+        check_out(out)
+
+        from theodolite.report.page import write_report
+
         opened = opening.open(model)
         corpus = text.read(opened)
         folder = out or default_folder(opened, corpus)

@@ -11,6 +11,7 @@ from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, default_
 from theodolite.cli.screen import bars, one_line_errors, say_stopping
 from theodolite.system.allocator import keep_pages
 from theodolite.system.interrupt import interruptible
+from theodolite.system.run_folders import check_out
 
 
 def trace_command(
@@ -33,9 +34,13 @@ def trace_command(
     Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
     """
     with one_line_errors(), interruptible(say_stopping) as stopped:
+        keep_pages()
+        opening.check(model)
+        text.check()
+        check_out(out)
+
         from theodolite.sinks.trace import trace_sinks
 
-        keep_pages()
         opened = opening.open(model)
         corpus = text.read(opened)
         folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")

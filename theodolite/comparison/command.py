@@ -24,6 +24,7 @@ from theodolite.passes.run import Run
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
+from theodolite.system.run_folders import is_run
 from theodolite.system.wording import percent
 
 SCHEMA_VERSION = 2
@@ -42,11 +43,6 @@ class Compared:
     def experiment(self) -> Heading:
         """The head of the page."""
         return experiment_of(self.audits, self.outcome)
-
-
-def is_run(source: str) -> bool:
-    """Whether it is a run folder, not a model."""
-    return (Path(source) / "run.json").is_file()
 
 
 def compare_folders(folders: Sequence[str]) -> Compared:
@@ -73,11 +69,7 @@ def compare_folders(folders: Sequence[str]) -> Compared:
 def _runs_ending_in(folders: Sequence[str], ending: str) -> list[Run]:
     """The runs called FOLDER-ending, if every folder has one."""
     folders_of_kind = [Path(f"{Path(folder)}-{ending}") for folder in folders]
-    return (
-        [Run.load(folder) for folder in folders_of_kind]
-        if all(map(is_run, map(str, folders_of_kind)))
-        else []
-    )
+    return [Run.load(folder) for folder in folders_of_kind] if all(map(is_run, folders_of_kind)) else []
 
 
 def compare_models(

@@ -33,7 +33,7 @@ from theodolite.passes.corpus_pass import (
     next_token_losses,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
@@ -204,6 +204,7 @@ def read_outputs(
         tables,
         out,
         fingerprint,
+        corpus=describe_corpus(corpus),
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )

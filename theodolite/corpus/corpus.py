@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,19 +22,19 @@ from torch import Tensor
 
 from theodolite.corpus.documents import (
     HELD_OUT_TOPICS,
+    Columns,
     Document,
-    document_of_row,
-    joined_articles,
     printable,
     python_topics,
     read_path,
     stdlib_sources,
 )
-from theodolite.errors import UsageError, first_line
+from theodolite.corpus.hub_dataset import streamed_documents
+from theodolite.corpus.sampling import Choice, Sample, check_length, choose
+from theodolite.errors import UsageError
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
-READ_AHEAD = 4  # a streamed dataset is read until it gave this many times the contexts asked for
 STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets) when no number is given
 
 LEAST_LENGTH = 4
@@ -69,9 +68,13 @@ class Corpus:
     nothing.
 
     Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
-    in reading order; when more, all that there are.
+    in reading order; when more, all that there are. With `per_label`, it is exactly so many contexts of each label:
+    labels that have fewer are left out, and so are contexts without a label; `contexts` is the maximum still, and of
+    more labels than it has room for, a seeded sample is kept.
 
-    `labels` indexes `label_names`; −1 says that a context has no label.
+    `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
+    was asked of labels: `label_column`, `label_rows`, `per_label`, and then `labels_too_short` and
+    `labels_not_drawn`, how many were left out for either reason; empty where nothing was.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Corpus:
     labels: Int[Tensor, " contexts"]
     label_names: list[str]
     seed: int
+    selection: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def sha256(self) -> str:
@@ -100,15 +104,23 @@ class Corpus:
         contexts: int | None = None,
         seed: int = 0,
         text_column: str = "text",
+        label_column: str | None = None,
+        label_rows: bool = False,
+        per_label: int | None = None,
     ) -> Corpus:
         """A file or folder of `.txt`, `.md`, `.jsonl`, `.parquet` (`documents.read_path`: labels, errors).
+
+        Labels of a table's rows are in `label_column` (None: `label` or `topic`, if there is one); with `label_rows`
+        each row is a document with a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left out.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
         out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
         """
-        documents = read_path(path, text_column)
-        return _build(cls, printable(path), documents, tokenizer, length, contexts, seed)
+        columns = Columns(text_column, label_column, label_rows)
+        choice = Choice(contexts, seed, per_label, label_rows)
+        documents = read_path(path, columns)
+        return _build(cls, printable(path), documents, tokenizer, length, choice, columns.described())
 
     @classmethod
     def from_texts(
@@ -119,6 +131,7 @@ class Corpus:
         contexts: int | None = None,
         labels: Sequence[str] | None = None,
         seed: int = 0,
+        per_label: int | None = None,
     ) -> Corpus:
         """Texts in memory, each with its label (None: no labels)."""
         if isinstance(texts, str):
@@ -130,7 +143,7 @@ class Corpus:
             )
         of_text = labels if labels is not None else [None] * len(texts)
         documents = [Document(text, label) for text, label in zip(texts, of_text, strict=True)]
-        return _build(cls, "texts", documents, tokenizer, length, contexts, seed)
+        return _build(cls, "texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
 
     @classmethod
     def from_dataset(
@@ -143,16 +156,22 @@ class Corpus:
         split: str = "train",
         text_column: str = "text",
         seed: int = 0,
+        label_column: str | None = None,
+        label_rows: bool = False,
+        per_label: int | None = None,
     ) -> Corpus:
         """A dataset of the Hugging Face hub, or a folder of data files, streamed by `datasets`.
 
-        Labels are the column `label` or `topic`, if any; of WikiText, whose rows are lines, its articles' titles
-        (`documents.joined_articles`). Reading stops when `READ_AHEAD` × `contexts`
-        contexts were found, of which the seed chooses. Raises `UsageError` when the dataset cannot be opened.
+        Labels are as in `from_path`; of WikiText, whose rows are lines, its articles' titles
+        (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found, of
+        which the seed chooses; with `per_label`, when as many times the labels that `contexts` has room for are
+        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. Raises `UsageError` when the dataset
+        cannot be opened.
         """
-        _check_sizes(length, contexts)
-        documents = _streamed(name, config, split, text_column)
-        return _build(cls, name, documents, tokenizer, length, contexts, seed, most=READ_AHEAD * contexts)
+        columns = Columns(text_column, label_column, label_rows)
+        choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
+        documents = streamed_documents(name, config, split, columns)
+        return _build(cls, name, documents, tokenizer, length, choice, columns.described())
 
     @classmethod
     def python_docs(
@@ -161,6 +180,7 @@ class Corpus:
         length: int,
         contexts: int | None = None,
         seed: int = 0,
+        per_label: int | None = None,
         *,
         held_out: bool = False,
     ) -> Corpus:
@@ -169,17 +189,24 @@ class Corpus:
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
+        choice = Choice(contexts, seed, per_label)
         if not held_out:
-            return _build(cls, "python_docs", python_topics(), tokenizer, length, contexts, seed)
+            return _build(cls, "python_docs", python_topics(), tokenizer, length, choice)
         unread = [Document(topic.text, None) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
-        return _build(cls, "python_docs, held out", unread, tokenizer, length, contexts, seed)
+        return _build(cls, "python_docs, held out", unread, tokenizer, length, choice)
 
     @classmethod
     def stdlib_code(
-        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
+        cls,
+        tokenizer: Tokenizer,
+        length: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        per_label: int | None = None,
     ) -> Corpus:
         """Source code of the running interpreter's standard library, with files as labels."""
-        return _build(cls, "stdlib_code", stdlib_sources(), tokenizer, length, contexts, seed)
+        choice = Choice(contexts, seed, per_label)
+        return _build(cls, "stdlib_code", stdlib_sources(), tokenizer, length, choice)
 
     @classmethod
     def random_tokens(
@@ -189,7 +216,8 @@ class Corpus:
 
         Of a tokenizer, special tokens are left out, and put around every context as in text.
         """
-        _check_sizes(length, contexts)
+        check_length(length)
+        Choice(contexts).check()
         ids, frame = _drawable(vocabulary, length)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
@@ -260,7 +288,9 @@ class _Cutter:
     tokenizer: Tokenizer
     body: int  # tokens of a context without those around it
     between: list[int]
+    packs: bool = True  # short documents of a label together; not where every document has a label of its own
     longest: int = 0
+    cuts: int = 0
     short: dict[str | None, list[int]] = field(default_factory=dict)
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
@@ -271,14 +301,19 @@ class _Cutter:
                 pending += ids
                 whole = len(pending) // self.body * self.body
                 for begin in range(0, whole, self.body):
+                    self.cuts += 1
                     yield document.label, pending[begin : begin + self.body]
                 pending, full = pending[whole:], full or whole > 0
             if full or not pending:
+                continue
+            if not self.packs:
+                self.longest = max(self.longest, len(pending))
                 continue
             packed = self.short.setdefault(document.label, [])
             packed += self.between + pending if packed else pending
             self.longest = max(self.longest, len(packed))
             if len(packed) >= self.body:
+                self.cuts += 1
                 yield document.label, packed[: self.body]
                 self.short[document.label] = packed[self.body :]
 
@@ -289,44 +324,53 @@ def _build(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     length: int,
-    contexts: int | None,
-    seed: int,
-    most: int | None = None,
+    choice: Choice,
+    selection: dict[str, Any] | None = None,
 ) -> Corpus:
-    """Tokenize, cut, sample; `most` bounds how many contexts are looked at."""
-    _check_sizes(length, contexts)
+    """Tokenize, cut, choose; `selection` is what is known of it beforehand."""
+    check_length(length)
+    choice.check()
     frame = _frame(tokenizer, length)
     around = len(frame.before) + len(frame.after)
-    cutter = _Cutter(tokenizer, length - around, frame.between)
-    sample = _sample(islice(cutter.cut(documents), most), contexts, seed)
-    if not sample:
-        if not cutter.longest:
-            raise UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
-        raise UsageError(
-            f"{name} is shorter than one context of {length} tokens: its longest text has "
-            f"{cutter.longest + around}; use a smaller --length or a longer text."
-        )
-    rows = [[*frame.before, *body, *frame.after] for _, body in sample]
-    names = list(dict.fromkeys(label for label, _ in sample if label is not None))
+    cutter = _Cutter(tokenizer, length - around, frame.between, packs=not choice.rows)
+    sample = choose(cutter.cut(documents), choice)
+    if not sample.bodies:
+        raise _nothing_chosen(name, length, choice, sample, cutter, around)
+    rows = [[*frame.before, *body, *frame.after] for _, body in sample.bodies]
+    names = list(dict.fromkeys(label for label, _ in sample.bodies if label is not None))
     index = {label: position for position, label in enumerate(names)}
-    labels = [-1 if label is None else index[label] for label, _ in sample]
-    return kind(name, torch.from_numpy(np.array(rows, dtype=np.int64)), torch.tensor(labels), names, seed)
+    labels = torch.tensor([-1 if label is None else index[label] for label, _ in sample.bodies])
+    selection = selection or {}
+    if choice.per_label is not None:
+        selection |= {
+            "per_label": choice.per_label,
+            "labels_too_short": sample.too_short,
+            "labels_not_drawn": sample.not_drawn,
+        }
+    contexts = torch.from_numpy(np.array(rows, dtype=np.int64))
+    return kind(name, contexts, labels, names, choice.seed, selection)
 
 
-def _sample(
-    bodies: Iterable[tuple[str | None, list[int]]], count: int | None, seed: int
-) -> list[tuple[str | None, np.ndarray]]:
-    """A uniform sample of `count` without replacement, in order, in memory for `count` (algorithm R)."""
-    random = np.random.default_rng(seed)
-    sample: list[tuple[int, str | None, np.ndarray]] = []
-    for position, (label, body) in enumerate(bodies):
-        entry = (position, label, np.array(body, dtype=np.int32))
-        if count is None or position < count:
-            sample.append(entry)
-        elif (index := int(random.integers(0, position + 1))) < count:
-            sample[index] = entry
-    sample.sort(key=lambda entry: entry[0])
-    return [(label, body) for _, label, body in sample]
+def _nothing_chosen(
+    name: str, length: int, choice: Choice, sample: Sample, cutter: _Cutter, around: int
+) -> UsageError:
+    """Why no context was chosen, and what to do."""
+    if cutter.cuts and sample.too_short:
+        count, label = sample.longest
+        return UsageError(
+            f"no label of {name} has {choice.per_label} contexts of {length} tokens: '{printable(label)}' has the "
+            f"most, {count}; use a smaller --per-label or --length"
+        )
+    if cutter.cuts:
+        return UsageError(
+            f"{name} has no labels: leave out --per-label, or give a folder of files or a table with a --label-column"
+        )
+    if not cutter.longest:
+        return UsageError(f"{name} holds no text; give a text of at least {length} tokens.")
+    return UsageError(
+        f"{name} is shorter than one context of {length} tokens: its longest text has "
+        f"{cutter.longest + around}; use a smaller --length or a longer text."
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
@@ -368,38 +412,3 @@ def _frame(tokenizer: Tokenizer, length: int) -> _SpecialTokens:
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     return _SpecialTokens(before, after, [token for token in ends if token is not None][:1])
-
-
-def _streamed(name: str, config: str | None, split: str, text_column: str) -> Iterator[Document]:
-    """Rows of a dataset as they arrive, class numbers replaced by their names."""
-    import datasets
-
-    def rows() -> Iterator[Document]:
-        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
-        features = dataset.features or {}
-        for row in dataset:
-            for column, feature in features.items():
-                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
-                    row[column] = feature.int2str(row[column])
-            if document := document_of_row(row, text_column, f"Dataset {name}"):
-                yield document
-
-    try:
-        yield from joined_articles(rows())
-    except UsageError:
-        raise
-    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
-        why = first_line(error) or type(error).__name__
-        raise UsageError(
-            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
-            "network, give a folder that holds its files."
-        ) from error
-
-
-def _check_sizes(length: int, contexts: int | None) -> None:
-    if length < 2:
-        raise UsageError(
-            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
-        )
-    if contexts is not None and contexts < 1:
-        raise UsageError(f"{contexts} contexts were asked for: use a number (--contexts) above 0")

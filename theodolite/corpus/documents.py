@@ -24,7 +24,7 @@ from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
 
-LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts
+LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
 
 # Not prose and not hand-written code: tests, other packages, generated tables (`encodings` holds one of 256
 # lines for each code page), and `pydoc_data`, whose one module is the text of `python_topics` itself.
@@ -52,6 +52,40 @@ class EmptyFileError(UsageError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is empty; give a file with text in it.")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is read of a table.
+
+    Attributes:
+        text: the column of the text.
+        label: the column of the label; None: `label` or `topic`, if there is one.
+        rows: each row is a document with a label of its own instead, `row 1`, `row 2`, ….
+    """
+
+    text: str = "text"
+    label: str | None = None
+    rows: bool = False
+
+    @property
+    def labelled(self) -> str:
+        """The option that says where labels are; "" for none."""
+        return "--label-column" if self.label is not None else "--label-rows" if self.rows else ""
+
+    def described(self) -> dict[str, object]:
+        """What provenance says of where labels came from.
+
+        Raises:
+            UsageError: a row would have two labels.
+        """
+        if self.label is not None and self.rows:
+            raise UsageError("give --label-column or --label-rows, not both: a row has one label")
+        column = {} if self.label is None else {"label_column": self.label}
+        return column | ({"label_rows": True} if self.rows else {})
+
+
+TEXT_COLUMN = Columns()
 
 
 def printable(path: str | Path) -> str:
@@ -132,17 +166,38 @@ def stdlib_docstrings() -> Iterator[Document]:
             yield Document(text + "\n", document.label)
 
 
-def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]:
+def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Document]:
     """Documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
-    `.txt` and `.md` files are one document each; `.jsonl` and `.parquet` files give one a row, from
-    `text_column`. A text in WikiText's format (at least two lines of title), and rows that are its lines, give one
-    an article (`joined_articles`). A document's label is its row's `label` or `topic` where there is such a column,
-    or its article's title, otherwise its file's path relative to the folder. In a folder, hidden files, empty files
-    and other suffixes are passed over.
+    `.txt` and `.md` files are one document each; `.jsonl` and `.parquet` files give one a row (`Columns`). A text in
+    WikiText's format (at least two lines of title), and rows that are its lines, give one an article
+    (`joined_articles`). A document's label is its row's where the table has labels, or its article's title, otherwise
+    its file's path relative to the folder. In a folder, hidden files, empty files and other suffixes are passed over.
 
     Raises `UsageError` for a path that is missing or of another suffix, for a file that is empty or not UTF-8
-    text, and for rows without the text column.
+    text, and for rows without the text column or the label column asked for.
+    """
+    path = Path(path)
+    for file in files_at(path, columns):
+        label = printable(file.relative_to(path).as_posix() if path.is_dir() else file.name)
+        row_of = f"{label} " if path.is_dir() and columns.rows else ""
+        try:
+            for document in joined_articles(READERS[file.suffix.lower()](file, columns)):
+                yield Document(document.text, row_of + document.label if document.label else label)
+        except EmptyFileError:
+            if not path.is_dir():
+                raise
+        except OSError as error:
+            raise UsageError(
+                f"{file} cannot be read ({error.strerror or error}); check its permissions."
+            ) from error
+
+
+def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
+    """The files that `read_path` reads, in order; none is opened.
+
+    Raises:
+        UsageError: there is none, or labels of rows are asked for and none is a table.
     """
     path = Path(path)
     if path.is_dir():
@@ -161,41 +216,41 @@ def read_path(path: str | Path, text_column: str = "text") -> Iterator[Document]
         readable = [path]
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
-    for file in readable:
-        label = printable(file.relative_to(path).as_posix() if path.is_dir() else file.name)
-        try:
-            for document in joined_articles(READERS[file.suffix.lower()](file, text_column)):
-                yield Document(document.text, document.label or label)
-        except EmptyFileError:
-            if not path.is_dir():
-                raise
-        except OSError as error:
-            raise UsageError(
-                f"{file} cannot be read ({error.strerror or error}); check its permissions."
-            ) from error
+    if columns.labelled and not any(file.suffix.lower() in TABLES for file in readable):
+        raise UsageError(f"{path} holds no table ({' '.join(TABLES)}): leave out {columns.labelled}")
+    return readable
 
 
-def document_of_row(row: Mapping[str, object], text_column: str, source: str) -> Document | None:
-    """The document of a row of a table: its text and its `label` or `topic`; None when the text is null.
+def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
+    """The document of a row of a table: its text and its label; None when the text is null.
 
-    `source` names the row in errors. Raises `UsageError` when there is no such column or it does not hold
-    text.
+    `source` names the row in errors, `number` counts it from 1. Raises `UsageError` when there is no such column or
+    it does not hold text.
     """
-    if text_column not in row:
-        raise UsageError(
-            f"{source} has no column '{text_column}' (it has: {', '.join(row)}); choose with --text-column."
-        )
-    text = row[text_column]
+    for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
+        if wanted is not None and wanted not in row:
+            raise UsageError(
+                f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
+            )
+    text = row[columns.text]
     if text is None:
         return None
     if not isinstance(text, str):
         kind = type(text).__name__
         raise UsageError(
-            f"{source}: column '{text_column}' holds {kind}, not text; choose with --text-column."
+            f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
         )
-    labels = (row[name] for name in LABEL_COLUMNS if name != text_column and row.get(name) is not None)
+    if columns.rows:
+        return Document(text, f"row {number}")
+    labels = (row[name] for name in _label_columns(columns) if row.get(name) is not None)
     label = next(labels, None)
     return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
+
+
+def _label_columns(columns: Columns) -> list[str]:
+    if columns.label is not None:
+        return [columns.label]
+    return [] if columns.rows else [name for name in LABEL_COLUMNS if name != columns.text]
 
 
 def _decode(data: bytes, path: Path, offset: int = 0) -> str:
@@ -211,7 +266,7 @@ def _decode(data: bytes, path: Path, offset: int = 0) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_text(path: Path, text_column: str) -> Iterator[Document]:
+def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
     text = _decode(path.read_bytes(), path)
     if not text.strip():
         raise EmptyFileError(path)
@@ -260,7 +315,7 @@ def _articles(lines: Iterable[str]) -> Iterator[Document]:
         yield Document("".join(body), title)
 
 
-def _read_jsonl(path: Path, text_column: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
     offset = rows = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -281,13 +336,13 @@ def _read_jsonl(path: Path, text_column: str) -> Iterator[Document]:
             if not isinstance(row, dict):
                 raise UsageError(f"{source} is not a JSON object; give one object a line.")
             rows += 1
-            if document := document_of_row(row, text_column, source):
+            if document := document_of_row(row, columns, source, rows):
                 yield document
     if not rows:
         raise EmptyFileError(path)
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[Document]:
+def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
@@ -298,22 +353,23 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[Document]:
             names = file.schema_arrow.names
             if not file.metadata.num_rows:
                 raise EmptyFileError(path)
-            columns = [name for name in (text_column, *LABEL_COLUMNS) if name in names]
-            if text_column not in names:
-                document_of_row(dict.fromkeys(names), text_column, str(path))
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
-                    if document := document_of_row(row, text_column, str(path)):
-                        yield document
+            document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
+            wanted = [name for name in (columns.text, *_label_columns(columns)) if name in names]
+            batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                if document := document_of_row(row, columns, str(path), number):
+                    yield document
     except pyarrow.ArrowInvalid as error:
         why = first_line(error)
         raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
+READERS: dict[str, Callable[[Path, Columns], Iterator[Document]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
+TABLES = (".jsonl", ".parquet")
 SUFFIXES = " ".join(READERS)

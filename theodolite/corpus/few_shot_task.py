@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from theodolite.corpus.spec import FEW_SHOT
 from theodolite.errors import UsageError
 
-NAME = "few-shot"
+NAME = FEW_SHOT
 
 BREAK, ASK = "\n", ":"
 """A word begins after a line break and ends with a colon; its label follows."""

@@ -9,13 +9,12 @@ import torch
 
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus, Tokenizer
+from theodolite.corpus.documents import TEXT_COLUMN, Columns
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
-from theodolite.corpus.few_shot_task import NAME as FEW_SHOT
+from theodolite.corpus.spec import CODE, DOCS, FEW_SHOT, HELD_OUT, RANDOM, check_spec, dataset_of
 from theodolite.errors import UsageError
 
 DRAWN_AT_ONCE = 1000
-
-HELD_OUT = "held-out"
 
 
 def make_corpus(
@@ -24,7 +23,8 @@ def make_corpus(
     length: int,
     contexts: int | None = None,
     seed: int = 0,
-    text_column: str = "text",
+    columns: Columns = TEXT_COLUMN,
+    per_label: int | None = None,
 ) -> Corpus:
     """The corpus that `spec` names: a path, or one of these.
 
@@ -32,38 +32,32 @@ def make_corpus(
     `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`.
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
-    `STREAMED_CONTEXTS` when `contexts` is None.
+    `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label` as in `Corpus`.
     """
-    name = "docs" if spec is None else str(spec)
-    if name == "docs":
-        return Corpus.python_docs(tokenizer, length, contexts, seed)
+    check_spec(spec, columns, per_label)
+    name = DOCS if spec is None else str(spec)
+    if name == DOCS:
+        return Corpus.python_docs(tokenizer, length, contexts, seed, per_label)
     if name == HELD_OUT:
         return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True)
-    if name == "code":
-        return Corpus.stdlib_code(tokenizer, length, contexts, seed)
-    some = STREAMED_CONTEXTS if contexts is None else contexts
-    if name == "random":
+    if name == CODE:
+        return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label)
+    some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
+    if name == RANDOM:
         return Corpus.random_tokens(tokenizer, length, some, seed)
     if name == FEW_SHOT:
         return few_shot_corpus(tokenizer, length, some, seed)
     digits = digits_of(name)
     if digits is not None:
         return addition_corpus(tokenizer, length, some, seed, digits)
-    if name.startswith("hf:"):
-        dataset, config, split, *more = [*name[3:].split(":"), "", ""]
-        if not dataset or any(more):
-            raise UsageError(
-                f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
-            )
+    labels = (columns.label, columns.rows, per_label)
+    dataset = dataset_of(name)
+    if dataset is not None:
+        of, config, split = dataset
         return Corpus.from_dataset(
-            dataset, tokenizer, length, some, config or None, split or "train", text_column, seed
+            of, tokenizer, length, some, config or None, split or "train", columns.text, seed, *labels
         )
-    if not Path(name).exists():
-        raise UsageError(
-            f"There is no file or folder {name}; give a path, or docs, held-out, code, random, addition, few-shot or "
-            "hf:NAME."
-        )
-    return Corpus.from_path(name, tokenizer, length, contexts, seed, text_column)
+    return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels)
 
 
 def addition_corpus(

@@ -40,17 +40,18 @@ from theodolite.models.loading import (
     config_of,
     first_line,
     hash_checkpoint,
-    local_folder,
     on_meta,
     refuse_more_layers,
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.open import OpenModel, check_dtype, open_model, small_input
+from theodolite.models.open import OpenModel, open_model, small_input
 from theodolite.models.skeleton import build_skeleton, filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure, backbone, find_structure, first_output, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
+from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.choices import check_dtype
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""

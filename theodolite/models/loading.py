@@ -28,6 +28,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.models.factored import is_factored, load_factored
+from theodolite.system.checkpoint_folders import refuse_index, weight_files
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (
@@ -65,62 +66,6 @@ def without_progress_bars() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-def local_folder(source: str | Path) -> Path | None:
-    """The folder that `source` is, or None where it is a name on the hub; refuses what holds no safetensors."""
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
-            raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
-        return None
-    if not folder.is_dir() or not (folder / "config.json").is_file():
-        raise UsageError(f"{source} is no checkpoint: theodolite needs a folder with config.json in it")
-    _refuse_index(folder)
-    if not weight_files(folder):
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-        if pickled:
-            raise UsageError(
-                f"{source} holds pickled weights ({pickled[0]}), which can run code when read; convert them "
-                "where you trust them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
-            )
-        raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
-    return folder
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weights of a checkpoint, in order of their names.
-
-    Raises:
-        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    no_file = next((path for path in files if not path.is_file()), None)
-    if no_file:
-        raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
-    return files
-
-
-def _refuse_index(folder: Path) -> None:
-    """What decides where weights are read from names files of the folder: no pickles, nothing that lies elsewhere.
-
-    Raises:
-        UsageError: the index cannot be read, or names something else.
-    """
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"{index} cannot be read ({first_line(error)}): it names the file of each tensor"
-        ) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UsageError(
-                f"{index} names {str(name)!r}: weights are .safetensors files of the same folder"
-            )
-
-
 def commit_of(name: str, revision: str | None) -> str | None:
     """The commit that a revision of a hub model is now, so that all that is read of it is read of one.
 
@@ -138,7 +83,7 @@ def commit_of(name: str, revision: str | None) -> str | None:
         _raise_exceptions_for_connection_errors=False,
     )
     if index is not None:
-        _refuse_index(Path(index).parent)
+        refuse_index(Path(index).parent)
     return commit
 
 

@@ -29,7 +29,6 @@ from theodolite.models.loading import (
     hash_checkpoint,
     load,
     load_tokenizer,
-    local_folder,
     refuse_nonfinite_weights,
     without_progress_bars,
 )
@@ -37,8 +36,8 @@ from theodolite.models.output_weights import read_output_weights, state_of
 from theodolite.models.structure import Structure, backbone, find_structure, first_tensor
 from theodolite.models.verification import VERIFIED_LENGTH, attention_kind, verify_attention
 from theodolite.system import embedded
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.choices import check_dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -287,12 +286,6 @@ def open_model(
         revision=None if local else revision,
         sha256=hash_checkpoint(local) if local else None,
     )
-
-
-def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raise `UsageError` where it is none of `DTYPES`."""
-    if str(dtype).removeprefix("torch.") not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
 def _device(device: str | torch.device | None) -> torch.device:

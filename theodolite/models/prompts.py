@@ -34,6 +34,10 @@ class Focus:
     layer: int | None = None
     head: int | None = None
 
+    def given(self) -> dict[str, str | int]:
+        """What is not left to the experiment, by the names of options."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def __post_init__(self) -> None:
         if (self.layer is None) != (self.head is None):
             raise UsageError("one head is a layer and a head in it: give both --layer and --head, or neither")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -54,6 +52,7 @@ from theodolite.papers.localization import (
 )
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome
+from theodolite.system.experiment_names import PUBLISHED_ELSEWHERE, named
 
 
 @dataclass(frozen=True)
@@ -140,40 +139,7 @@ def _experiments() -> Iterator[Experiment]:
 EXPERIMENTS = {experiment.name: experiment for experiment in _experiments()}
 """All by name, tables and figures in the order of their numbers; the claims of a group after it."""
 
-_PUBLISHED_ELSEWHERE = """
-geometry/figure1  9   GPT-2 on GitHub
-geometry/figure1  10  GPT-2 on WikiText
-geometry/figure1  11  BLOOM on OpenWebText
-geometry/figure1  12  BERT on OpenWebText
-geometry/figure1  13  Llama 2 on OpenWebText
-geometry/figure1  14  Llama 2 on GitHub
-geometry/figure2  15  BLOOM on OpenWebText
-geometry/figure2  16  Llama 2 on OpenWebText
-geometry/figure2  17  Llama 2 on GitHub
-geometry/figure4  26  GPT-2, layer 6
-geometry/figure4  27  GPT-2, layer 10
-geometry/figure4  28  BERT, layer 6
-geometry/figure4  29  BERT, layer 10
-geometry/figure5  18  addition with absolute positions, Gram matrices
-geometry/figure5  20  addition with absolute positions, frequencies
-geometry/figure5  21  addition with rotary positions, Gram matrices
-geometry/figure5  23  addition with rotary positions, frequencies
-geometry/figure6  32  BLOOM, layer 10, head 1
-geometry/figure6  33  BLOOM, layer 7, head 6
-geometry/figure6  34  GPT-2, layer 4, head 11
-geometry/figure19 22  addition with rotary positions
-geometry/figure30 31  the half without the global mean
-sinks/figure8     10  another problem, L5H14 and L39H24
-sinks/figure9     11  another problem, L3H30
-"""
-
-
-def _alias(row: str) -> Alias:
-    of, number, published_on = row.split(maxsplit=2)
-    return Alias(f"{of.partition('/')[0]}/figure{number}", of, published_on)
-
-
-ALIASES = {alias.name: alias for alias in map(_alias, _PUBLISHED_ELSEWHERE.strip().splitlines())}
+ALIASES = {name: Alias(name, *rest) for name, rest in PUBLISHED_ELSEWHERE.items()}
 
 
 def find(name: str) -> list[Experiment]:
@@ -185,27 +151,15 @@ def find(name: str) -> list[Experiment]:
     Raises:
         UsageError: no such name; the error suggests the nearest ones.
     """
-    experiments: dict[str, Experiment] = {}
-    for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
-        pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)
-        if pattern in EXPERIMENTS:
-            chosen = [EXPERIMENTS[pattern]]
-        elif pattern in ALIASES:
-            alias = ALIASES[pattern]
-            original = EXPERIMENTS[alias.of]
-            chosen = [
-                replace(
-                    original, name=pattern, title=f"{original.title} (published for {alias.published_on})"
-                )
-            ]
-        else:
-            chosen = [experiment for key, experiment in EXPERIMENTS.items() if key.startswith(f"{pattern}/")]
-        if not chosen:
-            raise UsageError(f"there is no experiment {pattern!r}: {_nearest(pattern)}")
-        experiments |= {experiment.name: experiment for experiment in chosen}
-    if not experiments:
-        raise UsageError(f"{name!r} names no experiment: `theodolite reproduce` lists them all")
-    return list(experiments.values())
+    return [_named(each) for each in named(name)]
+
+
+def _named(name: str) -> Experiment:
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]
+    alias = ALIASES[name]
+    original = EXPERIMENTS[alias.of]
+    return replace(original, name=name, title=f"{original.title} (published for {alias.published_on})")
 
 
 def need_no_model(experiments: list[Experiment]) -> bool:
@@ -244,18 +198,6 @@ def check_options(experiments: list[Experiment], given: list[str]) -> None:
                 f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
                 f"only {', '.join(takers)} take it"
             )
-
-
-def _nearest(pattern: str) -> str:
-    names = [*EXPERIMENTS, *ALIASES]
-    # A name without its group is compared with names without theirs.
-    short = {key.rsplit("/", 1)[-1]: key for key in names}
-    near = (
-        sorted({key.split("/")[0] for key in names if key.startswith(pattern)})
-        or difflib.get_close_matches(pattern, names, 3, 0.75)
-        or [short[key] for key in difflib.get_close_matches(pattern.rsplit("/", 1)[-1], short, 3, 0.6)]
-    )
-    return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"
 
 
 def reproduce(

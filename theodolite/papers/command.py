@@ -64,6 +64,8 @@ def run_experiments(
 ) -> Path | None:
     """Make, write and show each experiment, and return the page to open: its own, or the index of several.
 
+    JSON is an array of results, of one experiment too.
+
     In a group, one that cannot be made is passed over with its reason, on `console` (which must not be where the
     JSON goes); alone, its reason is the error.
 
@@ -89,8 +91,9 @@ def run_experiments(
                 f"{experiment.name} is skipped: {harmless(str(error))}", markup=False, highlight=False
             )
             continue
-        page = write_outcome(experiment, outcome, study.provenance, place)
-        results.append(result(experiment, outcome, study.provenance))
+        provenance = study.provenance_of(experiment)
+        page = write_outcome(experiment, outcome, provenance, place)
+        results.append(result(experiment, outcome, provenance))
         if not as_json:
             show_outcome(experiment, outcome, console, shown_verdicts)
             shown_verdicts |= set(outcome.verdicts)
@@ -98,8 +101,7 @@ def run_experiments(
         raise UsageError(reasons[0])
     index = write_index(place)
     if as_json:
-        printed: Any = results[0] if len(experiments) == 1 else results
-        print(json.dumps(printed, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(results, ensure_ascii=False, allow_nan=False))
     return page if len(experiments) == 1 else index
 
 

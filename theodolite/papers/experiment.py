@@ -120,6 +120,12 @@ class Study:
             self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]
 
+    def provenance_of(self, experiment: Experiment) -> dict[str, Any]:
+        """The provenance of an outcome, with the prompt, head or second text asked for, where it reads them."""
+        asked = self.focus.given() | ({} if self.other is None else {"other": self.other.name})
+        read = {name: value for name, value in asked.items() if name in experiment.options}
+        return self.provenance | ({"asked": read} if read else {})
+
     def cached(self, name: str, make: Callable[[], Result]) -> Result:
         """What several experiments share under a name, made when first asked for."""
         if name not in self._shared:

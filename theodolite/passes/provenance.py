@@ -49,19 +49,26 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
     }
 
 
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """The part of the provenance that is of the corpus."""
+    contexts, length = corpus.contexts.shape
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "contexts": contexts,
+        "length": length,
+        "labels": corpus.label_names,
+        "seed": corpus.seed,
+        **corpus.selection,
+    }
+
+
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The part of the provenance that is of this corpus and this pass."""
     contexts, length = corpus.contexts.shape
     return {
-        "corpus": {
-            "name": corpus.name,
-            "sha256": corpus.sha256,
-            "contexts": contexts,
-            "length": length,
-            "trailing_special_tokens": trailing_special_tokens(model.tokenizer, corpus.contexts),
-            "labels": corpus.label_names,
-            "seed": corpus.seed,
-        },
+        "corpus": describe_corpus(corpus)
+        | {"trailing_special_tokens": trailing_special_tokens(model.tokenizer, corpus.contexts)},
         "counts": {
             "contexts": contexts,
             "tokens": contexts * length,

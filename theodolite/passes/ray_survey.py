@@ -24,6 +24,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
+from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.ray_workers import (
     DEATHS,
     LOCAL,
@@ -118,6 +119,7 @@ def survey_on_ray(
             lambda states: tabulate(states, extra),
             out,
             fingerprint,
+            corpus=describe_corpus(corpus),
             checkpoint_seconds=checkpoint_seconds,
             show_progress=show_progress,
         )

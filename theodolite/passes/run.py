@@ -26,7 +26,8 @@ from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically
+from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
+from theodolite.system.run_folders import check_out, differences, provenance_at
 
 SCHEMA_VERSION = 4
 
@@ -102,19 +103,12 @@ class Run:
             UsageError: no run there, a damaged one, or one of a newer schema.
         """
         folder = Path(folder)
-        if not (folder / "run.json").is_file():
-            raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
-        try:
-            provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            version = int(provenance["schema_version"])
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
-            raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+        provenance = provenance_at(folder)
+        version = int(provenance["schema_version"])
         if version > SCHEMA_VERSION:
             raise UsageError(
                 f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
             )
-        if version < 1 or not isinstance(provenance.get("model"), dict):
-            raise UsageError(f"{folder}/run.json is damaged: run the survey again")
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet")
@@ -147,6 +141,25 @@ class Run:
             shutil.copymode(temporary / "run.json", temporary / "arrays.safetensors")
         return replace(self, folder=folder)
 
+    def write_csv(self, folder: str | Path) -> list[Path]:
+        """Write every table that has rows as `folder`/NAME.csv, numbers with all their digits, and return the files.
+
+        Missing values are empty fields. Files of these names are replaced.
+
+        Raises:
+            WorkError: they cannot be written.
+        """
+        folder = Path(folder)
+        files = []
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in TABLES:
+                table: pd.DataFrame = getattr(self, name)
+                if len(table):
+                    files.append(folder / f"{name}.csv")
+                    write_text(files[-1], table.to_csv(index=False, lineterminator="\n"))
+        return files
+
 
 def _read_table(path: Path) -> pd.DataFrame:
     with path.open("rb") as file:  # a folder by that name would be taken for a table in parts
@@ -159,10 +172,12 @@ class Workspace:
     Args:
         out: the run folder to be.
         fingerprint: what decides the result (model, corpus, options); a resumed survey must match it.
+        corpus: what provenance says of the corpus, to say what differs where it does not match.
     """
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None = None) -> None:
         self.out = out
+        self.corpus = corpus
         self.folder = out.with_name(out.name + ".partial")
         self.fingerprint = fingerprint
         self._file = self.folder / "progress.safetensors"
@@ -203,8 +218,7 @@ class Workspace:
         if self.out.is_dir() and not any(self.out.iterdir()):
             self.out.rmdir()
             return None
-        if not (self.out / "run.json").is_file():
-            raise UsageError(f"{self.out} exists and is no run: choose another --out")
+        check_out(self.out)
         run = Run.load(self.out)
         if run.provenance["schema_version"] != SCHEMA_VERSION:
             raise UsageError(
@@ -212,8 +226,11 @@ class Workspace:
                 f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
             )
         if run.provenance.get("fingerprint") != self.fingerprint:
+            there = run.provenance.get("fingerprint") or {}
+            differs = differences(there, self.fingerprint, run.provenance.get("corpus"), self.corpus)
             raise UsageError(
-                f"{self.out} holds a run of another model, corpus or options: choose another --out or remove it"
+                f"{self.out} holds a run of another model, corpus or options ({differs}): choose another --out or "
+                "remove it"
             )
         shutil.rmtree(self.folder, ignore_errors=True)  # left when the process was killed as it finished
         return run
@@ -230,10 +247,11 @@ class Workspace:
             tensors, notes = read_checked(self._file)
         except CorruptFile as error:
             raise UsageError(f"{self._file} is damaged: remove {self.folder} to start afresh") from error
-        if notes.pop("fingerprint", None) != self.fingerprint:
+        there = notes.pop("fingerprint", None)
+        if there != self.fingerprint:
             raise UsageError(
-                f"{self.folder} holds an unfinished survey of another model, corpus or options: "
-                "choose another --out or remove it"
+                f"{self.folder} holds an unfinished survey of another model, corpus or options "
+                f"({differences(there or {}, self.fingerprint)}): choose another --out or remove it"
             )
         return notes, tensors
 

@@ -89,6 +89,7 @@ def run_into(
     out: str | Path | None,
     fingerprint: dict[str, Any],
     *,
+    corpus: dict[str, Any] | None = None,
     checkpoint_seconds: float,
     show_progress: ShowStage,
 ) -> Run:
@@ -99,6 +100,7 @@ def run_into(
         tables: the run from the states of all stages.
         out: the run folder to write; None keeps the run in memory.
         fingerprint: what decides every byte of the result.
+        corpus: what provenance says of the corpus, to say what differs from what `out` holds.
         checkpoint_seconds: how often progress is saved.
         show_progress: it may raise to stop; all that is whole is saved then.
 
@@ -115,7 +117,7 @@ def run_into(
 
     if out is None:
         return tabulated(run_stages(stages, show_progress))
-    workspace = Workspace(Path(out), fingerprint)
+    workspace = Workspace(Path(out), fingerprint, corpus)
     with workspace.locked():
         finished = workspace.finished()
         if finished is not None:

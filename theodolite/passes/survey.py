@@ -21,7 +21,7 @@ from theodolite.models.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.models.token_texts import token_text
 from theodolite.passes.added_columns import added_columns, check_extra
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import Pass, ShowStage, Stage, States, run_into
 from theodolite.passes.survey_pass import HeadsPass, SurveyPass, choose_sample
@@ -83,6 +83,7 @@ def survey(
         lambda states: tabulate(states, extra),
         out,
         fingerprint,
+        corpus=describe_corpus(corpus),
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )

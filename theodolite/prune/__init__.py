@@ -8,4 +8,4 @@ from theodolite.prune.methods import wanda as wanda
 from theodolite.prune.model import prune_model as prune_model
 from theodolite.prune.oats import SparseLowRank as SparseLowRank
 from theodolite.prune.oats import oats as oats
-from theodolite.prune.settings import METHODS as METHODS
+from theodolite.system.choices import METHODS as METHODS

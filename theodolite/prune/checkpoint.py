@@ -36,10 +36,9 @@ from theodolite.models.loading import without_progress_bars
 from theodolite.passes.run import Workspace
 from theodolite.sinks.interventions import Factors
 from theodolite.system.files import disk_errors, folder_written_atomically, write_atomically, write_text
+from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 
-SETTINGS, TABLE, LOW_RANK = "pruning.json", "pruning.parquet", "low_rank.safetensors"
-
-FORMS = ("merged", "factored")
+TABLE, LOW_RANK = "pruning.parquet", "low_rank.safetensors"
 
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -108,22 +107,6 @@ class Pruned:
 
 WriteExtras = Callable[[Pruned, Path], object]
 """Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
-
-
-def exists_already(out: Path) -> UsageError:
-    """What to raise where something else lies at OUT."""
-    return UsageError(f"{out} exists already: choose another --out or remove it")
-
-
-def refuse_inside(out: Path) -> None:
-    """Refuse to write a checkpoint inside another one.
-
-    Raises:
-        UsageError: it would be; the message names the other one.
-    """
-    for folder in out.absolute().parents:
-        if (folder / SETTINGS).is_file():
-            raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
 
 
 def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:

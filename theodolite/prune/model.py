@@ -22,7 +22,6 @@ from theodolite.models.factored import PrunedMatrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.prune.checkpoint import (
-    FORMS,
     SETTINGS,
     LowRank,
     Pruned,
@@ -36,6 +35,7 @@ from theodolite.prune.moments import InputMoments
 from theodolite.prune.oats import ITERATIONS, RANK_RATIO
 from theodolite.prune.sequential import BlockByBlock
 from theodolite.prune.settings import PruningSettings, RankRatio, Sparsity
+from theodolite.system.choices import check_form
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
@@ -90,8 +90,7 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     check_fit(model, corpus, least_contexts=1)
-    if form not in FORMS:
-        raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")
+    check_form(form)
     matrices = block_matrices(model)
     _refuse_pruned(model, matrices)
     settings = PruningSettings.of(method, sparsity, pattern, rank_ratio, iterations, seed, damping, matrices)

@@ -17,8 +17,7 @@ from theodolite.prune.methods import INPUTS_AT_ONCE, magnitude, sparsegpt_factor
 from theodolite.prune.moments import Moments
 from theodolite.prune.oats import oats
 from theodolite.prune.patterns import pattern_of
-
-METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
+from theodolite.system.choices import check_method
 
 Sparsity = float | Sequence[float] | None
 """One number for all blocks, or one per block; None: the sparsity of the pattern."""
@@ -66,8 +65,7 @@ class PruningSettings:
         Raises:
             UsageError: an unknown method, a number out of range, or a sparsity too small to remove anything.
         """
-        if method not in METHODS:
-            raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+        check_method(method)
         blocks = len(matrices)
         each = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,) * blocks
         if len(each) != blocks:

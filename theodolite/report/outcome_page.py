@@ -6,7 +6,10 @@ same outcome gives the same bytes. A folder is written under a temporary name an
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,28 @@ KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", U
 SCHEMA_VERSION = 2
 
 
-def folder_of(name: str, root: Path) -> Path:
-    """The folder of an experiment's outcome below `root`."""
-    return root / name.replace("/", "-")
+def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
+    """The folder of an experiment's outcome below `root`: one for each prompt, head or second text that was asked for.
+
+    Args:
+        name: the experiment's.
+        root: where all outcomes of a run lie.
+        asked: what provenance has under `asked`: `prompt`, `layer`, `head`, `other`, as far as given.
+    """
+    parts = [name.replace("/", "-")]
+    asked = asked or {}
+    for text in (asked[key] for key in ("prompt", "other") if key in asked):
+        words = re.sub(r"[^a-z0-9]+", "-", text.lower())[:24].strip("-")
+        parts.append(f"{words}-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}".strip("-"))
+    if "head" in asked:
+        parts.append(f"L{asked['layer']}H{asked['head']}")
+    return root / "-".join(parts)
+
+
+def _described(asked: Mapping[str, Any]) -> str:
+    """What an index adds to a title: `“the prompt”, L1H2`."""
+    texts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
+    return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
 
 
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +88,7 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
 def write_outcome(
     experiment: Heading, outcome: Outcome, provenance: dict[str, Any], root: str | Path
 ) -> Path:
-    """Write `root`/NAME/ with index.html, result.json and table-*.parquet, and return the page's path.
+    """Write `root`/NAME/ (`folder_of`) with index.html, result.json and table-*.parquet, and return the page's path.
 
     An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
 
@@ -74,7 +96,7 @@ def write_outcome(
         WorkError: the folder cannot be written.
     """
     root = Path(root)
-    folder = folder_of(experiment.name, root)
+    folder = folder_of(experiment.name, root, provenance.get("asked"))
     page = render(experiment, outcome, provenance)
     text = json.dumps(result(experiment, outcome, provenance), indent=2, ensure_ascii=False, allow_nan=False)
     with folder_written_atomically(folder, replace=True) as temporary:
@@ -130,10 +152,11 @@ def write_index(root: str | Path) -> Path | None:
         return None
     entries.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
+    has_report = root.name != "report" and (root / report).is_file()
     values = {
         "entries": entries,
         "model": entries[0]["model"],
-        "report": report if (root / report).is_file() else "",
+        "report": report if has_report else "",
     }
     page = rendered("experiments.html.j2", values)
     with disk_errors(root):
@@ -145,9 +168,10 @@ def _entry(path: Path) -> dict[str, Any] | None:
     """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
+        asked = _described(loaded["provenance"].get("asked") or {})
         return {
             "name": str(loaded["name"]),
-            "title": harmless(loaded["title"]),
+            "title": harmless(f"{loaded['title']} ({asked})" if asked else loaded["title"]),
             "model": visible(loaded["provenance"]["model"]["id"], 80),
             "link": f"{path.parent.name}/index.html",
             "verdicts": [_shown(Verdict(**verdict)) for verdict in loaded["verdicts"]],

@@ -33,7 +33,7 @@ from theodolite.passes.corpus_pass import (
     fingerprint_of,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
@@ -198,6 +198,7 @@ def trace_sinks(
         lambda states: trace_tables(states, provenance, text),
         out,
         fingerprint,
+        corpus=describe_corpus(corpus),
         checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )

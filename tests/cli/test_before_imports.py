@@ -1,0 +1,61 @@
+"""Errors that need no model are found before torch is imported. Oracle: the modules of a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CALLS = """
+import json, sys
+from typer.testing import CliRunner
+from theodolite.cli.app import app
+said = []
+for words in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, words)
+    heavy = [name for name in ("torch", "transformers", "pandas") if name in sys.modules]
+    said.append([result.exit_code, result.stderr, heavy])
+print(json.dumps(said))
+"""
+
+
+def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "taken").write_text("")
+    none, text, taken = (str(tmp_path / name) for name in ("none", "text.txt", "taken"))
+    calls = [
+        (["survey", none], "no checkpoint at"),
+        (["survey", str(tmp_path)], "is no checkpoint"),
+        (["survey", "--corpus", none], "no file or folder"),
+        (["survey", "--corpus", "random", "--per-label", "3"], "has no labels"),
+        (["survey", "--corpus", text, "--label-rows"], "holds no table"),
+        (["survey", "--length", "1"], "no attention to survey"),
+        (["survey", "--contexts", "0"], "above 0"),
+        (["survey", "--out", taken], "exists and is no run"),
+        (["trace", "gpt2", "--dtype", "float7"], "unknown dtype float7"),
+        (["trace", "--corpus", none], "no file or folder"),
+        (["spectra", none], "no checkpoint at"),
+        (["report", none], "no run at"),
+        (["exclude", none], "no run at"),
+        (["prune", "--out", str(tmp_path / "p"), "--method", "nope"], "unknown method nope"),
+        (["prune", "--out", str(tmp_path / "p"), "--format", "nope"], "unknown format nope"),
+        (["prune", "--out", taken], "exists already"),
+        (["prune", "--out", str(tmp_path / "p"), "--corpus", none], "no file or folder"),
+        (["compare", none, "embedded"], "no checkpoint at"),
+        (["compare", "embedded", "embedded", "--corpus", none], "no file or folder"),
+        (["evaluate", none], "no checkpoint at"),
+        (["evaluate", "--corpus", none], "no file or folder"),
+        (["explore", none], "no checkpoint at"),
+        (["explore", "--run", none], "no run at"),
+        (["reproduce", "geometry/tabel1"], "did you mean geometry/table1"),
+        (["reproduce", "geometry/table1", none], "no checkpoint at"),
+        (["reproduce", "geometry/table2", "--other", none], "no file or folder"),
+        (["runs", none], "no folder"),
+    ]
+    words = json.dumps([call for call, _ in calls])
+    process = subprocess.run([sys.executable, "-c", CALLS, words], capture_output=True, text=True, check=True)
+    for (call, says), (status, stderr, heavy) in zip(calls, json.loads(process.stdout), strict=True):
+        assert status == 2, (call, stderr)
+        assert says in " ".join(stderr.split()), (call, stderr)
+        assert not heavy, call

@@ -1,0 +1,144 @@
+"""`theodolite runs`, tables as CSV, and folders of another run. Oracles: what the runs were made with; pandas."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.cli.test_cli import call
+from theodolite.passes.run import TABLES, Run
+from theodolite.system.run_folders import differences
+
+
+@pytest.fixture
+def runs(checkpoint, tmp_path: Path) -> Path:
+    """Two surveys of different length and seed, and a trace."""
+    rows = [
+        {"text": f"row {number} of {label} " * 30, "kind": label} for label in "abc" for number in range(2)
+    ]
+    pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    of = (checkpoint("gpt2"), "--corpus", tmp_path / "rows.jsonl", "--label-column", "kind")
+    folder = tmp_path / "runs"
+    for name, *options in (("one", "--length", 32), ("two", "--length", 24, "--seed", 3)):
+        balanced = ("--per-label", 2, "--out", folder / name)
+        status, _, stderr = call("survey", *of, *options, *balanced)
+        assert status == 0, stderr
+        assert "3 labels with 2 contexts each" in " ".join(stderr.split())
+    status, _, stderr = call("trace", *of, "--length", 32, "--contexts", 4, "--out", folder / "three <b>")
+    assert status == 0, stderr
+    return folder
+
+
+class Links(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.targets += [value for name, value in attributes if tag == "a" and name == "href" and value]
+
+
+def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
+    status, stdout, stderr = call("runs", runs, "--json")
+    assert status == 0, stderr
+    listed = {row["folder"]: row for row in json.loads(stdout)}
+    assert {name: row["kind"] for name, row in listed.items()} == {
+        "one": "survey",
+        "three <b>": "trace",
+        "two": "survey",
+    }
+    assert [listed[name]["length"] for name in ("one", "two")] == [32, 24]
+    assert listed["one"]["per_label"] == 2
+    assert listed["three <b>"]["per_label"] is None
+    assert not {"label_column", "dtype", "torch", "revision"} & set(listed["one"])  # the same in all
+    page = (runs / "index.html").read_text()
+    assert "three &lt;b&gt;" in page
+    targets = [target for target in Links(page).targets if not target.startswith(("#", "http"))]
+    assert targets == ["one/report/index.html", "three%20%3Cb%3E/report/index.html", "two/report/index.html"]
+    (runs / "one" / "run.json").write_text("{")
+    status, stdout, stderr = call("runs", runs)
+    assert status == 0
+    assert "two" in stdout
+    assert "is damaged" in " ".join(stderr.split())
+    assert call("runs", tmp_path / "runs" / "two")[0] == 2
+
+    # A trace's page links what is there.
+    page_of_trace = runs / "three <b>" / "report" / "sinks-trace" / "index.html"
+    for target in Links(page_of_trace.read_text()).targets:
+        if not target.startswith(("#", "http")):
+            assert (page_of_trace.parent / target).is_file(), target
+    index = (runs / "three <b>" / "report" / "index.html").read_text()
+    assert call("report", runs / "three <b>")[0] == 0
+    assert (runs / "three <b>" / "report" / "index.html").read_text() == index  # no link to itself
+
+
+def test_tables_are_exported_as_csv(runs: Path, tmp_path: Path) -> None:
+    assert call("report", runs / "one", "--csv", tmp_path / "csv")[0] == 0
+    run = Run.load(runs / "one")
+    filled = {f"{name}.csv" for name in TABLES if len(getattr(run, name))}
+    assert {file.name for file in (tmp_path / "csv").iterdir()} == filled >= {"layers.csv", "heads.csv"}
+    for name in ("layers", "heads", "constituents"):
+        back = pd.read_csv(tmp_path / "csv" / f"{name}.csv")
+        for column, values in back.select_dtypes("number").items():
+            assert values.to_numpy() == pytest.approx(
+                getattr(run, name)[column].to_numpy(dtype=float), rel=1e-7, nan_ok=True
+            )
+
+
+def test_a_folder_of_another_run_says_which_option_differs(runs: Path, checkpoint, tmp_path: Path) -> None:
+    of = ("--corpus", tmp_path / "rows.jsonl", "--label-column", "kind", "--per-label", 2)
+    again = (*of, "--out", runs / "one")
+    status, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 24, "--seed", 3)
+    assert status == 2
+    assert "(--length 32 there, 24 now; --seed 0 there, 3 now)" in " ".join(stderr.split())
+    _, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 32, "--batch", 3)
+    assert "(--batch 128 there, 3 now)" in " ".join(stderr.split())
+    _, _, stderr = call("survey", checkpoint("llama3"), *again, "--length", 32)
+    assert "options (the model" in " ".join(stderr.split())
+    _, _, stderr = call("trace", checkpoint("gpt2"), *again, "--length", 32)
+    assert "(survey there, trace now" in " ".join(stderr.split())
+    options = ("--corpus", tmp_path / "rows.jsonl", "--length", 32, "--contexts", 4, "--out", runs / "one")
+    _, _, stderr = call("survey", checkpoint("gpt2"), *options)
+    said = " ".join(stderr.split())
+    assert "--contexts 6 there, 4 now" in said
+    assert "--per-label 2 there, not given now" in said
+    assert "--label-column kind there, not given now" in said
+
+
+def test_versions_are_told_apart() -> None:
+    there, now = ({"versions": {"torch": version}, "model": "a"} for version in ("2.9", "2.10"))
+    assert differences(there, now) == "torch 2.9 there, 2.10 now"
+    there, now = ({"batch": batch, "corpus": "a", "stretches": batch == 1} for batch in (0, 1))
+    assert differences(there, now) == "--batch 0 there, 1 now; --stretches not given there, given now"
+
+
+def test_rules_are_not_overwritten(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exclusions.json"
+    out.write_text('{"schema_version": 1, "model": null, "corpus": null, "rules": []}')
+    before = out.read_bytes()
+    status, _, stderr = call("exclude", runs / "one", "--out", out)
+    assert status == 2
+    assert "exists already, with other rules" in " ".join(stderr.split())
+    assert out.read_bytes() == before
+    out.unlink()
+    assert (
+        call("exclude", runs / "one", "--out", out)[0] == call("exclude", runs / "one", "--out", out)[0] == 0
+    )
+
+
+def test_a_second_prompt_has_a_page_of_its_own(checkpoint, tmp_path: Path) -> None:
+    of = ("reproduce", "sinks/figure2", checkpoint("gpt2"), "--out", tmp_path, "--layer", 1, "--head", 2)
+    for prompt in ("one two three four one two three four", "five six five six five six"):
+        status, stdout, stderr = call(*of, "--prompt", prompt, "--json")
+        assert status == 0, stderr
+        assert json.loads(stdout)[0]["provenance"]["asked"] == {"prompt": prompt, "layer": 1, "head": 2}
+    index = (tmp_path / "reproduce" / "index.html").read_text()
+    links = [target for target in Links(index).targets if target.startswith("sinks-figure2-")]
+    assert len(links) == 2
+    assert all((tmp_path / "reproduce" / link).is_file() for link in links)
+    assert "“five six five six five six”, L1H2" in index

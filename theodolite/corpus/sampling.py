@@ -1,0 +1,151 @@
+"""Which of a text's contexts are kept: a seeded sample, or as many of each label. Nothing here knows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from theodolite.errors import UsageError
+
+READ_AHEAD = 4  # a stream is read until it gave this many times the contexts (or labels) asked for
+LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times the contexts
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is asked for.
+
+    Attributes:
+        contexts: at most so many; None: all.
+        per_label: exactly so many contexts of each label, of labels that have them; None: labels do not matter.
+        rows: each label is that of one document: once the next begins, it has all its contexts.
+        streamed: the text may be endless: it is read no further than needed. `contexts` is a number then.
+    """
+
+    contexts: int | None
+    seed: int = 0
+    per_label: int | None = None
+    rows: bool = False
+    streamed: bool = False
+
+    def check(self) -> None:
+        """Raise `UsageError` where nothing could be kept."""
+        if self.contexts is not None and self.contexts < 1:
+            raise UsageError(f"{self.contexts} contexts were asked for: use a number (--contexts) above 0")
+        if self.per_label is not None and self.per_label < 1:
+            raise UsageError(
+                f"{self.per_label} contexts of each label were asked for: use a number (--per-label) above 0"
+            )
+        if self.contexts is not None and self.per_label is not None and self.contexts < self.per_label:
+            raise UsageError(
+                f"{self.contexts} contexts (--contexts) are fewer than the {self.per_label} of one label (--per-label)"
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was kept, in reading order: (label, tokens) each.
+
+    Attributes:
+        too_short: labels left out because they have fewer contexts than asked for of each.
+        longest: the most contexts that any label has, and its name; where no label was kept.
+        not_drawn: labels that have enough, and for which `contexts` left no room.
+    """
+
+    bodies: list[tuple[str | None, np.ndarray]]
+    too_short: int = 0
+    longest: tuple[int, str] = (0, "")
+    not_drawn: int = 0
+
+
+class Reservoir(Generic[Item]):
+    """A uniform sample of `size` without replacement, in memory for `size` (algorithm R); None: everything."""
+
+    def __init__(self, size: int | None, random: np.random.Generator) -> None:
+        self.size, self.random = size, random
+        self.items: list[Item] = []
+        self.seen = 0
+
+    def add(self, item: Item) -> None:
+        """Take in one more."""
+        if self.size is None or self.seen < self.size:
+            self.items.append(item)
+        elif (index := int(self.random.integers(0, self.seen + 1))) < self.size:
+            self.items[index] = item
+        self.seen += 1
+
+
+Body = tuple[int, str | None, np.ndarray]
+"""Position in reading order, label, tokens."""
+
+
+def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sample:
+    """The contexts that `choice` keeps, of all as they are read."""
+    random = np.random.default_rng(choice.seed)
+    entries = (
+        (position, label, np.array(body, dtype=np.int32)) for position, (label, body) in enumerate(bodies)
+    )
+    if choice.per_label is None:
+        most = READ_AHEAD * choice.contexts if choice.streamed and choice.contexts else None
+        reservoir: Reservoir[Body] = Reservoir(choice.contexts, random)
+        for entry in islice(entries, most):
+            reservoir.add(entry)
+        return Sample(_in_order(reservoir.items))
+    labels: Reservoir[list[Body]] = Reservoir(
+        None if choice.contexts is None else choice.contexts // choice.per_label, random
+    )
+    too_short, longest = 0, (0, "")
+    for label, kept in _by_label(entries, choice, random):
+        longest = max(longest, (kept.seen, label), key=lambda of: of[0])
+        if kept.seen < choice.per_label:
+            too_short += 1
+        else:
+            labels.add(kept.items)
+    chosen = [entry for items in labels.items for entry in items]
+    return Sample(_in_order(chosen), too_short, longest, labels.seen - len(labels.items))
+
+
+def _in_order(entries: list[Body]) -> list[tuple[str | None, np.ndarray]]:
+    return [(label, body) for _, label, body in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _by_label(
+    entries: Iterable[Body], choice: Choice, random: np.random.Generator
+) -> Iterator[tuple[str, Reservoir[Body]]]:
+    """Every label with a sample of its contexts; contexts without a label are passed over."""
+    most = enough = None
+    if choice.streamed and choice.contexts and choice.per_label:
+        most, enough = (
+            LABELS_READ_AHEAD * choice.contexts,
+            READ_AHEAD * (choice.contexts // choice.per_label),
+        )
+    reservoirs: dict[str, Reservoir[Body]] = {}
+    complete = 0
+    before: str | None = None
+    for entry in islice(entries, most):
+        label = entry[1]
+        if label is None:
+            continue
+        if choice.rows and before not in (None, label):
+            yield before, reservoirs.pop(before)
+        before = label
+        reservoir = reservoirs.setdefault(label, Reservoir(choice.per_label, random))
+        reservoir.add(entry)
+        complete += reservoir.seen == choice.per_label
+        if complete == enough:
+            break
+    yield from reservoirs.items()
+
+
+def check_length(length: int) -> None:
+    """Raise `UsageError` where a context of so many tokens has no attention."""
+    if length < 2:
+        raise UsageError(
+            f"a context of {length} tokens has no attention to survey: use a length (--length) of at least 4"
+        )

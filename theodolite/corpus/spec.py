@@ -1,0 +1,56 @@
+"""What a text is called on the command line, checked before anything is read or any library of models imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from theodolite.corpus.addition_task import NAME as ADDITION
+from theodolite.corpus.addition_task import digits_of
+from theodolite.corpus.documents import Columns, files_at
+from theodolite.errors import UsageError
+
+DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
+DATASET = "hf:"
+
+KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT)
+
+
+def dataset_of(name: str) -> tuple[str, str, str] | None:
+    """Name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, "" where left out; None for another name.
+
+    Raises:
+        UsageError: it names no data set.
+    """
+    if not name.startswith(DATASET):
+        return None
+    dataset, config, split, *more = [*name.removeprefix(DATASET).split(":"), "", ""]
+    if not dataset or any(more):
+        raise UsageError(
+            f"'{name}' does not name a dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT."
+        )
+    return dataset, config, split
+
+
+def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None = None) -> None:
+    """Refuse a text that is not there, or that does not have what the options say of it.
+
+    Raises:
+        UsageError: no such file, folder, corpus or data set name; columns of what is no table; contexts per label of
+            what has no labels.
+    """
+    columns.described()
+    name = DOCS if spec is None else str(spec)
+    if dataset_of(name) is not None:
+        return
+    unlabelled = name in (HELD_OUT, RANDOM, FEW_SHOT) or digits_of(name) is not None
+    if unlabelled and per_label is not None:
+        raise UsageError(f"{name} has no labels: leave out --per-label")
+    if unlabelled or name in (DOCS, CODE):
+        if columns.labelled:
+            raise UsageError(f"{name} is no table: leave out {columns.labelled}")
+        return
+    if not Path(name).exists():
+        raise UsageError(
+            f"There is no file or folder {name}; give a path, or {', '.join(KEYWORDS)} or hf:NAME."
+        )
+    files_at(name, columns)

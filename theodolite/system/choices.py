@@ -1,0 +1,31 @@
+"""What a few options may be: known here so that a command line knows them before any library of models is imported."""
+
+from __future__ import annotations
+
+from theodolite.errors import UsageError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
+"""Of pruning."""
+
+FORMS = ("merged", "factored")
+"""How a pruned checkpoint is written."""
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise `UsageError` where it is none of `DTYPES`, with or without `torch.` before it."""
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
+
+
+def check_method(method: str) -> None:
+    """Raise `UsageError` where it is none of `METHODS`."""
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method}: use {', '.join(METHODS)}")
+
+
+def check_form(form: str) -> None:
+    """Raise `UsageError` where it is none of `FORMS`."""
+    if form not in FORMS:
+        raise UsageError(f"unknown format {form}: use {' or '.join(FORMS)}")

@@ -1,0 +1,125 @@
+"""What lies in a run folder, as far as `run.json` says: no table or array is read, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from theodolite.errors import UsageError
+
+RUN = "run.json"
+
+OPTIONS = {
+    "name": "--corpus",
+    "length": "--length",
+    "contexts": "--contexts",
+    "seed": "--seed",
+    "label_column": "--label-column",
+    "label_rows": "--label-rows",
+    "per_label": "--per-label",
+    "batch": "--batch",
+    "dtype": "--dtype",
+    "device": "--device",
+    "stretches": "--stretches",
+}
+"""What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether it is a run folder."""
+    return (Path(folder) / RUN).is_file()
+
+
+def check_run(folder: str | Path) -> None:
+    """Raise `UsageError` where it is none."""
+    if not is_run(folder):
+        raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
+
+
+def provenance_at(folder: str | Path) -> dict[str, Any]:
+    """The provenance of a run folder, with its `schema_version` and its `model`.
+
+    Raises:
+        UsageError: no run there, or a damaged one.
+    """
+    check_run(folder)
+    try:
+        provenance = json.loads((Path(folder) / RUN).read_text(encoding="utf-8"))
+        version = int(provenance["schema_version"])
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+    if version < 1 or not isinstance(provenance.get("model"), dict):
+        raise UsageError(f"{folder}/run.json is damaged: run the survey again")
+    result: dict[str, Any] = provenance
+    return result
+
+
+def check_out(out: Path | None) -> None:
+    """Refuse to write a run where something else lies.
+
+    Raises:
+        UsageError: something else lies there.
+    """
+    if out is not None and out.exists() and not is_run(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} exists and is no run: choose another --out")
+
+
+def differences(
+    there: dict[str, Any],
+    now: dict[str, Any],
+    corpus_there: dict[str, Any] | None = None,
+    corpus_now: dict[str, Any] | None = None,
+) -> str:
+    """What differs between two runs, by the names of options: `--length 64 there, 32 now; --seed 0 there, 1 now`.
+
+    Args:
+        there, now: fingerprints.
+        corpus_there, corpus_now: what their provenance says of the corpus, where it is known.
+    """
+    said: dict[str, str] = {}
+    if there.get("model") != now.get("model"):
+        said["model"] = "the model"
+    texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels"))
+    if there.get("corpus") != now.get("corpus"):
+        said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
+    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *_KINDS))
+    if "--length" in said:
+        others.pop("--batch", None)  # its default follows from the length
+    if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):
+        said = {
+            "kind": f"{kind_of({'fingerprint': there})} there, {kind_of({'fingerprint': now})} now"
+        } | said
+    said |= others
+    old, new = (each.get("versions") or {} for each in (there, now))
+    said |= _entries(old, new, ())
+    return "; ".join(said.values()) or "another version of theodolite"
+
+
+_KINDS = {"trace": "trace", "outputs": "head outputs", "heads": "survey of heads"}
+"""Entries of a fingerprint that tell what was made."""
+
+
+def kind_of(provenance: dict[str, Any]) -> str:
+    """What a run is: survey, spectra, trace, or head outputs."""
+    fingerprint = provenance.get("fingerprint") or {}
+    named = (name for key, name in _KINDS.items() if fingerprint.get(key))
+    return next(named, "survey" if "corpus" in fingerprint else "spectra")
+
+
+def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -> dict[str, str]:
+    said = {}
+    for key in dict.fromkeys([*there, *now]):
+        old, new = there.get(key), now.get(key)
+        if key in but or key.startswith("labels_") or old == new:
+            continue
+        option = OPTIONS.get(key, key)
+        simple = all(isinstance(value, str | int | float | None) for value in (old, new))
+        said[option] = f"{option} {_shown(old)} there, {_shown(new)} now" if simple else option
+    return said
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "given" if value else "not given"
+    return str(value)
