@@ -10,7 +10,7 @@ import transformers
 from tests import checkpoints, planted
 from tests.gpu.conftest import TOLERANCE, assert_columns_near, assert_near, bfloat16_copy, random_corpus
 from theodolite.evaluate.perplexity import perplexity
-from theodolite.explore.subject import Subject
+from theodolite.explore.subject import Subject, prompt_ids
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.survey import survey, survey_heads
 from theodolite.sinks.trace import trace_sinks
@@ -47,12 +47,13 @@ def test_a_survey_in_bfloat16_is_that_of_the_cpu(family, checkpoint, device, tmp
     """Oracle: the rounded weights in float64 on the CPU; columns that a flip of one token's rank does not move."""
     folder = bfloat16_copy(checkpoint(family), tmp_path / "half")
     corpus = random_corpus(checkpoints.VOCABULARY)
-    run = survey(open_model(folder, device=device), corpus)
-    assert run.provenance["dtype"] == "bfloat16"
+    model = open_model(folder, device=device)
+    assert model.hf.dtype == torch.bfloat16
+    run = survey(model, corpus)
     expected = survey(open_model(folder, device="cpu", dtype="float64"), corpus)
     for table, columns in (
-        ("heads", ["layer", "head", "entropy", "previous_token", "first_token", "spectral_norm", "trace"]),
-        ("layers", ["layer", "norm", "mean_cosine"]),
+        ("heads", ["layer", "head", "entropy", "previous_token", "trace", "frobenius_squared"]),
+        ("layers", ["layer", "norm", "cosine_previous", "rank_collapse"]),
     ):
         ours, theirs = getattr(run, table), getattr(expected, table)
         assert_columns_near(ours[columns], theirs[columns], TOLERANCE[torch.bfloat16], table)
@@ -83,7 +84,7 @@ def test_perplexity_is_the_loss_of_transformers_on_the_cpu(family, opened_on, ch
 def test_the_explorers_view_is_the_eager_attention_of_the_cpu(family, opened_on, checkpoint):
     model = opened_on(family)
     subject = Subject(family, model, survey_heads(model, random_corpus(checkpoints.VOCABULARY, 32, 6)))
-    ids = model.tokenizer("the cat sat on the mat")["input_ids"]
+    ids = prompt_ids([subject], "the cat sat on the mat")
     eager = transformers.AutoModel.from_pretrained(checkpoint(family), attn_implementation="eager").eval()
     with torch.no_grad():
         attentions = eager(input_ids=torch.tensor([ids]), output_attentions=True).attentions
