@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -48,15 +48,14 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def measured(benchmarks: dict[str, Benchmark], device: str, minutes: float) -> list[dict[str, Any]]:
-    """Every benchmark's ratios and seconds, or why there are none."""
-    results: list[dict[str, Any]] = []
+def measured(benchmarks: dict[str, Benchmark], device: str, minutes: float) -> Iterator[dict[str, Any]]:
+    """Every benchmark's ratios and seconds, or why there are none, as soon as it has ended."""
     began = time.monotonic()
     for name, benchmark in benchmarks.items():
         result: dict[str, Any] = {"name": name, "ratios": [], "error": ""}
-        results.append(result)
         if time.monotonic() - began > 60 * minutes:
             result["error"] = f"left out after {minutes} minutes"
+            yield result
             continue
         print(f"\n{name}", flush=True)
         started = time.monotonic()
@@ -66,7 +65,7 @@ def measured(benchmarks: dict[str, Benchmark], device: str, minutes: float) -> l
             result["error"] = f"{type(error).__name__}: {first_line(error)}"
             print(result["error"], file=sys.stderr)
         result["seconds"] = round(time.monotonic() - started, 1)
-    return results
+        yield result
 
 
 def about(device: str) -> dict[str, Any]:
@@ -89,12 +88,15 @@ def main(folder: Path, page: Path) -> None:
         raise SystemExit(
             "make bench-gpu needs a CUDA device, and PyTorch sees none; `make bench` measures the CPU"
         )
-    result = about("cuda") | {"benchmarks": measured(BENCHMARKS, "cuda", MINUTES)}
+    result: dict[str, Any] = about("cuda") | {"benchmarks": []}
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
-    (folder / f"{slug}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    page.write_text(gpu_page.page(folder))
-    print(f"\nwritten to {folder / slug}.json and {page}")
+    file = folder / f"{slug}.json"
+    for benchmark in measured(BENCHMARKS, "cuda", MINUTES):
+        result["benchmarks"].append(benchmark)
+        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        page.write_text(gpu_page.page(folder))
+    print(f"\nwritten to {file} and {page}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_a_benchmark_that_fails_leaves_the_others(capsys):
     expected = [{"what": "fine on cuda", "median": 2.5, "low": 1.0, "high": 3.0, "budget": 4}]
     assert first["ratios"] == third["ratios"] == expected
     assert (second["ratios"], second["error"]) == ([], "RuntimeError: no such kernel")
-    late = gpu.measured(benchmarks, "cuda", -1)
+    late = list(gpu.measured(benchmarks, "cuda", -1))
     assert [result["error"] for result in late] == ["left out after -1 minutes"] * 3
 
 

@@ -68,7 +68,7 @@ def test_the_penalty_and_its_gradient_are_those_of_dense_matrices(device):
     oracle = checkpoints.build("llama3").double()
     expected = dense_penalty(oracle)
     expected.backward()
-    assert float(penalty) == pytest.approx(float(expected), rel=1e-5)
+    assert penalty.item() == pytest.approx(expected.item(), rel=1e-5)
     for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None:
