@@ -76,7 +76,7 @@ def test_perplexity_is_the_loss_of_transformers_on_the_cpu(family, opened_on, ch
     measured = perplexity(opened_on(family), corpus, batch=5)
     model = open_model(checkpoint(family), device="cpu", dtype="float64").hf
     with torch.no_grad():
-        expected = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in corpus.contexts]
+        expected = [model(input_ids=ids[None], labels=ids[None]).loss.item() for ids in corpus.contexts]
     np.testing.assert_allclose(measured.losses, expected, rtol=1e-4)
 
 

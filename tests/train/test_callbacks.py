@@ -151,9 +151,16 @@ def test_the_terminal_is_spared(tmp_path, capsys):
     assert "geometry" not in printed
 
 
+def without_dropout(trained: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    for module in trained.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return trained
+
+
 def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
     """The model before the first step and after every second one, trained on the rows in order without a Trainer."""
-    trained = model().train()
+    trained = without_dropout(model()).train()
     optimizer = torch.optim.AdamW(trained.parameters(), options["learning_rate"], weight_decay=0.0)
     parts, start = options.get("gradient_accumulation_steps", 1), 0
     models = [copy.deepcopy(trained)]
@@ -179,8 +186,9 @@ def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
 )
 def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
     """Oracle: a plain loop over the same rows under the same option, and the entropy of its own eager attention."""
-    options |= {"train_sampling_strategy": "sequential", "max_steps": 4, "learning_rate": 3e-2}
+    options |= {"train_sampling_strategy": "sequential", "max_steps": 4, "learning_rate": 0.1}
     run = trainer(tmp_path, GeometryCallback(BATCH, every=2), max_grad_norm=0.0, **options)
+    without_dropout(run.model)
     run.train()
     logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 2, 4]
@@ -189,8 +197,8 @@ def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
         with torch.no_grad():
             attention = torch.stack(same.eval()(BATCH, output_attentions=True).attentions)
         expected = torch.special.entr(attention.double()).sum(-1).mean().item()
-        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=2e-6)
-    assert abs(logged[0]["geometry/entropy_mean"] / logged[2]["geometry/entropy_mean"] - 1) > 1e-4
+        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=1e-5)
+    assert abs(logged[0]["geometry/entropy_mean"] / logged[2]["geometry/entropy_mean"] - 1) > 1e-3
 
 
 def test_a_resumed_training_goes_on_with_the_record(tmp_path):

@@ -105,7 +105,7 @@ def test_the_first_steps_by_hand(recipe: AveragingRecipe) -> None:
         done = model(numbers.double(), places)
         targets = [row[place + 1 :].mean() for row, place in zip(numbers[0].double(), places[0], strict=True)]
         loss = (done.output[0] - torch.stack(targets)).square().mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         charged = loss + (sink_penalty(done, places) if recipe.penalised else 0)
         gradients = torch.autograd.grad(charged, parameters)
         length = math.sqrt(sum(float(g.square().sum()) for g in gradients))

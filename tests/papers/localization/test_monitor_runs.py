@@ -136,7 +136,7 @@ def test_the_losses_are_those_of_a_plain_loop(task, learning_rate):
         inputs, targets = task.batch(step - 1, BATCH, 3)
         logits = model(input_ids=inputs).logits.log_softmax(-1)
         loss = -logits.gather(-1, targets[..., None]).mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         model.zero_grad()
         loss.backward()
         rate = learning_rate.rate * min(1, step / learning_rate.warm_up)
