@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint types docs bench clean
+.PHONY: demo test test-gpu lint types docs bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -36,6 +36,11 @@ demo: $(VENV)/package
 test: $(VENV)/developers
 	$(PYTEST) $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
+
+# Skipped without a CUDA device; THEODOLITE_GPU_TESTS_ON=cpu shows there that the tests themselves work.
+test-gpu: export THEODOLITE_GPU_TESTS_ON ?= cuda
+test-gpu: $(VENV)/developers
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/developers
 	$(BIN)/ruff check .
@@ -57,6 +62,10 @@ bench: $(VENV)/developers
 	$(BIN)/python -m benchmarks.monitor
 	$(BIN)/python -m benchmarks.oats
 	$(BIN)/python -m benchmarks.pruned_latency
+
+# Writes benchmarks/results/<device>.json and docs/gpu.md.
+bench-gpu: $(VENV)/developers
+	$(BIN)/python -m benchmarks.gpu
 
 # Not runs/: results are their owner's.
 clean:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.ratios import Ratio, finish, where
 from theodolite.train import Locater
 
 WIDTH, HEADS, VOCABULARY = 768, 12, 1024
@@ -26,7 +27,7 @@ BATCHES = ((1, 512), (2, 512), (8, 512))
 Times = list[tuple[float, float]]
 
 
-def main(layers: int, rounds: int) -> None:
+def main(layers: int = 4, rounds: int = 7, device: str = "cpu") -> list[Ratio]:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers,
@@ -36,15 +37,14 @@ def main(layers: int, rounds: int) -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = GPT2LMHeadModel(config).train()
+    model = GPT2LMHeadModel(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
     locater = Locater(model, scale=1e-3, mean=1e-2)
-    print(
-        f"GPT-2 of {layers} layers, d = {WIDTH}, {HEADS} heads, {torch.get_num_threads()} threads, {rounds} rounds"
-    )
+    print(f"GPT-2 of {layers} layers, d = {WIDTH}, {HEADS} heads, {where(device)}, {rounds} rounds")
     print("contexts × tokens | steps with / without: median (range), processor time | penalty / step")
+    measured = []
     for contexts, length in BATCHES:
-        ids = torch.randint(VOCABULARY, (contexts, length))
+        ids = torch.randint(VOCABULARY, (contexts, length), device=device)
 
         def step(penalised: bool, ids: torch.Tensor = ids) -> None:
             logits = model(input_ids=ids, use_cache=False).logits
@@ -65,7 +65,7 @@ def main(layers: int, rounds: int) -> None:
                 ("with", lambda: step(True)),
                 ("alone", alone),
             ):
-                taken = seconds(work)
+                taken = seconds(work, device)
                 if turn:
                     times[name].append(taken)
         wall, processor = (ratios(times["with"], times["without"], clock) for clock in (0, 1))
@@ -75,16 +75,22 @@ def main(layers: int, rounds: int) -> None:
             f"{statistics.median(processor):.3f} ({min(processor):.3f} to {max(processor):.3f}) | "
             f"{statistics.median(share[0]):.2%}, processor time {statistics.median(share[1]):.2%} (budget 2%)"
         )
+        batch = f"a step of {contexts} × {length}"
+        measured.append(Ratio.of(f"LocAteR: {batch} with / without", wall))
+        measured.append(Ratio.of(f"LocAteR: penalty alone / {batch}", share[0], 0.02))
+    return measured
 
 
 def ratios(these: Times, those: Times, clock: int) -> list[float]:
     return [a[clock] / b[clock] for a, b in zip(these, those, strict=True)]
 
 
-def seconds(work: Callable[[], None]) -> tuple[float, float]:
+def seconds(work: Callable[[], None], device: str) -> tuple[float, float]:
     """Wall and processor seconds."""
+    finish(device)
     wall, processor = time.perf_counter(), time.process_time()
     work()
+    finish(device)
     return time.perf_counter() - wall, time.process_time() - processor
 
 
@@ -92,5 +98,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
     arguments = parser.parse_args()
-    main(arguments.layers, arguments.rounds)
+    main(arguments.layers, arguments.rounds, arguments.device)

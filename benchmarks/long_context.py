@@ -11,12 +11,11 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.ratios import Ratio, seconds
 from theodolite.attention.summary import attention_summary
 
 HEADS, WIDTH = 12, 64
@@ -25,27 +24,20 @@ PAIRS = 3
 MEBI = 2**20
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def peak(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(length: int, device: str) -> None:
+@torch.no_grad()
+def measure(length: int, device: str) -> list[Ratio]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     query, key, value = torch.randn(3, 1, HEADS, length, WIDTH, device=device, dtype=dtype).unbind()
     short = slice(0, 256)
     attention_summary(query[:, :, short], key[:, :, short], value[:, :, short])  # loads what is loaded once
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before = peak(device)
     attention_summary(query, key, value)
     more = peak(device) - before
@@ -59,6 +51,11 @@ def measure(length: int, device: str) -> None:
         f"attention alone; {more / MEBI:.0f} MiB over q, k, v, T×T matrices would take {matrices / MEBI:.0f} MiB",
         flush=True,
     )
+    memory = more / (query.numel() * query.element_size() * 3)
+    return [
+        Ratio.of(f"attention statistics / attention alone, {length:,} tokens", ratios, 1.4),
+        Ratio.of(f"their memory / that of q, k and v, {length:,} tokens", [memory]),
+    ]
 
 
 def main() -> None:
@@ -67,7 +64,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_grad_enabled(False)
     if options.only:
         measure(options.only, options.device)
         return

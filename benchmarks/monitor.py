@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 import transformers
 
+from benchmarks.ratios import Ratio, seconds, where
 from theodolite.train.geometry import GeometryReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
@@ -21,13 +21,7 @@ EVERY, SPECTRA_EVERY = 100, 5
 """Defaults of the monitor."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> list[Ratio]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=768)
@@ -36,7 +30,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
+    options = parser.parse_args(given)
+    device = options.device
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=options.vocabulary,
@@ -46,9 +42,9 @@ def main() -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = transformers.GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randint(options.vocabulary, (options.batch, options.length))
+    batch = torch.randint(options.vocabulary, (options.batch, options.length), device=device)
     reader = GeometryReader(model, torch.randint(options.vocabulary, (CONTEXTS, LENGTH)))
 
     def step() -> None:
@@ -64,11 +60,11 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(options.rounds + 1):
         for name, work in works.items():
-            times[name].append(seconds(work))
+            times[name].append(seconds(work, device))
     steps, looks, spectral = (values[1:] for values in times.values())
     print(
         f"GPT-2 of {options.layers} layers, d = {options.width}, {options.heads} heads; steps of {options.batch} × "
-        f"{options.length} tokens, monitor batch of {CONTEXTS} × {LENGTH}; {torch.get_num_threads()} threads, "
+        f"{options.length} tokens, monitor batch of {CONTEXTS} × {LENGTH}; {where(device)}, "
         f"{options.rounds} rounds in turns"
     )
     print(f"step {statistics.median(steps):.3f} s")
@@ -83,6 +79,11 @@ def main() -> None:
         f"share of time at every = {EVERY}, spectra_every = {SPECTRA_EVERY}: {statistics.median(shares):.2%} "
         f"({min(shares):.2%} to {max(shares):.2%})"
     )
+    of_look = [look / own for look, own in zip(looks, steps, strict=True)]
+    return [
+        Ratio.of("monitor: a look / a training step", of_look),
+        Ratio.of(f"monitor: share of time at every = {EVERY}", shares),
+    ]
 
 
 if __name__ == "__main__":

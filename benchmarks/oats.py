@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.ratios import Ratio, finish, where
 from theodolite.prune import oats
 from theodolite.prune.patterns import largest
 
@@ -24,16 +25,17 @@ SHAPES = ((768, 768), (3072, 768), (768, 3072))
 SPARSITY, RANK_RATIO = 0.5, 0.25
 
 
-def main(iterations: int, rounds: int) -> None:
+def main(iterations: int = 80, rounds: int = 3, device: str = "cpu") -> list[Ratio]:
     print(
         f"sparsity {SPARSITY}, rank ratio {RANK_RATIO}, {iterations} iterations, float32, "
-        f"{torch.get_num_threads()} threads, {rounds} rounds in turns"
+        f"{where(device)}, {rounds} rounds in turns"
     )
     print(
         "outputs × inputs | full SVDs / ours: wall, processor (budget 8) | error ours / full SVDs | by rounding"
     )
+    measured = []
     for outputs, inputs in SHAPES:
-        weight, second_moment = weights(outputs, inputs), moments(inputs)
+        weight, second_moment = weights(outputs, inputs).to(device), moments(inputs).to(device)
         ratios: list[tuple[float, float]] = []
         errors = [0.0, 0.0]
         oats(weight, second_moment, SPARSITY, iterations=1)
@@ -45,10 +47,10 @@ def main(iterations: int, rounds: int) -> None:
             def full(weight: Tensor = weight, second_moment: Tensor = second_moment) -> float:
                 return full_svds(weight, second_moment, iterations)
 
-            (error, *fast), (exact, *slow) = timed(ours), timed(full)
+            (error, *fast), (exact, *slow) = timed(ours, device), timed(full, device)
             errors = [error, exact]
             ratios.append((slow[0] / fast[0], slow[1] / fast[1]))
-        noise = 1 + 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+        noise = 1 + 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).to(device)
         moved = full_svds(weight * noise, second_moment, iterations)
         wall, processor = (spread([ratio[clock] for ratio in ratios]) for clock in (0, 1))
         print(
@@ -56,6 +58,10 @@ def main(iterations: int, rounds: int) -> None:
             f"({errors[0]:.5f}, {errors[1]:.5f}) | {moved / errors[1]:.4f}",
             flush=True,
         )
+        what = f"OATS, {outputs} × {inputs}, {iterations} iterations: full SVDs / ours"
+        measured.append(Ratio.of(what, [ratio[0] for ratio in ratios], 8))
+        measured.append(Ratio.of(f"{what}, error ours / full SVDs", [errors[0] / errors[1]]))
+    return measured
 
 
 def weights(outputs: int, inputs: int) -> Tensor:
@@ -83,10 +89,12 @@ def full_svds(weight: Tensor, second_moment: Tensor, iterations: int) -> float:
     return float(torch.linalg.vector_norm(residual - sparse) / torch.linalg.vector_norm(scaled))
 
 
-def timed(work: Callable[[], float]) -> tuple[float, float, float]:
+def timed(work: Callable[[], float], device: str) -> tuple[float, float, float]:
     """What it gives, and its wall and processor seconds."""
+    finish(device)
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
+    finish(device)
     return result, time.perf_counter() - wall, time.process_time() - processor
 
 
@@ -98,5 +106,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
     arguments = parser.parse_args()
-    main(arguments.iterations, arguments.rounds)
+    main(arguments.iterations, arguments.rounds, arguments.device)

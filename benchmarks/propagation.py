@@ -7,6 +7,7 @@ is timed on a few positions, spread over the context, and its time per position 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks import ratios as timing
+from benchmarks.ratios import Ratio, where
 from theodolite.theory import probability_between, propagation_exact, propagation_exact_head
 from theodolite.theory.propagation import walk_moments
 
@@ -25,16 +28,18 @@ BUDGET = 1.0
 """Seconds of one core for a curve."""
 
 
-def main() -> None:
+def main(device: str) -> list[Ratio]:
     torch.set_num_threads(1)
-    positions = torch.linspace(1, LENGTH, PLAIN_POSITIONS, dtype=torch.float64).round()
-    print(f"d = T = {LENGTH}, 1 thread, float64; plain times scaled from {PLAIN_POSITIONS} positions")
+    positions = torch.linspace(1, LENGTH, PLAIN_POSITIONS, dtype=torch.float64).round().to(device)
+    print(f"d = T = {LENGTH}, {where(device)}, float64; plain times scaled from {PLAIN_POSITIONS} positions")
+    measured = []
     for name, values in spectra().items():
+        values = values.to(device)
         propagation_exact(values, LENGTH, 1.0)
         ours, ratios = [], []
         for _ in range(ROUNDS):
-            ours.append(seconds(partial(propagation_exact, values, LENGTH, 1.0)))
-            each = seconds(partial(every_term, values, positions)) / PLAIN_POSITIONS
+            ours.append(seconds(partial(propagation_exact, values, LENGTH, 1.0), device))
+            each = seconds(partial(every_term, values, positions), device) / PLAIN_POSITIONS
             ratios.append(each * LENGTH / ours[-1])
         curve = propagation_exact(values, LENGTH, 1.0)[positions.long() - 1]
         difference = (curve - every_term(values, positions)).abs().max().item()
@@ -42,10 +47,12 @@ def main() -> None:
             f"{name:28} {statistics.median(ours):7.3f} s (budget {BUDGET:g})"
             f"   plain / ours {statistics.median(ratios):7.0f} ×   difference {difference:7.1e} (budget 1e-9)"
         )
+        measured.append(Ratio.of(f"an exact curve ρ, {name}: plain / ours", ratios))
     generator = torch.Generator().manual_seed(1)
-    w_q, w_k = 0.05 * torch.randn(2, 768, HEAD_WIDTH, generator=generator)
-    times = [seconds(partial(propagation_exact_head, w_q, w_k, LENGTH)) for _ in range(ROUNDS)]
+    w_q, w_k = 0.05 * torch.randn(2, 768, HEAD_WIDTH, generator=generator).to(device)
+    times = [seconds(partial(propagation_exact_head, w_q, w_k, LENGTH), device) for _ in range(ROUNDS)]
     print(f"{f'asymmetric, d_h = {HEAD_WIDTH}':28} {statistics.median(times):7.3f} s (budget {BUDGET:g})")
+    return measured
 
 
 def spectra() -> dict[str, Tensor]:
@@ -71,12 +78,16 @@ def every_term(values: Tensor, positions: Tensor) -> Tensor:
     return probability_between(weights, torch.ones_like(weights[0]), low, low + 1)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Seconds of this process, which other processes on a busy machine do not lengthen."""
+def seconds(work: Callable[[], object], device: str) -> float:
+    """On a CPU, seconds of this process, which other processes on a busy machine do not lengthen."""
+    if device.startswith("cuda"):
+        return timing.seconds(work, device)
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
+    main(parser.parse_args().device)

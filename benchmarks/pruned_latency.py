@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import transformers
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.ratios import Ratio, seconds, where
 from theodolite import Corpus, open_model
 from theodolite.models.structure import backbone
 from theodolite.prune import magnitude, prune_model
@@ -31,17 +31,14 @@ SHAPES = ((1, 1), (1, 128), (8, 128))
 WIDTH, INNER = 768, 3072
 
 
-def main(layers: int, rounds: int, device: str) -> None:
+def main(layers: int = 4, rounds: int = 15, device: str = "cpu") -> list[Ratio]:
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "Sparse CSR tensor support")
-    print(
-        f"{torch.get_num_threads()} threads, {device}, {rounds} rounds in turns; ratios to dense: median (range)"
-    )
-    models(layers, rounds, device)
-    products(rounds, device)
+    print(f"{where(device)}, {rounds} rounds in turns; ratios to dense: median (range)")
+    return models(layers, rounds, device) + products(rounds, device)
 
 
-def models(layers: int, rounds: int, device: str) -> None:
+def models(layers: int, rounds: int, device: str) -> list[Ratio]:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=layers, vocab_size=1024, bos_token_id=None, eos_token_id=None)
     with tempfile.TemporaryDirectory() as place:
@@ -58,13 +55,15 @@ def models(layers: int, rounds: int, device: str) -> None:
     print(
         f"GPT-2 of {layers} layers by OATS; factored files {sizes['factored'] / sizes['dense']:.3f} of the dense"
     )
+    measured = []
     for shape in SHAPES:
         ids = torch.randint(1024, shape, device=device)
         works = {name: forward(backbone(model.hf), ids) for name, model in opened.items()}
-        say(f"{shape[0]} × {shape[1]}", works, rounds, device)
+        measured += say(f"{shape[0]} × {shape[1]}", works, rounds, device)
+    return measured
 
 
-def products(rounds: int, device: str) -> None:
+def products(rounds: int, device: str) -> list[Ratio]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(INNER, WIDTH, generator=generator)
     halved = magnitude(weight, 0.5)
@@ -76,6 +75,7 @@ def products(rounds: int, device: str) -> None:
         kinds["2:4"] = torch.sparse.to_sparse_semi_structured(pairs)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         print(f"2:4 products: not available here ({str(error).splitlines()[0]})")
+    measured = []
     for contexts, tokens in SHAPES:
         rows = torch.randn(contexts * tokens, WIDTH, generator=generator).to(device, dtype)
         dense = weight.to(device, dtype)
@@ -85,14 +85,15 @@ def products(rounds: int, device: str) -> None:
                 works[name] = lambda x=rows, w=sparse: (w @ x.T).T
             else:
                 works[name] = lambda x=rows, w=sparse: functional.linear(x, w)
-        say(f"{len(rows)} rows", works, rounds, device)
+        measured += say(f"{len(rows)} rows", works, rounds, device)
+    return measured
 
 
 def forward(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     return lambda: model(input_ids=ids, use_cache=False)
 
 
-def say(what: str, works: dict[str, Callable[[], object]], rounds: int, device: str) -> None:
+def say(what: str, works: dict[str, Callable[[], object]], rounds: int, device: str) -> list[Ratio]:
     times: dict[str, list[float]] = {name: [] for name in works}
     with torch.inference_mode():
         for turn in range(rounds + 2):
@@ -102,19 +103,13 @@ def say(what: str, works: dict[str, Callable[[], object]], rounds: int, device: 
                     times[name].append(taken)
     dense = times.pop("dense")
     told = [f"{what:>9} | dense {statistics.median(dense) * 1e3:8.2f} ms"]
+    measured = []
     for name, taken in times.items():
         ratios = [a / b for a, b in zip(taken, dense, strict=True)]
         told.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        measured.append(Ratio.of(f"pruned latency, {what}: {name} / dense", ratios))
     print(" | ".join(told))
-
-
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Of one call; on a GPU, until it is done."""
-    started = time.perf_counter()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return measured
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ of ours together, so the dense route is timed on a few heads and its time per he
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from benchmarks.ratios import Ratio, seconds, where
 from theodolite.theory import qk_eigenvalues
 
 LAYERS, HEADS, WIDTH, HEAD_WIDTH = 12, 12, 768, 64
@@ -24,22 +24,20 @@ DENSE_HEADS = 3
 ROUNDS = 5
 
 
-def main() -> None:
-    w_q, w_k = gpt2_sized_weights()
+def main(device: str) -> list[Ratio]:
+    w_q, w_k = (factor.to(device) for factor in gpt2_sized_weights())
     qk_eigenvalues(w_q[0], w_k[0])  # the first call pays for LAPACK's set-up
     ratios, ours, dense = [], [], []
     for _ in range(ROUNDS):
-        ours.append(seconds(lambda: [qk_eigenvalues(*layer) for layer in zip(w_q, w_k, strict=True)]))
-        each = [seconds(partial(dense_eigenvalues, w_q, w_k, head)) for head in range(DENSE_HEADS)]
+        ours.append(seconds(lambda: [qk_eigenvalues(*layer) for layer in zip(w_q, w_k, strict=True)], device))
+        each = [seconds(partial(dense_eigenvalues, w_q, w_k, head), device) for head in range(DENSE_HEADS)]
         dense.append(statistics.mean(each) * LAYERS * HEADS)
         ratios.append(dense[-1] / ours[-1])
     difference = max(
         relative_difference(qk_eigenvalues(w_q[0, head], w_k[0, head]), dense_eigenvalues(w_q, w_k, head))
         for head in range(DENSE_HEADS)
     )
-    print(
-        f"{LAYERS}×{HEADS} heads, d = {WIDTH}, d_h = {HEAD_WIDTH}, {torch.get_num_threads()} threads, float64"
-    )
+    print(f"{LAYERS}×{HEADS} heads, d = {WIDTH}, d_h = {HEAD_WIDTH}, {where(device)}, float64")
     print(f"ours, all heads               {statistics.median(ours):8.3f} s (median of {ROUNDS})")
     print(
         f"dense, all heads              {statistics.median(dense):8.3f} s (scaled from {DENSE_HEADS} heads)"
@@ -49,6 +47,7 @@ def main() -> None:
         f" {max(ratios):.0f})"
     )
     print(f"largest relative difference   {difference:8.1e} (budget 1e-6)")
+    return [Ratio.of("all heads' QK spectra: dense / ours", ratios)]
 
 
 def gpt2_sized_weights() -> tuple[Tensor, Tensor]:
@@ -69,15 +68,11 @@ def relative_difference(ours: Tensor, dense: Tensor) -> float:
     """
     largest = dense[dense.abs().argsort(descending=True)[: len(ours)]]
     distances = (ours[:, None] - largest).abs()
-    rows, columns = linear_sum_assignment(distances.numpy())
+    rows, columns = linear_sum_assignment(distances.cpu().numpy())
     return (distances[rows, columns] / largest[columns].abs()).max().item()
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
+    main(parser.parse_args().device)

@@ -15,13 +15,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
+from benchmarks.ratios import Ratio, seconds, where
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.models.structure import backbone
@@ -34,29 +33,23 @@ LENGTH = 512
 BATCH = 8
 
 
-def gpt2(layers: int = 12, width: int = 768, heads: int = 12) -> OpenModel:
+def gpt2(layers: int = 12, width: int = 768, heads: int = 12, device: str = "cpu") -> OpenModel:
     """A random GPT-2 of the given size, opened from disk like any other."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=layers, n_embd=width, n_head=heads)
     with tempfile.TemporaryDirectory() as folder:
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-        return open_model(folder, device="cpu")
+        return open_model(folder, device=device)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def time_ratios(rounds: int, contexts: int) -> None:
-    model = gpt2()
+def time_ratios(rounds: int, contexts: int, device: str = "cpu") -> list[Ratio]:
+    model = gpt2(device=device)
     corpus = Corpus.random_tokens(50257, LENGTH, contexts)
 
     def bare(module: torch.nn.Module) -> None:
         with torch.inference_mode():
             for ids in corpus.contexts.split(BATCH):
-                module(input_ids=ids, use_cache=False)
+                module(input_ids=ids.to(device), use_cache=False)
 
     def with_statistics() -> None:
         SurveyPass(model, corpus, 0, BATCH).run(Progress(contexts))
@@ -69,13 +62,11 @@ def time_ratios(rounds: int, contexts: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
-            times[name].append(seconds(work))
+            times[name].append(seconds(work, device))
     pairs = list(zip(times["survey"][1:], times["bare"][1:], times["head"][1:], strict=True))
     ratios = [s / b for s, b, _ in pairs]
     tokens = contexts * LENGTH
-    print(
-        f"GPT-2 sizes, {contexts} contexts of {LENGTH}, {torch.get_num_threads()} threads, {rounds} rounds in turns"
-    )
+    print(f"GPT-2 sizes, {contexts} contexts of {LENGTH}, {where(device)}, {rounds} rounds in turns")
     print(f"bare forward pass      {tokens / statistics.median(b for _, b, _ in pairs):8.0f} tokens/s")
     print(f"pass with statistics   {tokens / statistics.median(s for s, _, _ in pairs):8.0f} tokens/s")
     print(
@@ -84,8 +75,29 @@ def time_ratios(rounds: int, contexts: int) -> None:
     )
     print(f"ratio to the forward pass with logits  {statistics.median(s / h for s, _, h in pairs):.3f}")
     few = Corpus.random_tokens(50257, LENGTH, BATCH)
-    whole, part = seconds(lambda: survey(model, few, batch=BATCH)), statistics.median(s for s, _, _ in pairs)
-    print(f"fixed cost of a survey (weights, induction, tables): {whole - part * BATCH / contexts:.1f} s")
+    whole, part = (
+        seconds(lambda: survey(model, few, batch=BATCH), device),
+        statistics.median(s for s, _, _ in pairs),
+    )
+    fixed = whole - part * BATCH / contexts
+    print(f"fixed cost of a survey (weights, induction, tables): {fixed:.1f} s")
+    forward = statistics.median(b for _, b, _ in pairs)
+    return [
+        Ratio.of("survey: pass with statistics / forward pass of the backbone", ratios, 1.2),
+        Ratio.of("survey: pass with statistics / forward pass with logits", [s / h for s, _, h in pairs]),
+        Ratio.of(f"survey: fixed cost / forward pass of {tokens:,} tokens", [fixed / forward]),
+    ]
+
+
+def gpu_memory_ratio(device: str) -> list[Ratio]:
+    """Peak memory of a GPU with a text ten times as long."""
+    model, peaks = gpt2(layers=4, device=device), []
+    for contexts in (8, 80):
+        torch.cuda.reset_peak_memory_stats()
+        survey(model, Corpus.random_tokens(50257, LENGTH, contexts), batch=2)
+        peaks.append(torch.cuda.max_memory_allocated())
+    print(f"peak memory of the GPU, corpus ten times larger: {peaks[1] / peaks[0]:.3f}×  (budget 1.05)")
+    return [Ratio.of("survey: peak memory, text 10× longer", [peaks[1] / peaks[0]], 1.05)]
 
 
 def peak_memory(contexts: int) -> None:
@@ -117,6 +129,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, default=16)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ratios", choices=["command", "library"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -125,11 +138,14 @@ if __name__ == "__main__":
     elif arguments.ratios:
         if arguments.ratios == "command":
             keep_pages()
-        time_ratios(arguments.rounds, arguments.contexts)
+        time_ratios(arguments.rounds, arguments.contexts, arguments.device)
     else:
         for how in ("command", "library"):
             print(f"as a {how}:", flush=True)
             command = [sys.executable, "-m", "benchmarks.survey", "--ratios", how, *sys.argv[1:]]
             subprocess.run(command, check=True)
-        memory_ratio()
+        if arguments.device.startswith("cuda"):
+            gpu_memory_ratio(arguments.device)
+        else:
+            memory_ratio()
         start_up()

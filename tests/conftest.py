@@ -7,8 +7,13 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton kernels are run by its interpreter, on the CPU, where a test asks for them.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests on a GPU have a run of their own (tests/gpu); all others are about the CPU, also where there is a GPU.
+if os.environ.get("THEODOLITE_GPU_TESTS_ON") == "cuda":
+    os.environ.setdefault("TRITON_INTERPRET", "0")
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Triton kernels are run by its interpreter, on the CPU, where a test asks for them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two processes side by side have a core each, and so have the commands that they start.
@@ -20,6 +25,8 @@ import transformers
 
 from tests import checkpoints
 from theodolite.models import OpenModel, open_model
+
+GPU_TESTS_ON = os.environ.get("THEODOLITE_GPU_TESTS_ON", "")
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

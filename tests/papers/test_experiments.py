@@ -219,14 +219,28 @@ def test_bases_overlap_with_themselves_and_with_random_ones_by_chance(run):
 
 @pytest.mark.parametrize("family", ["bert", "llama3", "bloom"])
 def test_small_models_of_other_families_give_every_verdict(opened, family):
-    """Oracle: none for the numbers; no family, short text or missing label may break an experiment."""
+    """No family, short text or missing label may break an experiment.
+
+    Oracle for one that runs the model: hidden states and cosines by transformers itself. Numbers of others have their
+    own tests.
+    """
     model = opened(family)
     corpus = Corpus.random_tokens(model.tokenizer, 40, 8)
-    outcome = Study(survey(model, corpus), model, corpus).outcome(CLAIMS)
+    study = Study(survey(model, corpus), model, corpus)
+    outcome = study.outcome(CLAIMS)
     table = outcome.tables["claims"]
     assert set(table["experiment"]) == {experiment.name for experiment in OF_THE_SURVEY}
     assert len(table) == len(outcome.verdicts)
     assert len(independent(outcome.verdicts)) == sum(int(row.here) for row in outcome.readings)
+    tables = study.outcome(EXPERIMENTS["geometry/figure8"]).tables
+    ids = Corpus.random_tokens(model.tokenizer, 40, 1, study.provenance["seed"]).contexts
+    with torch.no_grad():
+        states = model.hf(input_ids=ids, output_hidden_states=True).hidden_states[:-1]  # the last is normed
+    hidden = [state[0, 1:].double() for state in states]
+    norms = [float(state.norm(dim=-1).mean()) for state in hidden]
+    np.testing.assert_allclose(tables["norms"]["norm"][: len(norms)], norms, rtol=1e-5)
+    cosines = [float(torch.cosine_similarity(hidden[0], state, dim=-1).mean()) for state in hidden]
+    np.testing.assert_allclose(tables["cosines"].iloc[0, : len(cosines)], cosines, atol=1e-5)
 
 
 def test_claims_collect_all_and_say_what_is_missing(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.fft import dctn
+from scipy.stats import norm
 
 from tests import checkpoints, dense
 from theodolite.corpus.corpus import Corpus
@@ -21,7 +23,6 @@ from theodolite.passes.stages import TABLES_TITLE
 from theodolite.passes.survey import TITLES, survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.checksums import read_checked, write_checked
-from theodolite.theory.regimes import regime_margins
 
 LENGTH = 40
 
@@ -182,13 +183,51 @@ def test_entropy_bound_is_near_and_below_nearly_even_attention(family, checkpoin
 
 
 def test_the_margin_of_a_regime_is_how_far_its_name_reaches(opened, corpus):
-    """Oracle: `regime_margins` of the table's own ξ and η, whose tests have oracles of their own."""
+    """Oracle: the curve ρ(θ) scanned with scipy's normal distribution at the table's ξ and η, named by rules written
+    out here; each deciding quantity is moved over its threshold by itself, and the nearest that renames is the margin.
+    """
     run = survey(opened("llama2"), corpus)
     for suffix in ("", "_data"):
-        xi, eta = (run.heads[f"{name}_symmetric{suffix}"].to_numpy() for name in ("xi", "eta"))
-        expected = regime_margins(xi, eta)
-        assert run.heads[f"regime{suffix}"].tolist() == expected.name.tolist()
-        np.testing.assert_allclose(run.heads[f"regime_margin{suffix}"], expected.margin, rtol=1e-9)
+        for head in run.heads.itertuples():
+            xi, eta = (getattr(head, f"{name}_symmetric{suffix}") for name in ("xi", "eta"))
+            quantities = _scanned(xi, eta)
+            name = _regime_of(quantities)
+            assert getattr(head, f"regime{suffix}") == name
+            moves = []
+            for index, threshold in enumerate(THRESHOLDS):
+                there = list(quantities)
+                there[index] = threshold + (1e-9 if quantities[index] < threshold else -1e-9)
+                if _regime_of(there) != name:
+                    moves.append(abs(quantities[index] - threshold))
+            assert getattr(head, f"regime_margin{suffix}") == pytest.approx(min(moves), rel=1e-6)
+
+
+THRESHOLDS = (
+    0.1,
+    0.71,
+    0.5,
+    0.5,
+)  # of the highest ρ, its spread, and ρ at the end and the start over the highest
+
+
+def _scanned(xi: float, eta: float) -> list[float]:
+    """What names a curve: s(θ) is normal about ξη (θ − ½) with variance η² ((θ − ½)² + θ² − θ + ⅓), in units of 1/T."""
+    theta = np.linspace(0, 1, 129)
+    mean = xi * eta * (theta - 0.5)
+    spread = eta * np.sqrt((theta - 0.5) ** 2 + theta**2 - theta + 1 / 3)
+    rho = norm.cdf(1, mean, spread) - norm.cdf(0, mean, spread)
+    return [rho.max(), np.ptp(rho) / rho.max(), rho[-1] / rho.max(), rho[0] / rho.max()]
+
+
+def _regime_of(quantities: Sequence[float]) -> str:
+    highest, spread, late, early = quantities
+    if highest < THRESHOLDS[0]:
+        return "vanishing"
+    if spread <= THRESHOLDS[1]:
+        return "uniform"
+    if late >= THRESHOLDS[2]:
+        return "late-site"
+    return "early-site" if early >= THRESHOLDS[3] else "middle-site"
 
 
 def test_what_follows_from_logits_is_left_open_where_no_matrix_gives_them(opened, corpus):

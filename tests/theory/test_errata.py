@@ -48,11 +48,13 @@ def variance_and_error(values: Tensor) -> tuple[float, float]:
 
 
 def test_lemma_1_variance_at_the_middle() -> None:
-    """T = 200, d = 64, θ = ½, in units of tr(W²)/λ²: 1/12 and not 13/12."""
+    """T = 200, d = 64, θ = ½, in units of tr(W²)/λ²: 1/12 and not 13/12; ours at finite T. Oracle: simulated walks."""
     root = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     matrix = root + root.mT
     matrix = matrix / matrix.norm()
     measured, error = variance_and_error(walk_value(matrix, 100, 200, draws=1500))
+    cross, variance_product = walk_moments(torch.tensor([100.0], dtype=DOUBLE), 200)
+    assert abs(measured - float(variance_product + cross**2)) < 4 * error
     assert abs(measured - 1 / 12) < 4 * error
     assert abs(measured - 13 / 12) > 100 * error
 

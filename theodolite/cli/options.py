@@ -191,7 +191,7 @@ class Text:
         typer.Option(
             help="A file or folder of .txt .md .jsonl .parquet; docs, held-out, code, random, addition or few-shot; or "
             "hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text inside every Python; of evaluate: held-out, its topics "
-            "that the embedded model was not trained on]."
+            "that the embedded model was not trained on].",
             autocompletion=completion.corpora,
         ),
     ] = None

@@ -189,7 +189,7 @@ def test_measures_of_the_construction() -> None:
 
 
 def test_the_trainings_are_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: its own second call, and as many rows as seeds; every figure can be drawn."""
+    """Determinism alone; `test_averaging_training.py` has the training's oracle. As many rows as seeds."""
     monkeypatch.setattr(averaging, "train_averaging", partial(train_averaging, steps=10))
     monkeypatch.setattr(averaging, "RECIPES", {kind: 2 for kind in averaging.RECIPES})
     monkeypatch.setattr(averaging, "HELD_OUT_SEQUENCES", 100)

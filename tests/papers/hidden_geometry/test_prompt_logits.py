@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
@@ -164,9 +165,18 @@ def test_grids_agree_with_the_heads_table(surveyed, family):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bloom", "llama3", "qwen3", "gpt_oss"])
-def test_every_family_gives_its_panels(surveyed, family):
-    """Oracle: none for the numbers; the heads shown are those with the highest scores, the tokens those read."""
+def test_every_family_gives_its_panels(surveyed, checkpoint, family):
+    """Oracle: scores are what transformers' own eager attention pays to the previous token, on the repeated tokens; the
+    heads shown are those with the highest scores, the tokens those read.
+    """
     run, model, corpus = surveyed(family)
+    ids, _ = experiment.repeated_patterns(model, LENGTH, 16, run.provenance["seed"])
+    eager = transformers.AutoModel.from_pretrained(checkpoint(family), attn_implementation="eager").eval()
+    with torch.no_grad():
+        attention = torch.stack(eager(input_ids=ids, output_attentions=True).attentions)
+    previous = attention.diagonal(-1, -2, -1).mean((1, 3))  # (layers, heads)
+    for row in run.attribution.query("pattern == 'previous'").itertuples():
+        assert row.score == pytest.approx(float(previous[row.layer, row.head]), rel=1e-4)
     study = Study(run, model, corpus)
     outcome = study.outcome(EXPERIMENTS["geometry/figure6"])
     top = run.attribution.sort_values("score", ascending=False).groupby("pattern").first()

@@ -1,4 +1,4 @@
-"""Oracles: losses drawn by hand, a training repeated, the tables' own columns."""
+"""Oracles: losses drawn by hand, a training written out, the tables' own columns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from theodolite.papers.localization.monitor_runs import (
     BEHIND,
@@ -19,6 +20,15 @@ from theodolite.papers.localization.monitor_runs import (
     compare_learning_rates,
     rises,
     stalls,
+)
+from theodolite.papers.localization.monitored_training import (
+    BATCH,
+    BETAS,
+    HEADS,
+    LAYERS,
+    WIDTH,
+    gpt2,
+    train_with_monitor,
 )
 from theodolite.papers.training.tasks import Characters
 
@@ -88,7 +98,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Characters:
 
 
 def test_tables_are_whole_and_the_same_again(task):
-    """Oracle: the same call, made twice; numbers of rows by hand."""
+    """Oracle: numbers of rows by hand; that the same call gives the same tables is determinism alone."""
     calls: list[tuple[str, int]] = []
 
     def tables() -> dict[str, pd.DataFrame]:
@@ -112,6 +122,33 @@ def test_tables_are_whole_and_the_same_again(task):
     healthy = first["runs"].iloc[0]
     assert pd.isna(healthy["first_alarm"])
     assert pd.isna(healthy["behind_healthy"])
+
+
+@pytest.mark.parametrize("learning_rate", [LEARNING_RATES[1], LEARNING_RATES[2]], ids=lambda rate: rate.name)
+def test_the_losses_are_those_of_a_plain_loop(task, learning_rate):
+    """Oracle: AdamW written out for the same model and batches, and nobody who looks at it."""
+    run = train_with_monitor(task, learning_rate, seed=3, steps=5, every=2)
+    torch.manual_seed(3)
+    model = gpt2(len(task.characters), LENGTH, LAYERS, HEADS, WIDTH).train()
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    losses = []
+    for step in range(1, 6):
+        inputs, targets = task.batch(step - 1, BATCH, 3)
+        logits = model(input_ids=inputs).logits.log_softmax(-1)
+        loss = -logits.gather(-1, targets[..., None]).mean()
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        rate = learning_rate.rate * min(1, step / learning_rate.warm_up)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                first, second = moments[name]
+                first.lerp_(parameter.grad, 1 - BETAS[0])
+                second.lerp_(parameter.grad.square(), 1 - BETAS[1])
+                size = (second / (1 - BETAS[1] ** step)).sqrt() + 1e-8
+                parameter -= rate * first / (1 - BETAS[0] ** step) / size
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-4)
+    assert run.looks["step"].tolist() == [0, 2, 4]
 
 
 def test_the_pace_warms_up_on_a_line():

@@ -41,7 +41,7 @@ def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: 
 
 
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: its own second call, and as many rows as training runs; every figure can be drawn."""
+    """Determinism alone; `test_monitor_runs.py` has the training's oracle. As many rows as training runs."""
     monkeypatch.setattr(
         monitor_warnings, "compare_learning_rates", partial(compare_learning_rates, steps=8, every=4)
     )

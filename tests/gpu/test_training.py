@@ -1,0 +1,99 @@
+"""The monitor and LocAteR on a GPU, against the CPU in float64."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.gpu.conftest import assert_columns_near
+from tests.train.test_locater import MEAN, SCALE, batch, dense_penalty, examples
+from theodolite.train import GeometryMonitor, Locater
+from theodolite.train.monitor import GeometryWarning
+
+pytestmark = pytest.mark.gpu
+
+IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
+RATE = 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gpt_oss"])
+def test_the_monitor_sees_what_it_sees_on_the_cpu(family, dtype, device):
+    """Oracle: the same weights, rounded to the dtype, in float64 (gpt_oss, whose experts have no float64: float32)."""
+    if family == "gpt_oss" and dtype == torch.bfloat16:
+        pytest.skip("rounding sends tokens to other experts")
+    model = checkpoints.build(family).to(dtype)
+    oracle = copy.deepcopy(model).to(torch.float32 if family == "gpt_oss" else torch.float64)
+    monitors = [GeometryMonitor(m, IDS, every=1) for m in (model.to(device), oracle)]
+    for monitor in monitors:
+        assert monitor(0)
+    ours, theirs = (monitor.last for monitor in monitors)
+    columns = list(theirs.heads.columns)
+    if dtype == torch.bfloat16:
+        columns = ["layer", "head", "entropy", "trace", "spectral_norm"]
+    assert_columns_near(
+        ours.heads[columns], theirs.heads[columns], 5e-2 if dtype == torch.bfloat16 else 5e-4, "heads"
+    )
+    assert next(model.parameters()).device == device
+
+
+def test_the_monitor_warns_at_the_step_at_which_it_does_on_the_cpu(device):
+    """Oracle: the alarms of the CPU's run in float64, as a head's queries grow."""
+
+    def alarms(model: torch.nn.Module) -> list[tuple[int, str, int, int]]:
+        monitor = GeometryMonitor(model, IDS, every=1, spectra_every=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GeometryWarning)
+            for step in range(7):
+                monitor(step)
+                with torch.no_grad():
+                    model.transformer.h[0].attn.c_attn.weight[:, 8:16] *= 8
+        return [(a.step, a.kind, a.layer, a.head) for a in monitor.alarms]
+
+    expected = alarms(checkpoints.build("gpt2").double())
+    assert expected
+    assert alarms(checkpoints.build("gpt2").to(device)) == expected
+
+
+def test_the_penalty_and_its_gradient_are_those_of_dense_matrices(device):
+    """Oracle: d×d matrices and autograd through them, float64, on the CPU."""
+    model = checkpoints.build("llama3").to(device)
+    penalty = Locater(model, SCALE, MEAN)()
+    assert penalty.device == device
+    penalty.backward()
+    oracle = checkpoints.build("llama3").double()
+    expected = dense_penalty(oracle)
+    expected.backward()
+    assert penalty.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(
+                ours.grad.cpu().double(), theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max())
+            )
+
+
+def test_a_training_with_the_penalty_takes_the_steps_of_the_cpu(device):
+    """Oracle: plain gradient descent on the CPU in float64, with the d×d penalty."""
+    data = batch(examples(4))
+    model = checkpoints.build("llama3").to(device)
+    oracle = checkpoints.build("llama3").double()
+    locater = Locater(model, SCALE, MEAN)
+    penalties = {model: locater, oracle: lambda: dense_penalty(oracle)}
+    for trained, penalty in penalties.items():
+        optimizer = torch.optim.SGD(trained.parameters(), RATE)
+        there = {name: values.to(trained.device) for name, values in data.items()}
+        for _ in range(3):
+            (trained(**there, use_cache=False).loss + penalty()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    start = dict(checkpoints.build("llama3").named_parameters())
+    for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        moved = (theirs.detach() - start[name].double()).abs().max()
+        torch.testing.assert_close(
+            ours.detach().cpu().double(), theirs.detach(), rtol=1e-5, atol=1e-3 * float(moved) + 1e-7
+        )

@@ -1,0 +1,80 @@
+"""`make bench-gpu`: what it records, the page that it writes, and its refusal. No test is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.ratios import Ratio
+from tools import gpu_page
+
+
+def test_without_a_gpu_it_refuses_in_one_line():
+    """Oracle: the process's own streams; conftest hides GPUs."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip().splitlines() == [
+        "make bench-gpu needs a CUDA device, and PyTorch sees none; `make bench` measures the CPU"
+    ]
+
+
+def test_a_benchmark_that_fails_leaves_the_others(capsys):
+    """Oracle: three benchmarks by hand; after their minutes nothing begins."""
+
+    def broken(device: str) -> list[Ratio]:
+        raise RuntimeError("no such kernel\nand more lines")
+
+    def fine(device: str) -> list[Ratio]:
+        return [Ratio.of(f"fine on {device}", [3.0, 1.0, 2.5], 4)]
+
+    benchmarks = {"fine": fine, "broken": broken, "again": fine}
+    first, second, third = gpu.measured(benchmarks, "cuda", 1)
+    expected = [{"what": "fine on cuda", "median": 2.5, "low": 1.0, "high": 3.0, "budget": 4}]
+    assert first["ratios"] == third["ratios"] == expected
+    assert (second["ratios"], second["error"]) == ([], "RuntimeError: no such kernel")
+    late = list(gpu.measured(benchmarks, "cuda", -1))
+    assert [result["error"] for result in late] == ["left out after -1 minutes"] * 3
+
+
+def test_the_page_shows_what_was_measured(tmp_path):
+    """Oracle: a result by hand."""
+    ratios = [
+        {"what": "dense / ours", "median": 307.4, "low": 290.0, "high": 1310.2, "budget": None},
+        {"what": "survey / forward", "median": 1.1234, "low": 1.0, "high": 1.25, "budget": 1.2},
+    ]
+    result = {
+        "device": "NVIDIA X100",
+        "memory_gib": 80,
+        "date": "2027-01-02",
+        "versions": {"CUDA": "13.0", "torch": "2.9"},
+        "benchmarks": [
+            {"name": "spectra", "ratios": ratios, "error": ""},
+            {"name": "oats", "ratios": [], "error": "RuntimeError: out of luck"},
+        ],
+    }
+    (tmp_path / "nvidia-x100.json").write_text(json.dumps(result))
+    page = gpu_page.page(tmp_path)
+    assert "## NVIDIA X100\n\nMeasured on 2027-01-02; 80 GiB of memory; CUDA 13.0, torch 2.9." in page
+    assert "| dense / ours | 307 | 290 to 1,310 |  |\n| survey / forward | 1.12 | 1 to 1.25 | 1.2 |\n" in page
+    assert "\n\n- `oats` was not measured: RuntimeError: out of luck\n" in page
+    assert "No GPU has been measured" not in page
+
+
+def test_the_page_says_what_is_committed():
+    """Oracle: whether there are results at all; and the page is theirs."""
+    text = gpu_page.PAGE.read_text()
+    assert text == gpu_page.page(), "run python -m tools.gpu_page"
+    assert ("No GPU has been measured yet" in text) == (not list(gpu_page.RESULTS.glob("*.json")))
+
+
+@pytest.mark.parametrize("name", sorted(gpu.BENCHMARKS))
+def test_the_gpu_takes_every_benchmark_of_make_bench(name):
+    """Oracle: the Makefile's lines."""
+    makefile = (gpu_page.ROOT / "Makefile").read_text()
+    assert f"-m benchmarks.{name}\n" in makefile
+    assert makefile.count("-m benchmarks.") == len(gpu.BENCHMARKS) + 1  # and benchmarks.gpu
