@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,13 @@ class Survival:
     def count(self, status: str) -> int:
         """How many units have this status."""
         return int((self.table["status"] == status).sum())
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its line in the table of all parts."""
+        counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
+        beyond = {"by_chance": self.by_chance, "left": self.left}
+        return {"part": self.name, "answer": self.answer} | counts | beyond
 
     @property
     def decided(self) -> int:
