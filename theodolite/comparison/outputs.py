@@ -19,7 +19,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.comparison.survival import LOST, NAMED, SURVIVED, Survival, changes, statuses
+from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
@@ -38,7 +38,7 @@ from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 from theodolite.report.data import evenly
-from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
+from theodolite.system.wording import counted, head_name, number, percent, with_error
 
 NAME = "head outputs"
 
@@ -273,10 +273,7 @@ def _sentence(part: Survival) -> str:
         f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
         f"median relative difference is {number(float(median))}"
     ]
-    lost = table[table["status"] == LOST].sort_values("after", kind="stable")
-    if len(lost):
-        clauses.append(f"lost: {listed([_described_head(row) for _, row in lost.iterrows()], NAMED)}")
-    return "; ".join(clauses) + "."
+    return "; ".join(clauses + part.named(LOST, _described_head, table["after"])) + "."
 
 
 def _described_head(row: pd.Series) -> str:
