@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,23 +135,15 @@ class _Passes:
     def read(self, model: OpenModel) -> Corpus:
         return self.text.read(model)
 
-    def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
+    def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
+        from theodolite.comparison.outputs import read_outputs
         from theodolite.passes.survey import survey
-
-        folder = self.folder / candidate.folder
-        with bars(self.stopped, of=candidate.name) as show:
-            return survey(model, corpus, folder, batch=self.batch, seed=self.text.seed, show_progress=show)
-
-    def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
         from theodolite.sinks.trace import trace_sinks
 
-        folder = self.folder / f"{candidate.folder}-sinks"
-        with bars(self.stopped, of=candidate.name) as show:
-            return trace_sinks(model, corpus, folder, batch=self.batch, show_progress=show)
+        def run(read: Callable[..., Run], ending: str) -> Run:
+            with bars(self.stopped, of=candidate.name) as show:
+                folder = self.folder / f"{candidate.folder}{ending}"
+                return read(model, corpus, folder, batch=self.batch, show_progress=show)
 
-    def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
-        from theodolite.comparison.outputs import read_outputs
-
-        folder = self.folder / f"{candidate.folder}-outputs"
-        with bars(self.stopped, of=candidate.name) as show:
-            return read_outputs(model, corpus, folder, batch=self.batch, show_progress=show)
+        seeded = functools.partial(survey, seed=self.text.seed)
+        return run(seeded, ""), run(trace_sinks, "-sinks"), run(read_outputs, "-outputs")

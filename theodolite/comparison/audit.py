@@ -17,7 +17,7 @@ import theodolite.comparison.outputs as outputs
 import theodolite.comparison.sinks as sinks
 import theodolite.comparison.stream as stream
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Survival
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, Survival
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART, OPEN, Answer, combined
 from theodolite.passes.run import Run
@@ -89,18 +89,7 @@ class Audit:
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
         """`parts`, the counts of each part, `loss`, and each part's own table by its name, with underscores."""
-        counts = pd.DataFrame(
-            {
-                "part": [part.name for part in self.parts],
-                "answer": [part.answer for part in self.parts],
-                "survived": [part.count(SURVIVED) for part in self.parts],
-                "lost": [part.count(LOST) for part in self.parts],
-                "new": [part.count(NEW) for part in self.parts],
-                "undecided": [part.count(UNDECIDED) for part in self.parts],
-                "by_chance": [part.by_chance for part in self.parts],
-                "left": [part.left for part in self.parts],
-            }
-        )
+        counts = pd.DataFrame([part.row for part in self.parts])
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
         return {"parts": counts} | loss | {part.name.replace(" ", "_"): part.table for part in self.parts}
 
@@ -136,26 +125,26 @@ def compare(
         )
     if names is not None and len(names) != 2:
         raise UsageError(f"two models are compared, and names has {len(names)}: give two")
-    if (reference_trace is None) != (other_trace is None):
-        raise UsageError("tags are compared between two traces: give both or neither")
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
-    model_names = names or (name_of(reference), name_of(other))
-    outputs_pair = list(outputs_of or ())
-    _check([reference, other], traces, outputs_pair, model_names)
+    if len(traces) == 1:
+        raise UsageError("tags are compared between two traces: give both or neither")
+    written = list(outputs_of or ())
+    names = names or (name_of(reference), name_of(other))
+    _check(names, [reference, other], traces, written)
     parts = (
         sinks.sinks(reference, other),
         *([sinks.tags(*traces)] if traces else []),
         stream.outlier_dimensions(reference, other),
         stream.massive_activations(reference, other),
         stream.positions(reference, other),
-        *([outputs.head_outputs(*outputs_pair)] if outputs_pair else []),
+        *([outputs.head_outputs(*written)] if written else []),
         heads.entropies(reference, other),
         heads.head_types(reference, other),
         heads.spectra(reference, other),
     )
-    runs = {name: run.provenance for name, run in zip(model_names, (reference, other), strict=True)}
-    loss = outputs.loss(*outputs_pair) if outputs_pair else None
-    return Audit(*model_names, parts, summarise(parts, model_names[1], loss), runs, loss)
+    runs = {names[0]: reference.provenance, names[1]: other.provenance}
+    loss = outputs.loss(*written) if written else None
+    return Audit(*names, parts, summarise(parts, names[1], loss), runs, loss)
 
 
 def name_of(run: Run) -> str:
@@ -164,41 +153,52 @@ def name_of(run: Run) -> str:
     return " under ".join([str(run.provenance["model"]["id"]), *(str(edit) for edit in edits)])
 
 
-def _check(surveys: list[Run], traces: list[Run], outputs_pair: list[Run], names: tuple[str, str]) -> None:
+def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
-    for run, name in zip(surveys, names, strict=True):
-        if run.is_trace:
-            raise UsageError(
-                f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
-            )
-        if run.is_outputs:
-            raise UsageError(
-                f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
-            )
-        if not run.provenance.get("corpus"):
-            raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    for run, name in zip(traces, names, strict=False):
-        if not run.is_trace:
-            raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
-    for run, name in zip(outputs_pair, names, strict=False):
-        if not run.is_outputs:
-            raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
+    for runs, is_wrong, why in (
+        (
+            surveys,
+            lambda run: run.is_trace,
+            "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
+        ),
+        (
+            surveys,
+            lambda run: run.is_outputs,
+            "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
+        ),
+        (
+            surveys,
+            lambda run: not run.provenance.get("corpus"),
+            "these are spectra of weights only; give a survey of a text",
+        ),
+        (traces, lambda run: not run.is_trace, "this is not a trace of sinks; `theodolite trace` makes one"),
+        (
+            written,
+            lambda run: not run.is_outputs,
+            "these are not outputs of heads; `comparison.read_outputs` makes them",
+        ),
+    ):
+        for name, run in zip(names, runs, strict=False):
+            if is_wrong(run):
+                raise UsageError(f"{name}: {why}")
     first = surveys[0].provenance
-    for run, name in zip([*surveys, *traces, *outputs_pair], names * 3, strict=False):
+    for name, run in zip(names * 3, [*surveys, *traces, *written], strict=False):
         refuse_shapes((names[0], shape_of(first)), (name, shape_of(run.provenance)))
         if run.provenance["corpus"]["sha256"] != first["corpus"]["sha256"]:
             raise UsageError(
                 f"{name} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
                 "and --contexts; models with different tokenizers cannot be compared"
             )
-    for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", outputs_pair)):
-        for survey, run, name in zip(surveys, companions, names, strict=False):
-            models = [source.provenance["model"]["sha256"] for source in (survey, run)]
-            edits = [provenance(source, "fingerprint", "edits") for source in (survey, run)]
-            if models[0] != models[1] or edits[0] != edits[1]:
+    for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", written)):
+        for name, survey, run in zip(names, surveys, companions, strict=False):
+            if _model_and_edits(survey) != _model_and_edits(run):
                 raise UsageError(
                     f"{name}: its {noun} {verb} of another model than the survey: make the {noun} again"
                 )
+
+
+def _model_and_edits(run: Run) -> tuple[object, object]:
+    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "edits")
 
 
 def shape_of(provenance: Mapping[str, Any]) -> dict[str, object]:
@@ -222,8 +222,7 @@ def refuse_shapes(first: tuple[str, dict[str, object]], second: tuple[str, dict[
 
 def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
     """What survived and what did not, the heads hit hardest, the loss, and what was not compared."""
-    same = loss is None or loss.unchanged
-    clauses = [_verdict(parts, other, same)]
+    clauses = [_verdict(parts, other, loss is None or loss.unchanged)]
     if hardest := hit_hardest(parts):
         clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
     if loss is not None:
@@ -248,12 +247,9 @@ def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
         groups[VERBS[part.answer]].append(f"its {part.name} ({part.count(SURVIVED)} of {part.decided})")
     clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
     text = f"{other} {'; it '.join(clauses)}"
-    new_units = [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]
-    if new_units:
+    if new_units := [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]:
         text += f"; it has {listed(new_units, 9)}"
-    if answer == HOLDS:
-        text = f"Everything survives: {text}"
-    return f"{text}."
+    return f"Everything survives: {text}." if answer == HOLDS else f"{text}."
 
 
 def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
@@ -261,18 +257,19 @@ def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.
     """
-    lost: dict[tuple[int, int], list[str]] = {}
-    for part in parts:
-        if part.name in OF_HEADS:
-            rows = part.table[part.table["status"] == LOST]
-            for layer, head in sorted(set(zip(rows["layer"], rows["head"], strict=True))):
-                lost.setdefault((int(layer), int(head)), []).append(part.name)
-    lost = {head: names for head, names in lost.items() if len(names) >= LEAST_PARTS or outputs.NAME in names}
-    most_parts = max(map(len, lost.values()), default=0)
-    hardest = [(head, names) for head, names in sorted(lost.items()) if len(names) == most_parts]
+    tables = [
+        part.table.loc[part.table["status"] == LOST, ["layer", "head"]]
+        .drop_duplicates()
+        .assign(part=part.name)
+        for part in parts
+        if part.name in OF_HEADS
+    ]
+    names_of = pd.concat(tables).groupby(["layer", "head"])["part"].agg(list)
+    names_of = names_of[[len(names) >= LEAST_PARTS or outputs.NAME in names for names in names_of]]
+    hardest = names_of[names_of.map(len) == names_of.map(len).max()]
     if len(hardest) > MOST_HARDEST:
         return []
-    return [f"{head_name(*head)} ({listed(names, len(OF_HEADS))})" for head, names in hardest]
+    return [f"{head_name(*head)} ({listed(names, len(OF_HEADS))})" for head, names in hardest.items()]
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, int] | None:
@@ -286,14 +283,15 @@ def most_lost(audits: Sequence[Audit], layer: int | None = None) -> tuple[int, i
         ("tags", "tagged_before", False),
         ("sinks", "before", False),
     ):
-        tables = [part.table for audit in audits for part in audit.parts if part.name == name]
-        rows = pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "head", column, "status"])
-        if only_lost:
-            rows = rows[rows["status"] == LOST]
-        if layer is not None:
-            rows = rows[rows["layer"] == layer]
-        sums = rows.groupby(["layer", "head"])[column].sum()
-        if len(sums) and sums.max() > 0:
-            layer_of_most, head_of_most = sums.idxmax()
-            return int(layer_of_most), int(head_of_most)
+        tables = [
+            part.table for audit in audits for part in audit.parts if part.name == name and len(part.table)
+        ]
+        if not tables:
+            continue
+        rows = pd.concat(tables)
+        rows = rows[(rows["status"] == LOST) | (not only_lost)]
+        sums = rows[(rows["layer"] == layer) | (layer is None)].groupby(["layer", "head"])[column].sum()
+        if sums.max() > 0:
+            layer, head = sums.idxmax()
+            return int(layer), int(head)
     return None

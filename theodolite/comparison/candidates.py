@@ -37,10 +37,6 @@ Result = TypeVar("Result")
 Edit = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
 
 
-def _untouched(model: OpenModel) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A model, or a model under an intervention.
@@ -57,7 +53,7 @@ class Candidate:
     name: str
     folder: str
     source: str
-    edit: Edit = _untouched
+    edit: Edit = lambda model: nullcontext()
     against: int = 0
     layer: int | None = None
 
@@ -75,13 +71,10 @@ class Measured:
 
 def candidates_of(sources: Sequence[str]) -> list[Candidate]:
     """One per checkpoint, named by the last part of its path, numbered where two share a name."""
-    candidates: list[Candidate] = []
-    for source in sources:
-        short = Path(source).name or source
-        same_name = sum(Path(candidate.source).name == Path(source).name for candidate in candidates)
-        name = f"{short}-{same_name + 1}" if same_name else short
-        candidates.append(Candidate(name, name, source))
-    return candidates
+    shorts = [Path(source).name or source for source in sources]
+    counts = [shorts[: place + 1].count(short) for place, short in enumerate(shorts)]
+    names = [f"{short}-{count}" if count > 1 else short for short, count in zip(shorts, counts, strict=True)]
+    return [Candidate(name, name, source) for name, source in zip(names, sources, strict=True)]
 
 
 def without_term(place: int, candidate: Candidate, layer: int, rank: int | None) -> list[Candidate]:
@@ -137,7 +130,7 @@ def low_rank_factors(source: str, layer: int) -> Factors | None:
 
 
 class Work(Protocol):
-    """How a candidate is opened, reads a text, is surveyed, traced, and asked what its heads write."""
+    """How a candidate is opened and reads a text, and what is measured of it there."""
 
     def opened(self, source: str) -> OpenModel:
         """The checkpoint, opened."""
@@ -145,14 +138,8 @@ class Work(Protocol):
     def read(self, model: OpenModel) -> Corpus:
         """The text, as the model's own tokens."""
 
-    def survey(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
-        """The survey, or the finished one."""
-
-    def trace(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
-        """The trace, or the finished one."""
-
-    def outputs(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> Run:
-        """What its heads write and how well it predicts, or the finished one."""
+    def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
+        """Its survey, its trace, and what its heads write and how well it predicts; finished ones as they are."""
 
 
 def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int | None) -> None:
@@ -165,13 +152,13 @@ def check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int 
         UsageError: models of several shapes, or that read the text as different tokens; no such layer, head, rank or
             low-rank term; a prompt that a model cannot read.
     """
-    shapes_and_tokens: list[tuple[dict[str, object], str]] = []
+    first: list[tuple[dict[str, object], str]] = []
 
     def check_one(candidate: Candidate, model: OpenModel) -> None:
-        shapes_and_tokens.append((shape_of(describe_model(model)), work.read(model).sha256))
-        shape, tokens = shapes_and_tokens[-1]
-        refuse_shapes((candidates[0].name, shapes_and_tokens[0][0]), (candidate.name, shape))
-        if tokens != shapes_and_tokens[0][1]:
+        shape, tokens = shape_of(describe_model(model)), work.read(model).sha256
+        first.append((shape, tokens))
+        refuse_shapes((candidates[0].name, first[0][0]), (candidate.name, shape))
+        if tokens != first[0][1]:
             raise UsageError(
                 f"{candidate.name} and {candidates[0].name} read this text as different tokens: only models with one "
                 "tokenizer and enough positions for the same --length can be compared"
@@ -193,14 +180,7 @@ def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
     def measure_one(candidate: Candidate, model: OpenModel) -> Measured:
         corpus = work.read(model)
         with candidate.edit(model) as taken:
-            candidate_and_text = (candidate, model, corpus)
-            return Measured(
-                candidate,
-                work.survey(*candidate_and_text),
-                work.trace(*candidate_and_text),
-                work.outputs(*candidate_and_text),
-                taken,
-            )
+            return Measured(candidate, *work.measured(candidate, model, corpus), taken)
 
     return _for_each(candidates, work.opened, measure_one)
 
@@ -208,7 +188,10 @@ def measure(candidates: Sequence[Candidate], work: Work) -> list[Measured]:
 def _for_each(
     candidates: Sequence[Candidate], opened: Open, measure_one: Callable[[Candidate, OpenModel], Result]
 ) -> list[Result]:
-    """What `work` gives for every candidate; neighbours of one checkpoint share it, and it is gone before the next."""
+    """What `measure_one` gives for every candidate; neighbours of one checkpoint share it.
+
+    It is gone before the next is opened.
+    """
 
     def on_model(model: OpenModel, group: Iterable[Candidate]) -> list[Result]:
         return [measure_one(candidate, model) for candidate in group]
@@ -243,7 +226,6 @@ def trace_head(
         with candidate.edit(model):
             return trace_prompt(model, ids, layer, head)
 
-    traces = _for_each(candidates, opened, trace_one)
-    return HeadOnPrompt(
-        layer, head, tokens, {c.name: trace for c, trace in zip(candidates, traces, strict=True)}
-    )
+    names = [candidate.name for candidate in candidates]
+    traces = dict(zip(names, _for_each(candidates, opened, trace_one), strict=True))
+    return HeadOnPrompt(layer, head, tokens, traces)

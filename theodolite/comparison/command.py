@@ -54,22 +54,20 @@ def compare_folders(folders: Sequence[str]) -> Compared:
         UsageError: two runs that cannot be compared, and why.
     """
     names = [candidate.name for candidate in candidates_of(folders)]
-    runs = [Run.load(folder) for folder in folders]
-    traces, written = (_runs_ending_in(folders, ending) for ending in ("sinks", "outputs"))
+    runs, traces, written = (_runs_ending_in(folders, ending) for ending in ("", "-sinks", "-outputs"))
     audits = []
-    for index in range(1, len(runs)):
-        pair = [traces[0], traces[index]] if traces else []
-        outputs = (written[0], written[index]) if written else None
+    for place in range(1, len(runs)):
+        pairs = [(each[0], each[place]) if each else () for each in (runs, traces, written)]
         audits.append(
-            compare(runs[0], runs[index], *pair, outputs_of=outputs, names=(names[0], names[index]))
+            compare(*pairs[0], *pairs[1], outputs_of=pairs[2] or None, names=(names[0], names[place]))
         )
     return Compared(audits, outcome(audits), runs[0])
 
 
 def _runs_ending_in(folders: Sequence[str], ending: str) -> list[Run]:
-    """The runs called FOLDER-ending, if every folder has one."""
-    folders_of_kind = [Path(f"{Path(folder)}-{ending}") for folder in folders]
-    return [Run.load(folder) for folder in folders_of_kind] if all(map(is_run, folders_of_kind)) else []
+    """The runs called FOLDER and the ending, if every folder has one; without an ending every folder must."""
+    paths = [Path(f"{Path(folder)}{ending}") for folder in folders]
+    return [Run.load(path) for path in paths] if all(map(is_run, paths)) or not ending else []
 
 
 def compare_models(
@@ -103,11 +101,10 @@ def compare_models(
         outputs = (reference.outputs, other.outputs)
         runs = (reference.run, other.run, reference.trace, other.trace)
         audits.append(compare(*runs, outputs_of=outputs, names=names))
-    head_to_trace = None if focus.layer is None or focus.head is None else (focus.layer, focus.head)
-    head_to_trace = head_to_trace or most_lost(audits, layer)
-    traced = (
-        None if head_to_trace is None else trace_head(candidates, work.opened, focus.prompt, *head_to_trace)
-    )
+    head = most_lost(audits, layer)
+    if focus.layer is not None and focus.head is not None:
+        head = focus.layer, focus.head
+    traced = None if head is None else trace_head(candidates, work.opened, focus.prompt, *head)
     return Compared(audits, outcome(audits, measured, traced), measured[0].run)
 
 
@@ -120,12 +117,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
             "answer": audit.answer,
             "summary": audit.summary,
             "parts": [
-                {
-                    "name": part.name,
-                    "answer": part.answer,
-                    "criterion": part.criterion,
-                    "sentence": part.sentence,
-                }
+                {name: getattr(part, name) for name in ("name", "answer", "criterion", "sentence")}
                 for part in audit.parts
             ],
         }
@@ -155,8 +147,9 @@ def show(compared: Compared, console: Console) -> None:
     """Print, for each pair, the summary, a table of the parts, and a sentence on each."""
     for audit in compared.audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
-        mark = MARKS[audit.answer]
-        console.print(f"\n{mark} [bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False)
+        console.print(
+            f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {escape(harmless(audit.summary))}", highlight=False
+        )
         console.print(_counts(audit))
         for part in audit.parts:
             console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)

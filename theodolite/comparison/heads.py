@@ -10,7 +10,7 @@ import pandas as pd
 from theodolite.comparison.survival import (
     HALF,
     LOST,
-    NAMED,
+    NEW,
     SURVIVED,
     Flags,
     Survival,
@@ -90,12 +90,7 @@ def _entropies_sentence(part: Survival, contexts: int) -> str:
         f"{number(table['before'].mean())} → {number(table['after'].mean())} nats, propagation "
         f"{percent(table['propagation_before'].mean())} → {percent(table['propagation_after'].mean())}"
     ]
-    lost = table[table["status"] == LOST]
-    if len(lost):
-        order = lost["difference"].abs().sort_values(ascending=False, kind="stable").index
-        clauses.append(
-            f"largest changes: {listed([_entropy_change(row) for _, row in lost.loc[order].iterrows()], NAMED)}"
-        )
+    clauses += part.named(LOST, _entropy_change, -table["difference"].abs(), "largest changes")
     return "; ".join(clauses) + "."
 
 
@@ -133,15 +128,13 @@ def _types_sentence(part: Survival) -> str:
         ]
         return f"All head roles survive, unchanged: {listed(survivors, len(ROLES))}."
     none = "No head of the reference has a role: no score reaches its threshold"
-    return "; ".join([part.counts() if part.decided else none, *part.named(_role_changes)]) + "."
+    clauses = [part.counts() if part.decided else none]
+    return "; ".join(clauses + part.named(LOST, _role_change) + part.named(NEW, _role_change)) + "."
 
 
-def _role_changes(rows: pd.DataFrame) -> list[str]:
-    return [
-        f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} "
-        f"({number(row['before'], 2)} → {number(row['after'], 2)})"
-        for _, row in rows.iterrows()
-    ]
+def _role_change(row: pd.Series) -> str:
+    change = f"{number(row['before'], 2)} → {number(row['after'], 2)}"
+    return f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} ({change})"
 
 
 def spectra(reference: Run, other: Run) -> Survival:
@@ -179,9 +172,8 @@ def _spectra_sentence(part: Survival) -> str:
         return "No head has a W_QK to compare: queries and keys are not affine in the input."
     if part.exact:
         return f"W_QK of all {counted(len(table), 'head')} is unchanged."
-    median_change = (
-        round((table["frobenius_after"] / table["frobenius_before"]).median() - 1, 4) + 0.0
-    )  # no −0 %
+    ratio = table["frobenius_after"] / table["frobenius_before"]
+    median_change = round(ratio.median() - 1, 4) + 0.0  # no −0 %
     regimes = (table["regime_before"] == table["regime_after"]).sum()
     clauses = [
         f"W_QK of {part.count(SURVIVED)} of {counted(len(table), 'head')} keeps its norm and regime "
@@ -192,13 +184,7 @@ def _spectra_sentence(part: Survival) -> str:
     if "regime_data_before" in table:
         same_with_data = (table["regime_data_before"] == table["regime_data_after"]).sum()
         clauses[0] += f" ({same_with_data} with the covariance of what the head reads)"
-    lost = table[table["status"] == LOST]
-    if len(lost) > 0:
-        order = np.argsort((lost["frobenius_after"] / lost["frobenius_before"]).to_numpy(), kind="stable")
-        clauses.append(
-            f"lost: {listed([_spectrum_change(row) for _, row in lost.iloc[order].iterrows()], NAMED)}"
-        )
-    return "; ".join(clauses) + "."
+    return "; ".join(clauses + part.named(LOST, _spectrum_change, ratio)) + "."
 
 
 def _spectrum_change(row: pd.Series) -> str:

@@ -7,7 +7,6 @@ of each context. Whether they survive is decided by the rule of `survival.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.comparison.survival import LOST, NAMED, SURVIVED, Survival, changes, statuses
+from theodolite.comparison.survival import LOST, SURVIVED, Survival, changes, statuses
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.measure.tags import ratio
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import (
-    Accumulator,
     CorpusPass,
     batch_of,
     check_fit,
@@ -38,7 +36,7 @@ from theodolite.passes.run import Run
 from theodolite.passes.stages import ShowStage, Stage, States, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass
 from theodolite.report.data import evenly
-from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
+from theodolite.system.wording import counted, head_name, number, percent, with_error
 
 NAME = "head outputs"
 
@@ -52,40 +50,22 @@ SEED = 0
 """Of the tokens and of the directions, the same for all models."""
 
 
-class Outputs:
-    """Head outputs and losses of the contexts read so far.
-
-    Attributes:
-        context, position: of each token at which outputs are kept.
-        written: the outputs there.
-        loss: next-token loss of each context, nats per token; NaN of a model that predicts none.
-    """
-
-    def __init__(self, layers: int, heads: int, width: int, contexts: int, length: int) -> None:
-        per_context = max(1, min(length - 1, TOKENS // contexts))
-        generator = torch.Generator().manual_seed(SEED)
-        chosen = torch.tensor(evenly(contexts, TOKENS))
-        positions = [
-            1 + torch.randperm(length - 1, generator=generator)[:per_context].sort().values for _ in chosen
-        ]
-        self.context: Int[Tensor, " tokens"] = chosen.repeat_interleave(per_context)
-        self.position: Int[Tensor, " tokens"] = torch.cat(positions)
-        self.written: Float[Tensor, "layers heads tokens directions"] = torch.zeros(
-            layers, heads, len(self.context), min(width, DIRECTIONS)
-        )
-        self.loss: Float[Tensor, " contexts"] = torch.full((contexts,), torch.nan, dtype=torch.float64)
-
-    def state(self) -> State:
-        """Everything seen so far."""
-        return {"written": self.written, "loss": self.loss}
-
-    def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
-        self.written, self.loss = state["written"], state["loss"]
+def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+    """Context and position of each token at which outputs are kept."""
+    contexts, length = corpus.contexts.shape
+    per_context = max(1, min(length - 1, TOKENS // contexts))
+    generator = torch.Generator().manual_seed(SEED)
+    chosen = torch.tensor(evenly(contexts, TOKENS))
+    positions = [
+        1 + torch.randperm(length - 1, generator=generator)[:per_context].sort().values for _ in chosen
+    ]
+    return chosen.repeat_interleave(per_context), torch.cat(positions)
 
 
 class OutputsPass(CorpusPass):
     """The outputs of every head at the chosen tokens of a corpus, and the loss of every context.
+
+    Its state is `written`, and `loss`, nats per token; NaN of a model that predicts no next tokens.
 
     Args:
         model, corpus, batch: as for `CorpusPass`.
@@ -100,15 +80,22 @@ class OutputsPass(CorpusPass):
         weights: Float[Tensor, "layers heads value_width directions"],
     ) -> None:
         super().__init__(model, corpus, SEED, batch)
-        self.outputs = Outputs(model.layers, model.heads, model.width, *corpus.contexts.shape)
+        self._context, self._position = _tokens(corpus)
+        self._written: Float[Tensor, "layers heads tokens directions"] = torch.zeros(
+            model.layers, model.heads, len(self._context), weights.shape[-1]
+        )
+        self._loss: Float[Tensor, " contexts"] = torch.full((self.total,), torch.nan, dtype=torch.float64)
         self._predicts = model.causal and model.hf.get_output_embeddings() is not None
         self._weights = weights
         self._first, self._last = 0, 0
 
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """The accumulators by name."""
-        return {"outputs": self.outputs}
+    def state(self) -> State:
+        """Everything seen so far."""
+        return {"written": self._written, "loss": self._loss}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._written, self._loss = state["written"], state["loss"]
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Contexts `first …` come next."""
@@ -121,11 +108,10 @@ class OutputsPass(CorpusPass):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and keep what its heads write at the chosen tokens."""
         output = attend(inputs)
-        outputs = self.outputs
-        chosen = ((outputs.context >= self._first) & (outputs.context < self._last)).nonzero().squeeze(1)
-        rows = output[outputs.context[chosen] - self._first, outputs.position[chosen]].double()
+        chosen = ((self._context >= self._first) & (self._context < self._last)).nonzero().squeeze(1)
+        rows = output[self._context[chosen] - self._first, self._position[chosen]].double()
         weights = self._weights[layer].to(rows.device)
-        outputs.written[layer][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
+        self._written[layer][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         return output
 
     def forward(self, ids: Tensor) -> None:
@@ -134,7 +120,7 @@ class OutputsPass(CorpusPass):
             self.model.forward(ids)
             return
         losses = next_token_losses(self.model.logits(ids), ids)
-        self.outputs.loss[self._first : self._last] = losses.mean(dim=1)
+        self._loss[self._first : self._last] = losses.mean(dim=1)
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:
@@ -187,11 +173,10 @@ def read_outputs(
 
     def tables(states: States) -> Run:
         empty = pd.DataFrame()
-        arrays = states.of("outputs.outputs") | {"context": outputs.context, "position": outputs.position}
+        arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
         described = provenance | {"wall_seconds": states.seconds}
         return Run(empty, empty, empty, empty, empty, arrays, described)
 
-    outputs = Outputs(0, 0, 0, *corpus.contexts.shape)
     return run_into(
         [
             Stage("weights", OUTPUT_TITLE, weights),
@@ -274,10 +259,7 @@ def _sentence(part: Survival) -> str:
         f"{survived} of {counted(part.decided, 'head')} {'keeps its' if survived == 1 else 'keep their'} output; "
         f"median relative difference is {number(float(median))}"
     ]
-    lost = table[table["status"] == LOST].sort_values("after", kind="stable")
-    if len(lost):
-        clauses.append(f"lost: {listed([_described_head(row) for _, row in lost.iterrows()], NAMED)}")
-    return "; ".join(clauses) + "."
+    return "; ".join(clauses + part.named(LOST, _described_head, table["after"])) + "."
 
 
 def _described_head(row: pd.Series) -> str:

@@ -9,6 +9,7 @@ import torch
 from theodolite.comparison.survival import (
     HALF,
     LOST,
+    NEW,
     SURVIVED,
     UNDECIDED,
     Survival,
@@ -28,6 +29,19 @@ KEY = ["layer", "head", "kind", "token_id"]
 TAGGED = 0.1
 """A sink tags if its grouping explains so much of the variance of the head's output (that of `sinks/trace`)."""
 
+TAG_COLUMNS = (
+    *("token", "share_before", "share_after", "before", "after", "difference", "se", "cosine"),
+    *(
+        "released_before",
+        "released_after",
+        "released_difference",
+        "released_se",
+        "tagged_before",
+        "tagged_after",
+    ),
+    "status",
+)
+
 
 def sinks(reference: Run, other: Run) -> Survival:
     """Sinks by layer, head, kind and token: share of contexts before and after."""
@@ -38,8 +52,8 @@ def sinks(reference: Run, other: Run) -> Survival:
     table = table[[*KEY, "token"]].reset_index(drop=True).join(change)
     table["se"] = _error(change["before"], change["after"], contexts)
     table["status"] = statuses(table, LEAST_SHARE, contexts)
-    table = table.sort_values(["before", "after", *KEY], ascending=[False, False, *[True] * 4])
-    table = table.reset_index(drop=True)
+    order = ["before", "after", *KEY]
+    table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
     return Survival(
         "sinks",
         "sink",
@@ -88,14 +102,12 @@ def _sinks_sentence(part: Survival) -> str:
         by_head = (decided["status"] == SURVIVED).groupby([decided["layer"], decided["head"]]).all()
         by_head_text = f"{int(by_head.sum())} of {counted(len(by_head), 'head')} with sinks keep theirs"
         clauses = [f"{part.counts()}; {by_head_text}"]
-    return "; ".join(clauses + part.named(_share_changes, "after")) + "."
+    clauses += part.named(LOST, _share_change) + part.named(NEW, _share_change, -table["after"])
+    return "; ".join(clauses) + "."
 
 
-def _share_changes(rows: pd.DataFrame) -> list[str]:
-    return [
-        f"{sink_name(row)} ({percent(row['before'])} → {percent(row['after'])} of contexts)"
-        for _, row in rows.iterrows()
-    ]
+def _share_change(row: pd.Series) -> str:
+    return f"{sink_name(row)} ({percent(row['before'])} → {percent(row['after'])} of contexts)"
 
 
 def tags(reference: Run, other: Run) -> Survival:
@@ -107,24 +119,20 @@ def tags(reference: Run, other: Run) -> Survival:
         for side in ("before", "after")
     ]
     table = table[are_tags[0] | are_tags[1]].reset_index(drop=True)
-    change = changes(table["tag_before"], table["tag_after"])
-    release = changes(table["released_before"], table["released_after"]).add_prefix("released_")
-    tags_table = table[[*KEY, "token", "share_before", "share_after"]].join(change)
-    tags_table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
-    tags_table["cosine"] = _cosines(reference, other, table)
-    tags_table = tags_table.join(release)
-    tags_table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
-    tags_table["tagged_before"], tags_table["tagged_after"] = table["tagged_before"], table["tagged_after"]
+    table = table.join(changes(table["tag_before"], table["tag_after"]))
+    table["se"] = np.hypot(table["tag_se_before"], table["tag_se_after"])
+    table["cosine"] = _cosines(reference, other, table)
+    table["released_difference"] = table["released_after"] - table["released_before"]
+    table["released_se"] = np.hypot(table["released_se_before"], table["released_se_after"])
     contexts = reference.provenance["corpus"]["contexts"]
-    status = statuses(tags_table, TAGGED, contexts)
-    rotated = (status == SURVIVED) & ~(tags_table["cosine"].to_numpy() >= HALF**0.5)
+    status = statuses(table, TAGGED, contexts)
+    rotated = (status == SURVIVED) & ~(table["cosine"] >= HALF**0.5)
     shares = table["share_before"], table["share_after"]
     moved = clear(shares[1] - shares[0], _error(*shares, contexts), contexts)
-    undirected = tags_table["cosine"].isna() & ~moved
-    tags_table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
-    tags_table = tags_table.sort_values(
-        ["tagged_before", "tagged_after", *KEY], ascending=[False] * 2 + [True] * 4
-    )
+    undirected = table["cosine"].isna() & ~moved
+    table["status"] = np.where(undirected, UNDECIDED, np.where(rotated, LOST, status))
+    order = ["tagged_before", "tagged_after", *KEY]
+    table = table.sort_values(order, ascending=[False] * 2 + [True] * 4, ignore_index=True)
     return Survival(
         "tags",
         "tag",
@@ -133,7 +141,7 @@ def tags(reference: Run, other: Run) -> Survival:
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}); less η² than half counts as lost if by more than the 95 % interval of the difference, "
         "and a sink that is gone if its share of contexts fell by more than that",
-        tags_table.reset_index(drop=True),
+        table[[*KEY, *TAG_COLUMNS]],
         _tags_sentence,
         weight="tagged_before",
     )
@@ -152,13 +160,12 @@ def _cosines(reference: Run, other: Run, table: pd.DataFrame) -> Floats:
     directions = []
     for run, side in ((reference, "row_before"), (other, "row_after")):
         stored = run.arrays["tag_direction"].double()
-        padded = torch.cat([torch.full_like(stored[:1], torch.nan), stored]) if len(stored) else None
+        if not len(stored):
+            return np.full(len(table), np.nan)
+        padded = torch.cat([torch.full_like(stored[:1], torch.nan), stored])
         rows = torch.from_numpy(table[side].to_numpy().astype(np.int64))
-        directions.append(None if padded is None else torch.nn.functional.normalize(padded[rows], dim=1))
-    first, second = directions
-    if first is None or second is None:
-        return np.full(len(table), np.nan)
-    return (first * second).sum(dim=1).numpy()
+        directions.append(torch.nn.functional.normalize(padded[rows], dim=1))
+    return (directions[0] * directions[1]).sum(dim=1).numpy()
 
 
 def _tags_sentence(part: Survival) -> str:
@@ -182,15 +189,11 @@ def _tags_sentence(part: Survival) -> str:
         ]
         if len(cosines):
             clauses[-1] += f", median cosine of the directions {number(float(cosines.median()))}"
-    return "; ".join(clauses + part.named(_tag_changes, "tagged_after")) + "."
+    clauses += part.named(LOST, _tag_change) + part.named(NEW, _tag_change, -table["tagged_after"])
+    return "; ".join(clauses) + "."
 
 
-def _tag_changes(rows: pd.DataFrame) -> list[str]:
-    named = []
-    for _, row in rows.iterrows():
-        if row["status"] == LOST and row["after"] >= HALF * row["before"]:
-            changed = f"rotated, cosine {number(row['cosine'])}"
-        else:
-            changed = f"η² {number(row['before'])} → {number(row['after'])}"
-        named.append(f"{sink_name(row)} ({changed})")
-    return named
+def _tag_change(row: pd.Series) -> str:
+    if row["status"] == LOST and row["after"] >= HALF * row["before"]:
+        return f"{sink_name(row)} (rotated, cosine {number(row['cosine'])})"
+    return f"{sink_name(row)} (η² {number(row['before'])} → {number(row['after'])})"

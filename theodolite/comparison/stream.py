@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from theodolite.accumulate.sums import GROUPS
 from theodolite.comparison.survival import (
     HALF,
     LOST,
+    NEW,
     SURVIVED,
     Survival,
     changes,
@@ -83,14 +85,13 @@ def _dimensions_sentence(part: Survival, noun: str, same: str) -> str:
             f"All {counted(len(table), part.unit)} survive, with the same {same} "
             f"(of {listed([str(d) for d in layers_by_dimension.index], NAMED)})."
         )
-    counts = part.counts() if part.decided else f"The reference has no {noun}"
-    return "; ".join([counts, *part.named(_dimensions, most=NAMED)]) + "."
-
-
-def _dimensions(rows: pd.DataFrame) -> list[str]:
-    """`dimension 18 in 3 layers`, those in most layers first."""
-    layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
-    return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
+    clauses = [part.counts() if part.decided else f"The reference has no {noun}"]
+    for status in (LOST, NEW):
+        layers = table[table["status"] == status].groupby("dimension")["layer"].nunique()
+        layers = layers.sort_values(ascending=False, kind="stable")
+        names = [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
+        clauses += [f"{status}: {listed(names, NAMED)}"] if names else []
+    return "; ".join(clauses) + "."
 
 
 def positions(reference: Run, other: Run) -> Survival:
@@ -118,8 +119,7 @@ def positions(reference: Run, other: Run) -> Survival:
 def _curves(reference: Run, other: Run) -> Floats:
     """⟨PPᵀ, P′P′ᵀ⟩ over the product of their norms, a layer; NaN where a basis is zero."""
     similarities = []
-    pairs = (torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in (reference, other))
-    for p, q in zip(*pairs, strict=True):
+    for p, q in zip(*_bases(reference, other), strict=True):
         norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
         product = torch.linalg.matrix_norm(p.T @ q).square()
         similarities.append(float(product / norms) if norms > 0 else math.nan)
@@ -130,30 +130,28 @@ def _positions_sentence(part: Survival, chance: float) -> str:
     table = part.table
     if part.exact:
         return f"The positional basis survives in all {counted(len(table), 'layer')}, unchanged."
-    survived = part.count(SURVIVED)
     clauses = [
-        f"the positional basis survives in {survived} of {counted(len(table), 'layer')}: mean rank "
+        f"The positional basis survives in {part.count(SURVIVED)} of {counted(len(table), 'layer')}: mean rank "
         f"{_moved(table, 'rank')}, mean relative norm {_moved(table, 'relative_norm')}",
         f"overlap of its leading directions {number(float(table['overlap'].mean()), 2)} (random: {number(chance, 2)}), "
         f"similarity of its Gram matrix (linear CKA) {number(float(table['curve'].mean()), 2)}",
     ]
-    lost = table.loc[table["status"] == LOST, "layer"]
+    lost = [str(layer) for layer in table.loc[table["status"] == LOST, "layer"]]
     if 0 < len(lost) < len(table):
-        clauses.append(
-            f"lost in {'layer' if len(lost) == 1 else 'layers'} {listed([str(n) for n in lost], NAMED)}"
-        )
-    text = "; ".join(clauses)
-    return text[0].upper() + text[1:] + "."
+        clauses.append(f"lost in {'layer' if len(lost) == 1 else 'layers'} {listed(lost, NAMED)}")
+    return "; ".join(clauses) + "."
 
 
 def _moved(table: pd.DataFrame, name: str) -> str:
     """`3.1 → 3.4 (within the 95 % interval)`: means over layers. The layers share contexts, so errors add up."""
-    before, after, error = (_mean(table[f"{name}_{part}"]) for part in ("before", "after", "se"))
+    before, after, error = (
+        mean_over_layers(table[f"{name}_{part}"].to_numpy())[0] for part in ("before", "after", "se")
+    )
     return f"{number(before)} → {number(after)}{within_errors(after - before, error, GROUPS)}"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return mean_over_layers(np.asarray(values))[0]
+def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
+    return [torch.from_numpy(need(run, "positional_basis")[:, 1:]).double() for run in runs]
 
 
 def overlap(first: Run, second: Run) -> tuple[Floats, float]:
@@ -162,12 +160,7 @@ def overlap(first: Run, second: Run) -> tuple[Floats, float]:
     And its mean for random directions, k/d.
     """
     ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
-    bases = [
-        torch.linalg.svd(
-            torch.from_numpy(need(run, "positional_basis")[:, 1:]).double(), full_matrices=False
-        ).Vh
-        for run in (first, second)
-    ]
+    bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
     parts = [
         float((before[:k] @ after[:k].T).square().sum()) / k
         for before, after, k in zip(*bases, ranks, strict=True)

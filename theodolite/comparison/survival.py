@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,13 @@ class Survival:
         return int((self.table["status"] == status).sum())
 
     @property
+    def row(self) -> dict[str, Any]:
+        """Its line in the table of all parts."""
+        counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
+        beyond = {"by_chance": self.by_chance, "left": self.left}
+        return {"part": self.name, "answer": self.answer} | counts | beyond
+
+    @property
     def decided(self) -> int:
         """Units of the reference of which it is known whether they survive."""
         return self.count(SURVIVED) + self.count(LOST)
@@ -95,17 +103,18 @@ class Survival:
         )
 
     def named(
-        self, describe: Callable[[pd.DataFrame], list[str]], newest: str = "", most: int = NAMED
+        self,
+        status: str,
+        describe: Callable[[pd.Series], str],
+        order: pd.Series | None = None,
+        title: str = "",
     ) -> list[str]:
-        """`lost: A, B and 3 more` and `new: …`, in the table's order, but new ones largest first by `newest`."""
-        clauses = []
-        for status in (LOST, NEW):
-            rows = self.table[self.table["status"] == status]
-            if newest and status == NEW:
-                rows = rows.sort_values(newest, ascending=False, kind="stable")
-            if len(rows):
-                clauses.append(f"{status}: {listed(describe(rows), most)}")
-        return clauses
+        """`lost: A, B and 3 more`: the units of a status, in the table's order or the least of `order` first."""
+        rows = self.table[self.table["status"] == status]
+        if order is not None:
+            rows = rows.loc[order[rows.index].sort_values(kind="stable").index]
+        names = [describe(row) for _, row in rows.iterrows()]
+        return [f"{title or status}: {listed(names, NAMED)}"] if names else []
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""

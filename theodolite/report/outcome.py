@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -66,10 +66,16 @@ class Outcome:
         self.readings.append(Reading(quantity, here, paper))
 
     def claim(
-        self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
+        self,
+        claim: str,
+        what: str,
+        estimate: Estimate | Estimates | float,
+        criterion: Criterion,
+        more: str = "",
     ) -> None:
-        """Judge a claim, as `judge` does."""
-        self.verdicts.append(judge(claim, what, estimate, criterion))
+        """Judge a claim, as `judge` does; `more` ends its evidence."""
+        verdict = judge(claim, what, estimate, criterion)
+        self.verdicts.append(replace(verdict, evidence=verdict.evidence + more))
 
     def cannot_test(self, claim: str, why: str) -> None:
         """Say why a claim is not testable here."""

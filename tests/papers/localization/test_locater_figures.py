@@ -19,11 +19,12 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
 from theodolite.papers.catalogue import made_by as command_of
 from theodolite.papers.experiment import Study
 from theodolite.papers.localization.locater_figures import (
+    FALLS,
     OF_SHAPES,
+    RISES,
     figure_7,
     fill,
     grid_provenance,
-    judge_effect,
 )
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
@@ -185,8 +186,8 @@ def test_intervals_and_correlations() -> None:
 def test_what_an_interval_decides(values: list[float], verdict: str) -> None:
     """Oracle: the rule in words: a whole interval on one side, within a hundredth of 0, or neither."""
     outcome = Outcome()
-    for sign in (1, -1):
-        judge_effect(outcome, "x", "difference", Estimate.mean(sign * np.array(values), "seeds"), sign)
+    for sign, criterion in ((1, RISES), (-1, FALLS)):
+        outcome.claim("x", "difference", Estimate.mean(sign * np.array(values), "seeds"), criterion)
     assert [each.answer for each in outcome.verdicts] == [verdict] * 2
 
 

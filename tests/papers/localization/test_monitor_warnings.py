@@ -12,6 +12,7 @@ from theodolite.judging import FAILS, HOLDS
 from theodolite.papers import reproduce
 from theodolite.papers.localization import monitor_warnings
 from theodolite.papers.localization.monitor_runs import HEALTHY, compare_learning_rates
+from theodolite.report.outcome import Outcome
 
 NEVER = np.nan
 
@@ -37,7 +38,9 @@ def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
 )
 def test_verdicts(healthy: float, failing: list[tuple[float, float]], verdicts: list[str]) -> None:
     """Oracle: who came first, read off the numbers."""
-    assert [verdict.answer for verdict in monitor_warnings.judged(runs(healthy, failing))] == verdicts
+    outcome = Outcome()
+    monitor_warnings.judge_warnings(outcome, runs(healthy, failing))
+    assert [verdict.answer for verdict in outcome.verdicts] == verdicts
 
 
 def test_the_experiment_is_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:

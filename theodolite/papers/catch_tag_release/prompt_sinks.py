@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from theodolite.attention.summary import SINK_THRESHOLD
-from theodolite.judging import FAILS, HOLDS, Verdict
+from theodolite.judging import Criterion
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.papers.experiment import Experiment, Study, experiment
@@ -119,34 +119,23 @@ def _judge(outcome: Outcome, trace: PromptTrace, eta: dict[str, float], chance: 
     tagged = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
     released = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
     if not chosen:
-        caught_count = int((trace.group >= 0).sum())
-        evidence = (
-            f"{counted(len(trace.sinks), 'sink')} of this head, {counted(caught_count, 'token')} caught"
-        )
+        count = int((trace.group >= 0).sum())
+        what = f"sinks of this head, which catch {counted(count, 'token')}"
         if not len(trace.sinks):
-            evidence = "this head has no sink on this prompt: name another with --layer and --head"
-        outcome.verdicts.append(Verdict(caught, HOLDS if len(trace.sinks) else FAILS, evidence))
+            what += " (name another with --layer and --head)"
+        outcome.claim(caught, what, float(len(trace.sinks)), Criterion("at least", 1, "a sink"))
     before, tag, *later = eta.values()
     if not len(trace.sinks) or not np.isfinite(tag):
         why = "all tokens are in one group" if len(trace.sinks) else "no token is caught"
         outcome.cannot_test(tagged, why)
         outcome.cannot_test(released, why)
         return
-    limit, no_error = max(2 * chance, before), "one prompt, no standard error"
-    outcome.verdicts += [
-        Verdict(
-            tagged,
-            HOLDS if tag > limit else FAILS,
-            f"η² {number(tag)} in the head's output, {number(before)} before it, {number(chance)} by chance; "
-            f"criterion: more than before the head and than twice by chance (ours); {no_error}",
-        ),
-        Verdict(
-            released,
-            HOLDS if later[-1] > limit else FAILS,
-            f"η² {number(later[-1])} in the last layer, {number(before)} before the head, {number(chance)} by "
-            f"chance; the same criterion; {no_error}",
-        ),
-    ]
+    more = Criterion(
+        "more than", max(2 * chance, before), "more than before the head and than twice by chance (ours)"
+    )
+    compared = f"({number(before)} before the head, {number(chance)} by chance)"
+    outcome.claim(tagged, f"η² in the head's output {compared}", tag, more)
+    outcome.claim(released, f"η² in the last layer {compared}", later[-1], more)
 
 
 def _figures(

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, SIGMAS, Verdict
+from theodolite.judging import SIGMAS, Criterion, Estimate
 from theodolite.papers.catch_tag_release.traced_sinks import trace_of
 from theodolite.papers.experiment import Study, experiment
 from theodolite.report.drawing import sinks as drawing
@@ -25,6 +25,7 @@ from theodolite.sinks.ablation import (
 )
 from theodolite.system.wording import counted, head_name, number, percent, with_error
 
+MORE = Criterion("more than", 0.0, f"{SIGMAS:g} standard errors of the paired difference taken off (ours)")
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
 USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
@@ -140,29 +141,27 @@ def _against_control(
         f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the control by "
         f"{with_error(row['control'], row['control_se'])}"
     )
-    part = f"{percent(least)} of what it was and " if least else ""
-    criterion = (
-        f"criterion: {part}{SIGMAS:g} standard errors of the paired difference more than the control (ours)"
-    )
+    part = f", less {percent(least)} of what it was" if least else ""
+    what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than the control{part}"
     gain = sign * row["beyond"] - least * abs(row["untouched"])
-    _decide(outcome, claim, measured, gain, row["beyond_se"], criterion)
+    _claim_more(outcome, claim, what, gain, row["beyond_se"])
 
 
 def _against_others(outcome: Outcome, table: pd.DataFrame) -> None:
     caught, uncaught, between = (
         _row(table, "tag ablated", name) for name in (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     )
-    measured = (
+    what = (
         f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
-        f"{with_error(uncaught['change'], uncaught['change_se'])} on others"
+        f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
     )
-    criterion = f"criterion: {SIGMAS:g} standard errors of the paired difference more than on others (ours)"
-    _decide(outcome, MORE_THAN_OTHERS, measured, between["change"], between["change_se"], criterion)
+    _claim_more(outcome, MORE_THAN_OTHERS, what, between["change"], between["change_se"])
 
 
-def _decide(outcome: Outcome, claim: str, measured: str, gain: float, error: float, criterion: str) -> None:
-    if not math.isfinite(gain) or not math.isfinite(error):
-        outcome.cannot_test(claim, f"{measured}: too few contexts; {criterion}")
-        return
-    answer = HOLDS if gain > SIGMAS * error else FAILS
-    outcome.verdicts.append(Verdict(claim, answer, f"{measured}; {criterion}"))
+def _claim_more(outcome: Outcome, claim: str, what: str, difference: float, error: float) -> None:
+    """Judge the end of a paired difference's interval that is nearer to 0: less than the errors allow is no effect."""
+    least = Estimate(float(difference - SIGMAS * error), 0.0)
+    if math.isfinite(least.value):
+        outcome.claim(claim, f"{what}, by at least", least, MORE)
+    else:
+        outcome.cannot_test(claim, f"{what}: too few contexts; {MORE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -11,13 +12,9 @@ import pandas as pd
 from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.judging import (
-    FAILS,
-    HOLDS,
     SIGMAS,
-    UNDECIDED,
     Criterion,
     Estimate,
-    Verdict,
     error_of_share,
 )
 from theodolite.papers.experiment import Study, experiment
@@ -184,14 +181,16 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
     more = int((clear["gain"] > needed * clear["gain_se"]).sum())
     less = int((clear["gain"] < -SIGMAS * clear["gain_se"]).sum())
     best = clear.loc[clear["gain"].idxmax()]
-    evidence = (
+    what = (
         "η² in the later layer where it is largest, less η² before the head, over the same contexts: more in "
         f"{more} of {counted(len(clear), 'head')} with a sink, less in {less} (mean "
         f"{number(float(clear['gain'].mean()))}, largest {with_error(best['gain'], best['gain_se'])}; more: by "
-        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow); {MORE}"
+        f"{number(min(needed))} to {number(max(needed))} standard errors, more where more layers follow); heads with "
+        "more, each that has neither counted as a half with that error"
     )
-    otherwise = FAILS if 2 * less >= len(clear) else UNDECIDED
-    outcome.verdicts.append(Verdict(RELEASED, HOLDS if 2 * more >= len(clear) else otherwise, evidence))
+    neither = len(clear) - more - less
+    count = Estimate(more + neither / 2, neither / 2 / SIGMAS)
+    outcome.claim(RELEASED, what, count, replace(MORE, limit=len(clear) / 2))
 
 
 def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> None:

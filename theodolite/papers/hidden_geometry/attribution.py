@@ -131,18 +131,25 @@ class Head:
         return evidence
 
 
+def retained(attributed: pd.DataFrame) -> pd.DataFrame:
+    """The table with `kept` and `left`, as of `Head`; NaN where the score is no more than uniform attention."""
+    uniform = attributed["uniform"]
+    excess = (attributed["score"] - uniform).where(attributed["score"] > uniform)
+    return attributed.assign(
+        kept=(attributed["only"] - uniform) / excess, left=(attributed["without"] - uniform) / excess
+    )
+
+
 def attributed_heads(run: Run, pattern: str) -> list[Head]:
     """The attributed heads of a pattern, those that follow it most first."""
     table = run.attribution
     if not len(table):
         return []
     heads = []
-    for (layer, head), rows in table[table["pattern"] == pattern].groupby(["layer", "head"], sort=False):
-        groups = rows.set_index("group")[["share", "only", "without"]].astype(np.float64)
-        score, uniform = float(rows["score"].iloc[0]), float(rows["uniform"].iloc[0])
-        excess = score - uniform if score > uniform else math.nan
-        groups["kept"] = (groups["only"] - uniform) / excess
-        groups["left"] = (groups["without"] - uniform) / excess
+    of_pattern = retained(table[table["pattern"] == pattern])
+    for (layer, head), rows in of_pattern.groupby(["layer", "head"], sort=False):
+        groups = rows.set_index("group")[["share", "only", "without", "kept", "left"]].astype(np.float64)
+        score, uniform = (float(rows[name].iloc[0]) for name in ("score", "uniform"))
         heads.append(Head(int(layer), int(head), score, uniform, groups))
     return sorted(heads, key=lambda head: -head.score)
 
@@ -201,11 +208,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
                 wide=True,
             )
     read_refusals(outcome, run)
-    table = outcome.tables["attribution"] = run.attribution.copy()
-    excess = table["score"] - table["uniform"]
-    excess = excess.where(excess > 0)
-    table["kept"] = (table["only"] - table["uniform"]) / excess
-    table["left"] = (table["without"] - table["uniform"]) / excess
+    outcome.tables["attribution"] = retained(run.attribution)
 
 
 def _judge_followers(

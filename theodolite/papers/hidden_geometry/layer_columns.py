@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+import pandas as pd
 
 from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.passes.run import Run
 from theodolite.report import published
-from theodolite.report.data import Floats, layer_average, need, provenance
+from theodolite.report.data import Floats, layer_average, need, provenance, value_of
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
@@ -19,6 +22,14 @@ def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) 
     ratio = over / under
     error: Floats = ratio * np.hypot(errors / over, under_errors / under)
     return ratio, error
+
+
+def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
+    """Columns of the layers table, each with its standard errors, by layer; NaN what the run lacks."""
+    return pd.DataFrame(
+        {"layer": range(len(run.layers))}
+        | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
+    )
 
 
 def closest_model(run: Run) -> str:

@@ -12,7 +12,11 @@ from torch import Tensor
 from theodolite.judging import Estimate, Estimates, bracketed
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.layer_columns import closest_model, smooth_verdict
+from theodolite.papers.hidden_geometry.layer_columns import (
+    closest_model,
+    columns_with_errors,
+    smooth_verdict,
+)
 from theodolite.papers.hidden_geometry.low_rank import energy_within_rank, low_rank_verdict
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -51,9 +55,7 @@ def _beside_published(
     outcome.read(
         f"{title}, mean (sd) over layers", bracketed(*mean_over_layers(values)[:2]), f"{model}: {printed}"
     )
-    outcome.tables["this_run"] = pd.DataFrame(
-        {"layer": range(len(values)), name: values, f"{name}_se": errors}
-    )
+    outcome.tables["this_run"] = columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
         [
             {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import UNTESTABLE, Criterion, Verdict, judge
+from theodolite.judging import Criterion
 from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
@@ -165,12 +165,13 @@ def figure_6(study: Study, outcome: Outcome) -> None:
     outcome.tables |= _tables(ids, tokens, panels)
 
 
-def _mean_verdict(run: Run) -> Verdict:
+def _judge_mean(outcome: Outcome, run: Run) -> None:
     """Whether the largest of the four constituents stays the largest when μ is counted as positional."""
     claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
     table = run.constituents
     if not len(table):
-        return Verdict(claim, UNTESTABLE, "this run has no constituent shares: survey the model again")
+        outcome.cannot_test(claim, "this run has no constituent shares: survey the model again")
+        return
     winners = []
     for pos in (("pos",), ("mean", "pos")):
         sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
@@ -187,7 +188,7 @@ def _mean_verdict(run: Run) -> Verdict:
         f"the same with pos + μ in place of pos (pairs with μ carry {percent(float(carried))} of the logits' variance "
         "on average)"
     )
-    return judge(claim, what, float(same.mean()), UNCHANGED)
+    outcome.claim(claim, what, float(same.mean()), UNCHANGED)
 
 
 def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
@@ -266,7 +267,7 @@ def figure_30(study: Study, outcome: Outcome) -> None:
                 f"{SONG}, {place}",
                 wide=True,
             )
-    outcome.verdicts.append(_mean_verdict(study.run))
+    _judge_mean(outcome, study.run)
     outcome.tables |= _tables(ids, tokens, panels)
     if rows:
         retained = outcome.tables["kept"] = pd.DataFrame(rows)

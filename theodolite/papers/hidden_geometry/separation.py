@@ -5,11 +5,9 @@ Tables of their own (`geometry/clusters`, `geometry/incoherence`), beside Table 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 from scipy.optimize import linear_sum_assignment
 
 from theodolite.errors import UsageError
@@ -17,7 +15,7 @@ from theodolite.judging import Criterion
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
 from theodolite.papers.hidden_geometry.context_basis import chosen_contexts, cosines, frequent_labels
-from theodolite.papers.hidden_geometry.layer_columns import quotient
+from theodolite.papers.hidden_geometry.layer_columns import columns_with_errors, quotient
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
@@ -97,13 +95,6 @@ def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]
     return {title: (value_of(run, name), error_of(run, name)) for name, title in titles.items()}
 
 
-def _columns(run: Run, names: Iterable[str]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"layer": range(len(run.layers))}
-        | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
-    )
-
-
 @experiment(
     "geometry/clusters",
     "Do contexts fall into clusters by label?",
@@ -141,7 +132,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
         replace(layer_estimates(run, pair[0]), values=ratio, errors=errors),
         criteria.SEPARATION,
     )
-    outcome.tables["layers"] = _columns(run, COMPARED)
+    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams, shown = cosines(need(run, "context_basis")[:, places]), [names[label] for label in of]
     outcome.figure(
@@ -217,7 +208,7 @@ def incoherence(study: Study, outcome: Outcome) -> None:
         replace(largest, values=largest.values / random, errors=error_of(run, "incoherence_max") / random),
         AS_RANDOM,
     )
-    outcome.tables["layers"] = _columns(run, INCOHERENCES)
+    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES)
     outcome.figure(
         "incoherence",
         "|Cosine| of positions and contexts, layer by layer",

@@ -14,7 +14,12 @@ from theodolite.judging import Estimate
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.hidden_geometry import criteria
-from theodolite.papers.hidden_geometry.layer_columns import closest_model, quotient, smooth_verdict
+from theodolite.papers.hidden_geometry.layer_columns import (
+    closest_model,
+    columns_with_errors,
+    quotient,
+    smooth_verdict,
+)
 from theodolite.papers.hidden_geometry.low_rank import found_ranks, low_rank_verdict, no_room
 from theodolite.passes.run import Run
 from theodolite.report import published
@@ -23,8 +28,8 @@ from theodolite.report.data import (
     error_of,
     layer_average,
     layer_estimates,
+    layer_numbers,
     need,
-    need_column,
     value_of,
 )
 from theodolite.report.drawing import experiments as drawing
@@ -155,14 +160,10 @@ def table_2(study: Study, outcome: Outcome) -> None:
         f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
     )
     robust_verdicts(outcome, first, second)
-    layers = need_column(first.layers, "layer")
-    table = pd.DataFrame({"layer": layers.astype(int)})
-    for run, prefix in zip(runs, ("", "other_"), strict=True):
-        for column_name in ("rank", "low_frequency_10"):
-            table[prefix + column_name] = value_of(run, column_name)
-            table[f"{prefix}{column_name}_se"] = error_of(run, column_name)
-    table["overlap"] = shared
-    outcome.tables["robustness"] = table
+    layers = layer_numbers(first)
+    here, other = (columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
+    other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
+    outcome.tables["robustness"] = here.join(other)
     for column_name, y, title in (
         ("rank", "dimensions", "Rank of the positional basis"),
         ("low_frequency_10", "share of energy", "Smoothness"),

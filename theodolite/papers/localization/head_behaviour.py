@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from theodolite.judging import Criterion, Estimate, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.measure.agreement import (
     OverHeads,
     agreement,
@@ -144,12 +142,12 @@ def _claim(
     outcome: Outcome, claim: str, what: str, measured: OverHeads, criterion: Criterion, more: str = ""
 ) -> None:
     """Judge a number over heads, with the interval of its bootstrap in the evidence."""
-    verdict = judge(claim, what, Estimate(measured.value, measured.error, measured.n, "heads"), criterion)
     if np.isfinite(measured.low):
         more = (
             f"; 95 % interval {number(measured.low)} to {number(measured.high)} over {measured.n} heads{more}"
         )
-    outcome.verdicts.append(replace(verdict, evidence=verdict.evidence + more))
+    estimate = Estimate(measured.value, measured.error, measured.n, "heads")
+    outcome.claim(claim, what, estimate, criterion, more)
 
 
 def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:

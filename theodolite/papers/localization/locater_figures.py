@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Estimate, judge
+from theodolite.judging import Criterion, Estimate
 from theodolite.papers.experiment import Experiment, Study, experiment, of_trainings
 from theodolite.papers.localization.locater_grid import GridRun, read_grid
 from theodolite.papers.localization.locater_training import Setting
@@ -56,20 +55,12 @@ RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
 FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
 
 CLAIMS = (
-    ("the eigenspectrum scale shrinks", "frobenius_squared", -1, True),
-    ("the attention entropy increases", "entropy", 1, True),
-    ("the perplexity improves", "final_loss", -1, False),
-    ("the lowest perplexity improves", "lowest_loss", -1, False),
+    ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True),
+    ("the attention entropy increases", "entropy", RISES, True),
+    ("the perplexity improves", "final_loss", FALLS, False),
+    ("the lowest perplexity improves", "lowest_loss", FALLS, False),
 )
-"""Of every caption: words, measure, sign of the claimed difference, whether it is taken between logarithms."""
-
-
-def judge_effect(
-    outcome: Outcome, claim: str, what: str, effect: Estimate, sign: int, more: str = ""
-) -> None:
-    """Judge a difference that the claim says is positive (`sign` 1) or negative (−1)."""
-    verdict = judge(claim, what, effect, RISES if sign > 0 else FALLS)
-    outcome.verdicts.append(replace(verdict, evidence=f"{verdict.evidence}{more}"))
+"""Of every caption: words, measure, criterion of the difference, whether it is taken between logarithms."""
 
 
 def captions(outcome: Outcome, data: Comparable, settings: Sequence[Setting], how: str = "") -> None:
@@ -77,13 +68,12 @@ def captions(outcome: Outcome, data: Comparable, settings: Sequence[Setting], ho
     if len(settings) < 2:
         return
     weakest, strongest = settings[0], settings[-1]
-    for words, name, sign, relative in CLAIMS:
-        judge_effect(
-            outcome,
+    for words, name, criterion, relative in CLAIMS:
+        outcome.claim(
             f"With stronger κ₂ {words}{how}",
             f"difference of logarithms, {label_of(strongest)} against {label_of(weakest)}, step {data.step}",
             difference(data.rows, strongest, weakest, name, relative=relative),
-            sign,
+            criterion,
             f", rank correlation with κ₂ {rank_correlation_by_seed(data.rows, settings, name)}",
         )
 
@@ -92,24 +82,22 @@ def against_others(outcome: Outcome, data: Comparable) -> None:
     """LocAteR against none, and the best of its settings against the best plain weight decay."""
     if data.exact and data.plain is not None:
         pair = f"{label_of(data.exact[-1])} against {label_of(data.plain)}"
-        for words, name, sign, relative in CLAIMS[1:]:
-            judge_effect(
-                outcome,
+        for words, name, criterion, relative in CLAIMS[1:]:
+            outcome.claim(
                 f"With LocAteR {words} (“eventually”, section 7)",
                 f"difference of logarithms, {pair}, step {data.step}",
                 difference(data.rows, data.exact[-1], data.plain, name, relative=relative),
-                sign,
+                criterion,
             )
     if data.exact and len(data.decays) > 1:
         means = data.rows.groupby("setting", sort=False)["lowest_loss"].mean()
         best, rival = (min(group, key=lambda s: means[s]) for group in (data.exact, data.decays))
-        judge_effect(
-            outcome,
+        outcome.claim(
             "LocAteR does better than equally tuned weight decay (ours)",
             f"difference of the lowest losses, {label_of(best)} (best of {len(data.exact)}) against "
             f"{label_of(rival)} (best of {len(data.decays)}), both chosen on the same held-out text",
             difference(data.rows, best, rival, "lowest_loss", relative=False),
-            -1,
+            FALLS,
         )
 
 
@@ -122,12 +110,11 @@ def linked(outcome: Outcome, data: Comparable) -> None:
         ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
         ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
     ):
-        judge_effect(
-            outcome,
+        outcome.claim(
             f"{claim} (section 7)",
             f"rank correlation over {len(settings)} settings, step {data.step}",
             rank_correlation_by_seed(data.rows, settings, name, against),
-            -1,
+            FALLS,
         )
 
 
@@ -140,12 +127,11 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
         f"{label_of(setting)} {Estimate.mean(values.get_group(setting).to_numpy(), 'seeds')}"
         for setting in (data.exact[-1], data.plain)
     )
-    judge_effect(
-        outcome,
+    outcome.claim(
         "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)",
         f"standard deviation over positions of ρ averaged over steps, difference to step {data.step}",
         difference(data.rows, data.exact[-1], data.plain, "stripes", relative=False),
-        1,
+        RISES,
         f" ({levels})",
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.corpus.documents import python_topics
-from theodolite.judging import FAILS, HOLDS, UNTESTABLE, Verdict
+from theodolite.judging import Criterion
 from theodolite.papers.experiment import Study, experiment
 from theodolite.papers.localization.monitor_runs import (
     EVERY,
@@ -36,34 +36,34 @@ SHOWN = (
     ("alarms", "active alarms"),
 )
 SOURCE = "theodolite's own; the alarms are those of docs/monitor.md"
+IN_ALL = Criterion("at least", 1.0, "all of them (ours)")
+IN_NONE = Criterion("at most", 0.0, "none of them (ours)")
 
 
-def judged(runs: pd.DataFrame) -> list[Verdict]:
-    """Verdicts on `runs` of `compare_learning_rates`: the lead over the loss, and the false alarms."""
+def judge_warnings(outcome: Outcome, runs: pd.DataFrame) -> None:
+    """On `runs` of `compare_learning_rates`: the lead over the loss, and the false alarms."""
     failing, healthy = runs[runs["pace"] != HEALTHY.name], runs[runs["pace"] == HEALTHY.name]
     warned = failing["first_alarm"].notna()
     late = warned & (failing["first_alarm"] >= failing["loss_notices"])  # False where the loss never notices
     unnoticed = warned & failing["loss_notices"].isna()
     leads = failing["lead"].dropna()
     lead = f", by {leads.min():.0f} to {leads.max():.0f} steps" if len(leads) else ""
-    evidence = (
-        f"first alarm before the loss rises or stalls more than in any healthy training run, in "
-        f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} of "
-        f"them the loss did not notice within {STEPS} steps; criterion: all of them (ours)"
-    )
     claim = "The monitor warns of a learning rate that is too high before the loss does (ours)"
-    false_alarms = healthy["first_alarm"].notna()
-    alarm_evidence = (
-        f"alarms in {int(false_alarms.sum())} of {counted(len(healthy), 'healthy training run')}; criterion: in none "
-        "(ours)"
+    if len(failing):
+        what = (
+            f"first alarm before the loss rises or stalls more than in any healthy training run, in "
+            f"{int((warned & ~late).sum())} of {len(failing)} failing training runs{lead}; in {int(unnoticed.sum())} "
+            f"of them the loss did not notice within {STEPS} steps; share of them all"
+        )
+        outcome.claim(claim, what, float((warned & ~late).mean()), IN_ALL)
+    else:
+        outcome.cannot_test(claim, "no failing training run")
+    outcome.claim(
+        "A training run at a good learning rate raises no alarm (ours)",
+        f"share of {counted(len(healthy), 'healthy training run')} with an alarm",
+        float(healthy["first_alarm"].notna().mean()),
+        IN_NONE,
     )
-    no_alarm_claim = "A training run at a good learning rate raises no alarm (ours)"
-    return [
-        Verdict(claim, HOLDS if (warned & ~late).all() else FAILS, evidence)
-        if len(failing)
-        else Verdict(claim, UNTESTABLE, "no failing training run"),
-        Verdict(no_alarm_claim, FAILS if false_alarms.any() else HOLDS, alarm_evidence),
-    ]
 
 
 @experiment(
@@ -90,7 +90,7 @@ def monitor(study: Study, outcome: Outcome) -> None:
             f"first alarm {_steps(rows['first_alarm'])}; the loss notices {_steps(rows['loss_notices'])}; "
             f"loss at the end {rows['final_loss'].min():.2f} to {rows['final_loss'].max():.2f}",
         )
-    outcome.verdicts += judged(runs)
+    judge_warnings(outcome, runs)
     outcome.tables |= {"runs": runs, "looks": comparison["looks"], "alarms": comparison["alarms"]}
     _draw_moments(outcome, runs)
     _draw_course(outcome, comparison["looks"], comparison["losses"])
