@@ -33,8 +33,9 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite.papers.training.training_loop import CHECKPOINT, steps_done
 from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.checksums import CorruptFile, read_notes
+from theodolite.system.checksums import CorruptFile
 from theodolite.system.files import disk_errors, folder_purpose
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.train.penalty import Gradient
@@ -244,11 +245,9 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
 
 def steps_of(folder: Path) -> int:
     """The step of a training run's checkpoint; 0 where there is none."""
-    place = folder / "checkpoint.safetensors"
-    if not place.exists():
-        return 0
+    place = folder / CHECKPOINT
     try:
-        return int(read_notes(place)["step"])
+        return steps_done(place)
     except CorruptFile as error:
         raise UsageError(f"{place} is damaged ({error}): remove {folder} to start it over.") from error
 

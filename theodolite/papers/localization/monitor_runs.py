@@ -7,21 +7,22 @@ the healthy run with the same seed, which nobody has in practice. Nothing is dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from theodolite.papers.localization.monitored_training import LearningRate, MonitoredRun, train_with_monitor
+from theodolite.papers.localization.monitored_training import MonitoredRun, train_with_monitor
 from theodolite.papers.training.tasks import Characters
+from theodolite.papers.training.training_loop import LearningRate
 
-HEALTHY = LearningRate("healthy", 1e-3)
-LEARNING_RATES = (
-    HEALTHY,
-    LearningRate("30 times too high", 3e-2),
-    LearningRate("rising to 100 times too high", 1e-1, warm_up=300),
-)
+HEALTHY = "healthy"
+LEARNING_RATES = {
+    HEALTHY: LearningRate(1e-3),
+    "30 times too high": LearningRate(3e-2),
+    "rising to 100 times too high": LearningRate(1e-1, warm_up=300),
+}
 """One learning rate that is well chosen for this model, one far too high from the first step on, and one whose
 warm-up leads into failure: the loss falls as it should before it fails."""
 
@@ -76,7 +77,7 @@ ShowProgress = Callable[[str, int], None]
 def compare_learning_rates(
     task: Characters,
     *,
-    learning_rates: Sequence[LearningRate] = LEARNING_RATES,
+    learning_rates: Mapping[str, LearningRate] = LEARNING_RATES,
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
@@ -86,7 +87,7 @@ def compare_learning_rates(
 
     Args:
         task: the characters, in contexts of `LENGTH`.
-        learning_rates: the first one is the healthy one.
+        learning_rates: by name, `HEALTHY` among them.
         seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
         show_progress: called before each training run.
 
@@ -101,23 +102,20 @@ def compare_learning_rates(
     tables: dict[str, list[pd.DataFrame]] = {"losses": [], "looks": [], "alarms": []}
     traces: dict[tuple[str, int], MonitoredRun] = {}
     for seed in seeds:
-        for learning_rate in learning_rates:
-            show_progress(learning_rate.name, seed)
-            trace = traces[learning_rate.name, seed] = train_with_monitor(
-                task, learning_rate, seed, steps, every
-            )
-            place = {"pace": learning_rate.name, "seed": seed}
+        for pace, rate in learning_rates.items():
+            show_progress(pace, seed)
+            trace = traces[pace, seed] = train_with_monitor(task, rate, seed, steps, every)
+            place = {"pace": pace, "seed": seed}
             smooth = smoothed(np.array(trace.losses))
             losses = pd.DataFrame(
                 {"step": np.arange(1, len(smooth) + 1), "loss": trace.losses, "smoothed": smooth}
             )
             for name, table in (("losses", losses), ("looks", trace.looks), ("alarms", trace.alarms)):
                 tables[name].append(pd.DataFrame(place, index=table.index).join(table))
-    signs = LossThresholds.beyond([np.array(traces[learning_rates[0].name, seed].losses) for seed in seeds])
+    signs = LossThresholds.beyond([np.array(traces[HEALTHY, seed].losses) for seed in seeds])
     runs = [
-        {"pace": learning_rate, "seed": seed}
-        | _compared(trace, traces[learning_rates[0].name, seed], signs, steps)
-        for (learning_rate, seed), trace in traces.items()
+        {"pace": pace, "seed": seed} | _compared(trace, traces[HEALTHY, seed], signs, steps)
+        for (pace, seed), trace in traces.items()
     ]
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | joined

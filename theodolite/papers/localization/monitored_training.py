@@ -13,32 +13,19 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from torch import Tensor
 
-from theodolite.papers.training.gpt2 import gpt2
+from theodolite.papers.training.models import gpt2
 from theodolite.papers.training.tasks import Characters
-from theodolite.papers.training.training_loop import BETAS
+from theodolite.papers.training.training_loop import BETAS, LearningRate, updates
 from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
 
 LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
 
 
 @dataclass(frozen=True)
-class LearningRate:
-    """A learning rate, reached on a line from 0 in `warm_up` steps."""
-
-    name: str
-    rate: float
-    warm_up: int = 1
-
-    def at(self, step: int) -> float:
-        """The rate of a step."""
-        return self.rate * min(1.0, (step + 1) / self.warm_up)
-
-
-@dataclass(frozen=True)
 class MonitoredRun:
-    """One training run: the loss of every step's batch (nats), the monitor's numbers and alarms at every "
-    "measurement."""
+    """One training run: each step's loss (nats), and the monitor's numbers and alarms at every measurement."""
 
     losses: list[float]
     looks: pd.DataFrame
@@ -54,29 +41,31 @@ def train_with_monitor(
     The same seed gives the same trace, but for the times, on the same machine and number of threads.
     """
     torch.manual_seed(seed)
-    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH).train()
+    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
     held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
     monitor = GeometryMonitor(model, held_out, every=every)
     losses: list[float] = []
     measurements: list[dict[str, float]] = []
-    for step in range(steps + 1):
+
+    def measure(step: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", GeometryWarning)  # they are in the trace
             numbers = monitor(step)
         if numbers:
             measurements.append({"step": step, **numbers})
-        if step == steps or (losses and not math.isfinite(losses[-1])):
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate.at(step)
+
+    def loss_of(step: int) -> Tensor:
         inputs, targets = task.batch(step, BATCH, seed)
         logits = model(input_ids=inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    measure(0)
+    for step, loss in updates(model, optimizer, loss_of, learning_rate, range(steps)):
         losses.append(loss.item())
+        measure(step)
+        if not math.isfinite(losses[-1]):
+            break
     share = measurements[-1]["time_share"]
     table = pd.DataFrame(measurements).drop(columns="time_share")
     columns = ["step", "kind", "layer", "head", "value", "slope"]

@@ -1,20 +1,16 @@
 """The seeded trainer that made the embedded model, and can make others like it.
 
-`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`embedded_model.py`) on it with plain
-PyTorch,
-and writes a folder that `transformers` opens. It is made for a few
-million parameters on a few processor cores: no distribution, no other architectures, no options beyond
-`EmbeddedConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
-also when the run was killed and resumed in between: the order of batches follows from (seed, step)
-alone.
+`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`models.py`) on it with plain PyTorch,
+and writes a folder that `transformers` opens. It is made for a few million parameters on a few processor cores: no
+distribution, no other architectures, no options beyond `EmbeddedConfig`. The same seed gives the same bytes on the
+same machine, number of threads and package versions, also when the run was killed and resumed in between: the order
+of batches follows from (seed, step) alone.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.embedded_model import EmbeddedConfig, build
 from theodolite.papers.training.embedded_text import (
     END_OF_TEXT,
     Source,
@@ -38,18 +33,9 @@ from theodolite.papers.training.embedded_text import (
     train_tokenizer,
 )
 from theodolite.papers.training.model_card import EmbeddedResult, card
-from theodolite.papers.training.training_loop import (
-    CHECKPOINT,
-    TrainingLoop,
-    check_numbers,
-    fit,
-    partial_of,
-    publish,
-    refuse_existing,
-    share_of_peak,
-)
-from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.files import disk_errors
+from theodolite.papers.training.model_folder import ModelTraining, check_training, train_into
+from theodolite.papers.training.models import EmbeddedConfig, embedded_model
+from theodolite.papers.training.training_loop import LearningRate
 
 WARM_UP = 0.04  # share of the steps
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
@@ -71,58 +57,38 @@ def train_embedded_model(
     impossible, when the text is too short, or when `<out>.partial` belongs to another training run; `WorkError`
     when the loss is no longer a number or a file cannot be written.
     """
-    out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
-    check_numbers(config.seed, threads)
+    out, config = Path(out), config or EmbeddedConfig()
+    check_training(out, config, threads)
     texts = python_sources() if sources is None else sources
-    partial = partial_of(out)
-    refuse_existing(out, partial / CHECKPOINT, config.steps)
-    _check(texts, config)
+    if not texts or any(source.share <= 0 for source in texts):
+        raise UsageError("There must be at least one source of text, each with a positive share.")
     training, validation = split_sources(texts, config.seed)
     tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
     streams = token_streams(tokenizer, training, validation, config.length)
-    with using(threads):
-        torch.manual_seed(config.seed)
-        model = build(config)
-        fit(model, _loop(model, streams, config, partial, console), console)
-        result = _result(out, model, streams, config, threads)
-    _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, sources is None))
-    return result
 
-
-def _check(sources: Sequence[Source], config: EmbeddedConfig) -> None:
-    if not sources or any(source.share <= 0 for source in sources):
-        raise UsageError("There must be at least one source of text, each with a positive share.")
-    for name, value in asdict(config).items():
-        if name not in ("seed", "weight_decay", "bfloat16", "no_op") and value <= 0:
-            raise UsageError(f"{name} is {value}; it must be positive.")
-    if config.width % config.heads:
-        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
-
-
-def _loop(
-    model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, partial: Path, console: Console
-) -> TrainingLoop:
-    def shown(step: int, loss: float) -> None:
+    def progress(model: PreTrainedModel, loss: float) -> str:
         losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
         held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
-        console.print(f"step {step}: training {loss:.3f}; held out{held_out or ': nothing'}")
+        return f"training {loss:.3f}; held out{held_out or ': nothing'}"
 
-    return TrainingLoop(
-        steps=config.steps,
-        seed=config.seed,
-        weight_decay=config.weight_decay,
-        checkpoint=partial / CHECKPOINT,
-        checkpoint_every=config.checkpoint_every,
-        identity={"config": json.dumps(asdict(config)), "data": streams.sha256()},
-        loss=lambda step: _losses(model, _batch(streams, config, step), config).mean(),
-        rate=lambda step: learning_rate(config, step),
-        saved=shown,
+    run = ModelTraining(
+        config=config,
+        build=lambda: embedded_model(config),
+        tokenizer=_fast_tokenizer(tokenizer, config),
+        data={"data": streams.sha256()},
+        rate=learning_rate(config),
+        loss=lambda model, step: _losses(model, _batch(streams, config, step), config).mean(),
+        progress=progress,
+        measure=lambda model: _result(out, model, streams, config, threads),
+        page=lambda result: ("README.md", card(result, config, sources is None)),
     )
+    return train_into(out, run, threads, console or Console(stderr=True))
 
 
-def learning_rate(config: EmbeddedConfig, step: int) -> float:
+def learning_rate(config: EmbeddedConfig) -> LearningRate:
     """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    return config.learning_rate * share_of_peak(step, max(1, round(WARM_UP * config.steps)), config.steps)
+    warm_up = max(1, round(WARM_UP * config.steps))
+    return LearningRate(config.learning_rate, warm_up, "cosine", config.steps)
 
 
 def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
@@ -191,16 +157,3 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
         eos_token=END_OF_TEXT,
         model_max_length=config.length,
     )
-
-
-def _save(
-    partial: Path, out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str
-) -> None:
-    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
-    finished = partial / "finished"
-    with disk_errors(out):
-        shutil.rmtree(finished, ignore_errors=True)
-        model.save_pretrained(finished)
-        tokenizer.save_pretrained(finished)
-        (finished / "README.md").write_text(readme, encoding="utf-8")
-        publish(finished, out, partial / CHECKPOINT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from theodolite import __version__
-from theodolite.papers.training.embedded_model import EmbeddedConfig
+from theodolite.papers.training.models import EmbeddedConfig
 
 PYTHON_TEXT = """\
 The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the

@@ -1,0 +1,224 @@
+"""A model that is trained into a folder which `transformers` opens: what the trainers of text and of tasks share.
+
+Until it is finished, everything is in `<out>.partial`, which says from the start which training run it is of, so that
+another one takes nothing from it. A training run that was killed resumes from its last checkpoint there.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from theodolite.errors import UsageError, WorkError
+from theodolite.papers.training.models import ModelConfig
+from theodolite.papers.training.training_loop import (
+    BETAS,
+    CHECKPOINT,
+    CLIP,
+    LearningRate,
+    another_training_run,
+    check_numbers,
+    load_checkpoint,
+    save_checkpoint,
+    steps_done,
+    trained_parameters,
+    updates,
+)
+from theodolite.papers.training.training_loop import threads as using
+from theodolite.system.checksums import CorruptFile
+from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically
+from theodolite.system.interrupt import STOPPING, interruptible
+
+NOT_SIZES = ("seed", "weight_decay", "dropout", "no_op", "schedule", "positions", "bfloat16", "series")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ModelTraining(Generic[Result]):
+    """What distinguishes one training run into a folder from another.
+
+    Attributes:
+        config: sizes, steps, seed, weight decay.
+        build: the untrained model; torch's global generator is seeded before.
+        data: names and hashes of what it is trained on, by which an unfinished training run is known.
+        loss: the mean loss of a step's batch, a scalar with a graph.
+        progress: what to print at a checkpoint, given the model and the loss of the step before.
+        measure: the result, of the finished model.
+        page: name and text of the file beside the weights that states the result.
+        series: numbers of updates after which a copy of the model is kept.
+    """
+
+    config: ModelConfig
+    build: Callable[[], PreTrainedModel]
+    tokenizer: PreTrainedTokenizerFast
+    data: dict[str, str]
+    rate: LearningRate
+    loss: Callable[[PreTrainedModel, int], Tensor]
+    progress: Callable[[PreTrainedModel, float], str]
+    measure: Callable[[PreTrainedModel], Result]
+    page: Callable[[Result], tuple[str, str]]
+    series: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Which training run a folder is of."""
+        return {"config": json.dumps(asdict(self.config)), **self.data}
+
+
+def partial_of(out: Path) -> Path:
+    """Folder of an unfinished training run into `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def check_training(out: Path, config: ModelConfig, threads: int) -> None:
+    """Refuse numbers that no training run can use, and to train into what is there, unless this training run wrote it
+    and was killed before it forgot its checkpoint.
+
+    Raises:
+        UsageError: such a number; or `out` exists, and its checkpoint is not of the last step, or not there.
+    """
+    check_numbers(config.seed, threads)
+    try:
+        finished = out.is_dir() and steps_done(partial_of(out) / CHECKPOINT) == config.steps
+    except CorruptFile:
+        finished = False
+    if out.exists() and not finished:
+        raise UsageError(f"{out} exists; give another folder or remove it.")
+    for name, value in asdict(config).items():
+        if name not in NOT_SIZES and value <= 0:
+            raise UsageError(f"{name} is {value}; it must be positive.")
+    if config.width % config.heads:
+        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
+
+
+def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console) -> Result:
+    """Train a model, from its last checkpoint if there is one, and write it to `out`.
+
+    Raises:
+        UsageError: `out` holds another model, or `<out>.partial` another training run.
+        WorkError: the loss is no longer a number, or a file cannot be written.
+        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
+    """
+    partial = partial_of(out)
+    with using(threads):
+        torch.manual_seed(training.config.seed)
+        model = training.build()
+        _fit(model, training, partial, console)
+        model.eval()
+        result = training.measure(model)
+    finished = partial / "finished"
+    _write_model(finished, model, training)
+    with disk_errors(out):
+        name, text = training.page(result)
+        (finished / name).write_text(text, encoding="utf-8")
+        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
+            shutil.copytree(partial / "series", finished / "series")
+        _publish(finished, out)
+    return result
+
+
+def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path, console: Console) -> None:
+    config, checkpoint = training.config, partial / CHECKPOINT
+    optimizer = _optimizer(model, config.weight_decay)
+    begin, _ = load_checkpoint(checkpoint, model, optimizer, training.identity)
+    _claim(partial, training.identity)
+
+    def keep(step: int) -> None:
+        if step in training.series:
+            _write_model(partial / "series" / f"{step:06d}", model, training)
+
+    steps = updates(
+        model,
+        optimizer,
+        lambda step: training.loss(model, step),
+        training.rate,
+        range(begin, config.steps),
+        seed=config.seed,
+        clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        interruptible(lambda: console.print(STOPPING)) as pressed,
+        Progress(*columns, console=console) as progress,
+    ):
+        if not begin:
+            keep(0)
+        task = progress.add_task("training", total=config.steps, completed=begin)
+        for step, value in steps:
+            loss = value.item()
+            progress.update(task, advance=1, description=f"loss {loss:.3f}")
+            if not math.isfinite(loss):
+                raise WorkError(f"The loss was {loss} at step {step - 1}; lower the learning rate.")
+            keep(step)
+            due = step % config.checkpoint_every == 0 or step == config.steps
+            stop = pressed()  # asked once: what is pressed later is for the next step
+            if due or stop:
+                save_checkpoint(checkpoint, model, optimizer, training.identity | {"step": str(step)})
+            if due:
+                model.eval()
+                console.print(f"step {step}: {training.progress(model, loss)}")
+            if stop:
+                raise KeyboardInterrupt
+
+
+def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
+    """Weight decay is of matrices only."""
+    parameters = [parameter for _, parameter in trained_parameters(model)]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+def _claim(partial: Path, identity: dict[str, str]) -> None:
+    """Write into the folder which training run it is of, unless it says so already.
+
+    A folder that does not say has to have a checkpoint, which has been judged by what is written in it.
+    """
+    unknown = f"{partial} does not say which training run it holds; remove it to start over."
+    refusal = None if (partial / CHECKPOINT).exists() else unknown
+    if folder_purpose(partial / "identity.json", identity, refusal) != identity:
+        raise UsageError(another_training_run(partial))
+
+
+def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_atomically(folder) as temporary:
+        model.save_pretrained(temporary)
+        training.tokenizer.save_pretrained(temporary)
+
+
+def _publish(finished: Path, out: Path) -> None:
+    """Give the finished folder its name, and forget the training run: last of all its checkpoint.
+
+    Raises:
+        UsageError: `out` is there, with another model in it.
+    """
+    if out.exists():
+        new, old = (folder / "model.safetensors" for folder in (finished, out))
+        if not old.is_file() or not filecmp.cmp(new, old, shallow=False):
+            raise UsageError(f"{out} exists; give another folder or remove it.")
+    else:
+        os.replace(finished, out)
+    partial = partial_of(out)
+    for path in partial.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != CHECKPOINT:
+            path.unlink()
+    shutil.rmtree(partial)
