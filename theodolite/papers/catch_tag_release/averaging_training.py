@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from theodolite.papers.training.training_loop import CLIP, LearningRate, threads, updates
+from theodolite.papers.training.training_loop import CLIP, threads, updates
 from theodolite.theory.averaging import mean_after
 
 LENGTH = 20
@@ -282,7 +282,10 @@ def train_averaging(
             losses[:, step] = errors.detach()
             return errors.sum() + (sink_penalty(forward_pass, places) if recipe.penalised else 0)
 
-        rate = LearningRate(recipe.rate, WARM_UP, "cosine", steps, FINAL_RATE, decay_from=0)
+        def rate(step: int) -> float:
+            cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+            return recipe.rate * (min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine))
+
         optimizer = torch.optim.Adam(model.parameters())
         for _ in updates(model, optimizer, loss, rate, range(steps), clip=_clip):
             pass

@@ -28,7 +28,6 @@ from theodolite.papers.localization.grid_text import GridText
 from theodolite.papers.training.training_loop import (
     CHECKPOINT,
     SEEDS,
-    LearningRate,
     load_checkpoint,
     save_checkpoint,
     updates,
@@ -158,7 +157,7 @@ class LocaterTraining:
             self.model,
             self.optimizer,
             self._loss,
-            LearningRate(published_rate(self.setting.width)),
+            lambda step: published_rate(self.setting.width),
             range(began, until),
             seed=self.setting.seed,
         )

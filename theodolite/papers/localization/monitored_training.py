@@ -61,7 +61,7 @@ def train_with_monitor(
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     measure(0)
-    for step, loss in updates(model, optimizer, loss_of, learning_rate, range(steps)):
+    for step, loss in updates(model, optimizer, loss_of, learning_rate.at, range(steps)):
         losses.append(loss.item())
         measure(step)
         if not math.isfinite(losses[-1]):

@@ -34,27 +34,23 @@ class LearningRate:
 
     Attributes:
         warm_up: steps of the line.
-        decay: none: it stays there. cosine: to `final` of the peak. linear: to 0.
+        decay: none: it stays there. cosine: to `FINAL_RATE` of the peak. linear: to 0.
         steps: of the training run, at whose end the decay ends.
-        decay_from: the step at which the decay begins; None: when it is warm.
     """
 
     peak: float
     warm_up: int = 1
     decay: Literal["none", "cosine", "linear"] = "none"
     steps: int = 0
-    final: float = FINAL_RATE
-    decay_from: int | None = None
 
     def at(self, step: int) -> float:
         """The rate of a step."""
-        begin = self.warm_up if self.decay_from is None else self.decay_from
-        done = max(0.0, (step - begin) / max(1, self.steps - begin))
-        share = 1.0
-        if self.decay == "cosine":
-            share = self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
-        elif self.decay == "linear":
-            share = 1 - done
+        done = max(0.0, (step - self.warm_up) / max(1, self.steps - self.warm_up))
+        share = {
+            "none": 1.0,
+            "cosine": FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+        }[self.decay]
         return self.peak * (min(1.0, (step + 1) / self.warm_up) * share)
 
 
@@ -62,7 +58,7 @@ def updates(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Callable[[int], Tensor],
-    rate: LearningRate,
+    rate: Callable[[int], float],
     steps: range,
     *,
     seed: int | None = None,
@@ -71,15 +67,15 @@ def updates(
     """Train `model` in place, and yield after every update how many were done, and the loss before it.
 
     Args:
-        loss: of a step's batch, a scalar with a graph.
+        loss: of a step's batch, a scalar with a graph. rate: the learning rate of a step.
         steps: those to take.
         seed: of what is random in the model, such as dropout; None: nothing is.
         clip: what is done to the gradient before an update.
     """
     for step in steps:
-        step_rate = rate.at(step)
+        learning_rate = rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = step_rate
+            group["lr"] = learning_rate
         if seed is not None:
             torch.manual_seed((seed << 32) + step)
         model.train()
