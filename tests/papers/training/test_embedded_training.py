@@ -21,7 +21,7 @@ from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import embedded_training, training_loop
 from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
-from theodolite.papers.training.embedded_training import EmbeddedConfig, learning_rate, train_embedded_model
+from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
 from theodolite.papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
@@ -227,7 +227,7 @@ def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
     config = EmbeddedConfig(steps=1000, learning_rate=1.0)
-    rates = [learning_rate(config).at(step) for step in range(1000)]
+    rates = [config.rate.at(step) for step in range(1000)]
     assert rates[0] == pytest.approx(1 / 40)
     assert max(rates) == rates[39] == rates[40] == 1.0
     assert rates[40:] == sorted(rates[40:], reverse=True)

@@ -22,7 +22,7 @@ from theodolite.corpus.addition_task import additions, corpus_name, digits_of, f
 from theodolite.errors import UsageError
 from theodolite.papers.training import command
 from theodolite.papers.training.command import train_addition, train_characters, train_embedded
-from theodolite.papers.training.task_models import PUBLISHED, learning_rate, train_task_model
+from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import IGNORED, Additions, Characters
 from theodolite.papers.training.training_loop import LearningRate
 
@@ -215,12 +215,12 @@ def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: 
 def test_rates_are_as_published() -> None:
     """Closed forms: 100 steps up, then a cosine to a tenth, or a line to nothing."""
     characters, addition = PUBLISHED["characters"], PUBLISHED["addition"]
-    assert learning_rate(characters).at(0) == pytest.approx(1e-5)
-    assert learning_rate(characters).at(99) == learning_rate(characters).at(100) == 1e-3
-    assert learning_rate(characters).at(2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
-    assert learning_rate(addition).at(5050) == pytest.approx(0.5e-4)
-    assert learning_rate(addition).at(9999) == pytest.approx(1e-4 / 9900)
-    assert math.isclose(learning_rate(addition).at(50), 0.51e-4)
+    assert characters.rate.at(0) == pytest.approx(1e-5)
+    assert characters.rate.at(99) == characters.rate.at(100) == 1e-3
+    assert characters.rate.at(2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+    assert addition.rate.at(5050) == pytest.approx(0.5e-4)
+    assert addition.rate.at(9999) == pytest.approx(1e-4 / 9900)
+    assert math.isclose(addition.rate.at(50), 0.51e-4)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
 from theodolite.papers.training.training_loop import (
     CHECKPOINT,
-    SEEDS,
+    another_training_run,
+    check_numbers,
     load_checkpoint,
     save_checkpoint,
     updates,
@@ -95,8 +96,7 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if min(self.scale, self.mean, self.weight_decay) < 0:
             raise UsageError(f"{self.name}: a strength is negative; give 0 or more.")
-        if not 0 <= self.seed < SEEDS:
-            raise UsageError(f"seed is {self.seed}; it must be from 0 to {SEEDS - 1}.")
+        check_numbers(self.seed)
 
 
 def published_rate(width: int) -> float:
@@ -138,7 +138,7 @@ class LocaterTraining:
         }
         known = asdict(setting)
         if folder_purpose(folder / "setting.json", known) != known:
-            raise UsageError(f"{folder} holds a training run of other settings; remove it to start over.")
+            raise another_training_run(folder)
         self.step, kept = load_checkpoint(self._checkpoint, self.model, self.optimizer)
         if kept:
             self.summed.copy_(kept["summed"])
@@ -170,6 +170,11 @@ class LocaterTraining:
         if self.step > began or not self._checkpoint.exists():
             self.save()
         return self.step >= until
+
+    def progress(self) -> str:
+        """The step, and the loss on held-out text when it was last measured."""
+        last = self.tables()[0].iloc[-1]
+        return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
     def finish(self) -> None:
         """Write the model as `transformers` opens it, and its loss on all held-out text, unless that is done.

@@ -9,8 +9,9 @@ of batches follows from (seed, step) alone.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from theodolite import __version__
 from theodolite.errors import UsageError
 from theodolite.papers.training.embedded_text import (
     END_OF_TEXT,
@@ -32,14 +34,71 @@ from theodolite.papers.training.embedded_text import (
     token_streams,
     train_tokenizer,
 )
-from theodolite.papers.training.model_card import EmbeddedResult, card
 from theodolite.papers.training.model_folder import ModelTraining, check_training, train_into
 from theodolite.papers.training.models import EmbeddedConfig, embedded_model
-from theodolite.papers.training.training_loop import LearningRate
 
-WARM_UP = 0.04  # share of the steps
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
+
+PYTHON_TEXT = """\
+The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
+docstrings and source files of its standard library without tests, generated tables and installed packages. It
+is under the [Python Software Foundation License Version 2](https://docs.python.org/3/license.html).
+"""
+
+CARD = """\
+---
+license: {license}
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+# A small GPT-2-architecture model
+
+{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} learned positions,
+tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
+
+## Training
+{data}
+Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
+{batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
+AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
+{weight_decay:g} on matrices, products in {products}. The same command gives the same weights on the same
+machine, Python and torch.
+
+## Losses
+Nats per token, in float32. Held-out documents share no label and no long paragraph with the training text. The
+bigram is the best interpolated bigram model of the same training tokens, on the same held-out tokens.
+
+| text | training tokens | held-out tokens | loss | bigram |
+| --- | ---: | ---: | ---: | ---: |
+{rows}
+
+Training text, windows drawn as in training: {train_loss:.3f}.
+
+## Limits
+It exists to be measured. It is small, knows one kind of text, and has no other use: what it writes looks like
+that text and is mostly wrong. It was trained without a beginning-of-sequence token.
+"""
+
+
+@dataclass(frozen=True)
+class EmbeddedResult:
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
+
+    `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
+    interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
+    """
+
+    folder: Path
+    threads: int
+    parameters: int
+    tokens_seen: int
+    training_tokens: dict[str, int]  # to draw from, each counted once
+    validation_tokens: dict[str, int]
+    train_loss: float
+    validation_loss: dict[str, float]
+    bigram_loss: dict[str, float]
 
 
 def train_embedded_model(
@@ -52,10 +111,11 @@ def train_embedded_model(
 ) -> EmbeddedResult:
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
-    A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
-    with the same arguments. Raises `UsageError` when `out` exists, when a size, the seed or `threads` is
-    impossible, when the text is too short, or when `<out>.partial` belongs to another training run; `WorkError`
-    when the loss is no longer a number or a file cannot be written.
+    A training run that was killed resumes when it is called again with the same arguments.
+
+    Raises:
+        UsageError: there is too little text, or as `check_training` and `train_into`.
+        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out, config = Path(out), config or EmbeddedConfig()
     check_training(out, config, threads)
@@ -76,19 +136,12 @@ def train_embedded_model(
         build=lambda: embedded_model(config),
         tokenizer=_fast_tokenizer(tokenizer, config),
         data={"data": streams.sha256()},
-        rate=learning_rate(config),
         loss=lambda model, step: _losses(model, _batch(streams, config, step), config).mean(),
         progress=progress,
         measure=lambda model: _result(out, model, streams, config, threads),
         page=lambda result: ("README.md", card(result, config, sources is None)),
     )
-    return train_into(out, run, threads, console or Console(stderr=True))
-
-
-def learning_rate(config: EmbeddedConfig) -> LearningRate:
-    """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    warm_up = max(1, round(WARM_UP * config.steps))
-    return LearningRate(config.learning_rate, warm_up, "cosine", config.steps)
+    return train_into(out, run, threads, console)
 
 
 def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
@@ -112,12 +165,12 @@ def _validation_loss(
     model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
-    losses = {}
-    for name, contexts in zip(streams.names, streams.validation, strict=True):
-        if len(contexts):
-            batches = contexts[:most].split(config.batch)
-            losses[name] = float(torch.cat([_losses(model, batch, config) for batch in batches]).mean())
-    return losses
+    return {
+        name: float(
+            torch.cat([_losses(model, batch, config) for batch in ids[:most].split(config.batch)]).mean()
+        )
+        for name, ids in streams.held_out().items()
+    }
 
 
 def _result(
@@ -127,22 +180,19 @@ def _result(
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
     with torch.no_grad():
         train = [_losses(model, _batch(streams, config, step), exact).mean() for step in beyond]
-    held_out = dict(zip(streams.names, streams.validation, strict=True))
+    held_out = streams.held_out()
     return EmbeddedResult(
         folder=out,
         threads=threads,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        steps=config.steps,
         tokens_seen=config.steps * config.batch * config.length,
         training_tokens={name: len(ids) for name, ids in zip(streams.names, streams.train, strict=True)},
-        validation_tokens={name: contexts[:, 1:].numel() for name, contexts in held_out.items()},
+        validation_tokens={
+            name: ids[:, 1:].numel() for name, ids in zip(streams.names, streams.validation, strict=True)
+        },
         train_loss=float(torch.stack(train).mean()),
         validation_loss=_validation_loss(model, streams, exact),
-        bigram_loss={
-            name: bigram_loss(streams, contexts, config.vocabulary)
-            for name, contexts in held_out.items()
-            if len(contexts)
-        },
+        bigram_loss={name: bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out.items()},
     )
 
 
@@ -157,3 +207,44 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
         eos_token=END_OF_TEXT,
         model_max_length=config.length,
     )
+
+
+def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+    """The card in Markdown; `python_text` says that the text was `python_sources()`."""
+    python = platform.python_version()
+    return CARD.format(
+        license="psfl" if python_text else "unknown",
+        data=PYTHON_TEXT.format(python=python) if python_text else "The text was supplied by the user.\n",
+        command=command(result, config, python_text),
+        theodolite=__version__,
+        torch=torch.__version__,
+        rows="\n".join(_row(result, name) for name in result.training_tokens),
+        parameters=result.parameters,
+        tokens_seen=result.tokens_seen,
+        train_loss=result.train_loss,
+        products="bfloat16" if config.bfloat16 else "float32",
+        **{field.name: getattr(config, field.name) for field in fields(config)},
+    )
+
+
+def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+    """The call that repeats the training run: on the command line where that has the options, else in Python."""
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if getattr(config, field.name) != field.default
+    }
+    if python_text and changed.keys() <= {"steps", "seed"}:
+        options = {"out": result.folder.name, **changed, "threads": result.threads}
+        return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
+    settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    text = "" if python_text else "sources=…, "
+    arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
+    return f"train_embedded_model({result.folder.name!r}, {arguments})"
+
+
+def _row(result: EmbeddedResult, name: str) -> str:
+    losses = [result.validation_loss.get(name), result.bigram_loss.get(name)]
+    shown = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
+    sizes = [f"{counts[name]:,}" for counts in (result.training_tokens, result.validation_tokens)]
+    return f"| {name} | {' | '.join(sizes + shown)} |"

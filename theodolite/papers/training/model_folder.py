@@ -23,22 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.papers.training.models import ModelConfig
-from theodolite.papers.training.training_loop import (
-    BETAS,
-    CHECKPOINT,
-    CLIP,
-    LearningRate,
-    another_training_run,
-    check_numbers,
-    load_checkpoint,
-    save_checkpoint,
-    steps_done,
-    trained_parameters,
-    updates,
-)
-from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.checksums import CorruptFile
+from theodolite.papers.training import training_loop
+from theodolite.papers.training.models import ModelConfig, TaskModelConfig
+from theodolite.papers.training.training_loop import BETAS, CHECKPOINT, CLIP, another_training_run
+from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically
 from theodolite.system.interrupt import STOPPING, interruptible
 
@@ -52,7 +40,6 @@ class ModelTraining(Generic[Result]):
     """What distinguishes one training run into a folder from another.
 
     Attributes:
-        config: sizes, steps, seed, weight decay.
         build: the untrained model; torch's global generator is seeded before.
         data: names and hashes of what it is trained on, by which an unfinished training run is known.
         loss: the mean loss of a step's batch, a scalar with a graph.
@@ -66,17 +53,11 @@ class ModelTraining(Generic[Result]):
     build: Callable[[], PreTrainedModel]
     tokenizer: PreTrainedTokenizerFast
     data: dict[str, str]
-    rate: LearningRate
     loss: Callable[[PreTrainedModel, int], Tensor]
     progress: Callable[[PreTrainedModel, float], str]
     measure: Callable[[PreTrainedModel], Result]
     page: Callable[[Result], tuple[str, str]]
     series: tuple[int, ...] = ()
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """Which training run a folder is of."""
-        return {"config": json.dumps(asdict(self.config)), **self.data}
 
 
 def partial_of(out: Path) -> Path:
@@ -91,21 +72,24 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
     Raises:
         UsageError: such a number; or `out` exists, and its checkpoint is not of the last step, or not there.
     """
-    check_numbers(config.seed, threads)
-    try:
-        finished = out.is_dir() and steps_done(partial_of(out) / CHECKPOINT) == config.steps
-    except CorruptFile:
-        finished = False
-    if out.exists() and not finished:
-        raise UsageError(f"{out} exists; give another folder or remove it.")
+    training_loop.check_numbers(config.seed, threads)
+    if out.exists():
+        try:
+            finished = out.is_dir() and int(read_notes(partial_of(out) / CHECKPOINT)["step"]) == config.steps
+        except (CorruptFile, KeyError):
+            finished = False
+        if not finished:
+            raise _exists(out)
     for name, value in asdict(config).items():
         if name not in NOT_SIZES and value <= 0:
             raise UsageError(f"{name} is {value}; it must be positive.")
     if config.width % config.heads:
         raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
+    if isinstance(config, TaskModelConfig) and config.positions not in ("learned", "rotary"):
+        raise UsageError(f"positions are '{config.positions}'; choose learned or rotary.")
 
 
-def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console) -> Result:
+def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
     """Train a model, from its last checkpoint if there is one, and write it to `out`.
 
     Raises:
@@ -114,10 +98,10 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint of the last whole step was written before.
     """
     partial = partial_of(out)
-    with using(threads):
+    with training_loop.threads(threads):
         torch.manual_seed(training.config.seed)
         model = training.build()
-        _fit(model, training, partial, console)
+        _fit(model, training, partial, console or Console(stderr=True))
         model.eval()
         result = training.measure(model)
     finished = partial / "finished"
@@ -133,19 +117,29 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
 
 def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path, console: Console) -> None:
     config, checkpoint = training.config, partial / CHECKPOINT
-    optimizer = _optimizer(model, config.weight_decay)
-    begin, _ = load_checkpoint(checkpoint, model, optimizer, training.identity)
-    _claim(partial, training.identity)
+    identity = {"config": json.dumps(asdict(config)), **training.data}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    begin, _ = training_loop.load_checkpoint(checkpoint, model, optimizer, identity)
+    # A folder that does not say what it is of has to have a checkpoint, which has just been judged by its own notes.
+    unknown = f"{partial} does not say which training run it holds; remove it to start over."
+    refusal = None if checkpoint.exists() else unknown
+    if folder_purpose(partial / "identity.json", identity, refusal) != identity:
+        raise another_training_run(partial)
 
     def keep(step: int) -> None:
         if step in training.series:
             _write_model(partial / "series" / f"{step:06d}", model, training)
 
-    steps = updates(
+    steps = training_loop.updates(
         model,
         optimizer,
         lambda step: training.loss(model, step),
-        training.rate.at,
+        config.rate.at,
         range(begin, config.steps),
         seed=config.seed,
         clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
@@ -167,33 +161,12 @@ def _fit(model: PreTrainedModel, training: ModelTraining[Result], partial: Path,
             due = step % config.checkpoint_every == 0 or step == config.steps
             stop = pressed()  # asked once: what is pressed later is for the next step
             if due or stop:
-                save_checkpoint(checkpoint, model, optimizer, training.identity | {"step": str(step)})
+                training_loop.save_checkpoint(checkpoint, model, optimizer, identity | {"step": str(step)})
             if due:
                 model.eval()
                 console.print(f"step {step}: {training.progress(model, loss)}")
             if stop:
                 raise KeyboardInterrupt
-
-
-def _optimizer(model: PreTrainedModel, weight_decay: float) -> torch.optim.AdamW:
-    """Weight decay is of matrices only."""
-    parameters = [parameter for _, parameter in trained_parameters(model)]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
-
-
-def _claim(partial: Path, identity: dict[str, str]) -> None:
-    """Write into the folder which training run it is of, unless it says so already.
-
-    A folder that does not say has to have a checkpoint, which has been judged by what is written in it.
-    """
-    unknown = f"{partial} does not say which training run it holds; remove it to start over."
-    refusal = None if (partial / CHECKPOINT).exists() else unknown
-    if folder_purpose(partial / "identity.json", identity, refusal) != identity:
-        raise UsageError(another_training_run(partial))
 
 
 def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
@@ -212,7 +185,7 @@ def _publish(finished: Path, out: Path) -> None:
     if out.exists():
         new, old = (folder / "model.safetensors" for folder in (finished, out))
         if not old.is_file() or not filecmp.cmp(new, old, shallow=False):
-            raise UsageError(f"{out} exists; give another folder or remove it.")
+            raise _exists(out)
     else:
         os.replace(finished, out)
     partial = partial_of(out)
@@ -222,3 +195,7 @@ def _publish(finished: Path, out: Path) -> None:
         elif path.name != CHECKPOINT:
             path.unlink()
     shutil.rmtree(partial)
+
+
+def _exists(out: Path) -> UsageError:
+    return UsageError(f"{out} exists; give another folder or remove it.")

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from theodolite.errors import UsageError
+from theodolite.papers.training.training_loop import LearningRate
 
 NoOp = Literal["none", "off-by-one", "learned"]
 NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
@@ -32,6 +33,8 @@ ABSENT_LOGIT = -1e4
 ATTENTION = "eager"
 """On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little; and it
 is the one that has gpt-oss's learned logit on every processor."""
+
+WARM_UP = 0.04  # share of the steps of a model of text
 
 GATED_WIDTH = 3
 """Width of gpt-oss's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
@@ -55,6 +58,12 @@ class EmbeddedConfig:
     seed: int = 0
     no_op: NoOp | None = None  # else gpt-oss, whose contexts all begin with the end-of-text token
 
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then a cosine."""
+        warm_up = max(1, round(WARM_UP * self.steps))
+        return LearningRate(self.learning_rate, warm_up, "cosine", self.steps)
+
 
 @dataclass(frozen=True)
 class TaskModelConfig:
@@ -75,6 +84,11 @@ class TaskModelConfig:
     checkpoint_every: int = 250  # steps
     series: bool = False  # keep the weights of the steps of SERIES
     seed: int = 0
+
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then the cosine or the line of `schedule`."""
+        return LearningRate(self.learning_rate, self.warm_up, self.schedule, self.steps)
 
 
 ModelConfig = EmbeddedConfig | TaskModelConfig

@@ -9,8 +9,7 @@ same bytes on the same machine, number of threads and package versions, also whe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from theodolite.errors import UsageError
 from theodolite.papers.training.model_folder import ModelTraining, check_training, train_into
 from theodolite.papers.training.models import TaskModelConfig, task_model
 from theodolite.papers.training.tasks import Task
-from theodolite.papers.training.training_loop import LearningRate
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 """Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
@@ -41,18 +38,14 @@ def train_task_model(
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
-    with the same arguments.
+    A training run that was killed resumes when it is called again with the same arguments.
 
     Raises:
-        UsageError: `out` exists, a size, the seed or `threads` is impossible, or `<out>.partial` belongs to
-            another training run.
-        WorkError: the loss is no longer a number, or a file cannot be written.
+        UsageError: as `check_training` and `train_into`.
+        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out = Path(out)
     check_training(out, config, threads)
-    if config.positions not in ("learned", "rotary"):
-        raise UsageError(f"positions are '{config.positions}'; choose learned or rotary.")
 
     def loss(model: PreTrainedModel, step: int) -> Tensor:
         inputs, targets = task.batch(step, config.batch, config.seed)
@@ -77,22 +70,13 @@ def train_task_model(
         build=lambda: task_model(config, len(task.characters), task.length),
         tokenizer=character_tokenizer(task.characters, task.length),
         data={"task": task.name, "data": task.sha256},
-        rate=learning_rate(config),
         loss=loss,
         progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
         measure=measure,
-        page=lambda result: (
-            "training.json",
-            json.dumps(result, indent=2, ensure_ascii=False) + "\n",
-        ),
+        page=lambda result: ("training.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n"),
         series=(*SERIES, config.steps) if config.series else (),
     )
-    return train_into(out, run, threads, console or Console(stderr=True))
-
-
-def learning_rate(config: TaskModelConfig) -> LearningRate:
-    """Linear warm-up, then the cosine or the line of `config.schedule`."""
-    return LearningRate(config.learning_rate, config.warm_up, config.schedule, config.steps)
+    return train_into(out, run, threads, console)
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
@@ -102,8 +86,3 @@ def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)
-
-
-def changed(config: TaskModelConfig, options: Iterable[tuple[str, Any]]) -> TaskModelConfig:
-    """`config` with those options that are not None."""
-    return replace(config, **{name: value for name, value in options if value is not None})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_checked, read_notes, write_checked
+from theodolite.system.checksums import CorruptFile, read_checked, write_checked
 from theodolite.system.files import disk_errors, write_atomically
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -130,7 +130,7 @@ def load_checkpoint(
     except CorruptFile as error:
         raise UsageError(f"{path} is damaged ({error}): remove {path.parent} to start over.") from error
     if any(notes.get(key) != value for key, value in (identity or {}).items()):
-        raise UsageError(another_training_run(path.parent))
+        raise another_training_run(path.parent)
     step = int(notes["step"])
     for name, parameter in trained_parameters(model):
         parameter.data.copy_(tensors[name])
@@ -140,21 +140,12 @@ def load_checkpoint(
     return step, tensors
 
 
-def another_training_run(folder: Path) -> str:
+def another_training_run(folder: Path) -> UsageError:
     """The refusal to go on with what another training run left in `folder`."""
-    return f"{folder} holds a training run of other settings or text; remove it to start over."
+    return UsageError(f"{folder} holds a training run of other settings or text; remove it to start over.")
 
 
-def steps_done(checkpoint: Path) -> int:
-    """The updates that a checkpoint had done; 0 where there is none.
-
-    Raises:
-        CorruptFile: it cannot be read.
-    """
-    return int(read_notes(checkpoint).get("step", 0)) if checkpoint.exists() else 0
-
-
-def check_numbers(seed: int, threads: int) -> None:
+def check_numbers(seed: int, threads: int = 1) -> None:
     """Refuse what no training run can use.
 
     Raises:
