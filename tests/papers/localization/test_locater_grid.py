@@ -112,6 +112,17 @@ def test_one_failure_leaves_the_others(
     assert finished == [True, False, True]
 
 
+def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: the folder, and the message that names the file."""
+    train_grid(Job(tmp_path / "g", RECIPE, 1, "cpu"), SETTINGS[:2], files, console())
+    damaged, other = (tmp_path / "g/points" / setting.name for setting in SETTINGS[:2])
+    checkpoint = damaged / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
+    with pytest.raises(WorkError, match=f"{checkpoint} is damaged .* remove {damaged} to start over"):
+        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS[:2], files, console())
+    assert step_of(other) == 3
+
+
 def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the folder, while its lock is held here."""
     place = tmp_path / "g/points" / SETTINGS[0].name

@@ -65,21 +65,6 @@ class LossThresholds:
         )
 
 
-MAY_BE_NEVER = (
-    "first_alarm",
-    "first_entropy_alarm",
-    "loss_rises",
-    "loss_stalls",
-    "loss_notices",
-    "lead",
-    "lead_at_least",
-    "behind_healthy",
-)
-
-ShowProgress = Callable[[str, int], None]
-"""Called with the name of the learning rate and the seed before each training run."""
-
-
 def compare_learning_rates(
     task: Characters,
     *,
@@ -87,7 +72,7 @@ def compare_learning_rates(
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
-    show_progress: ShowProgress = lambda learning_rate, seed: None,
+    show_progress: Callable[[str, int], None] = lambda pace, seed: None,
 ) -> dict[str, pd.DataFrame]:
     """Train at every learning rate with every seed, and compare.
 
@@ -95,7 +80,7 @@ def compare_learning_rates(
         task: the characters, in contexts of `LENGTH`.
         learning_rates: by name, `HEALTHY` among them.
         seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
-        show_progress: called before each training run.
+        show_progress: called with the name of the learning rate and the seed before each training run.
 
     Returns:
         runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
@@ -127,7 +112,9 @@ def compare_learning_rates(
         )
         for name in ("losses", "looks", "alarms")
     }
-    return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | joined
+    table = pd.DataFrame(runs)
+    may_be_never = table.columns.drop(["pace", "seed", "first_kind"])
+    return {"runs": table.astype(dict.fromkeys(may_be_never, "float64"))} | joined
 
 
 def train_with_monitor(
