@@ -48,8 +48,8 @@ from theodolite.papers.localization import locater_grid as grid
 from theodolite.papers.localization.grid_text import TextFiles
 from theodolite.papers.localization.locater_training import Recipe, Setting
 from theodolite.papers.training import task_models, tasks
-from theodolite.papers.training.embedded_model import EmbeddedConfig
 from theodolite.papers.training.embedded_text import Source
+from theodolite.papers.training.models import EmbeddedConfig
 
 IN_A_ROW = 2
 """Kills of one try, before it may end."""

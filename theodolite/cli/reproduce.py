@@ -151,14 +151,14 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
     from theodolite.papers import Study
     from theodolite.papers.catalogue import made_by, need_no_model, on_prompts
     from theodolite.papers.experiment import of_model, of_nothing
-    from theodolite.papers.training_folders import training_folder_at
+    from theodolite.papers.training_folders import provenance_reader
 
     name, seed = request.name, request.text.seed
-    trainings, command = request.model and training_folder_at(request.model), made_by(experiments)
-    if request.model is not None and trainings:
+    provenance, command = request.model and provenance_reader(request.model), made_by(experiments)
+    if request.model is not None and provenance:
         refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
         folder = Path(request.model)
-        return Study(trainings.provenance(folder), say=request.say), request.out or folder / "reproduce"
+        return Study(provenance(folder), say=request.say), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(f"{name} is read from training runs: pass the folder that `{command}` wrote")
     if need_no_model(experiments):

@@ -175,7 +175,7 @@ def escape_command(
 
 @dataclass(frozen=True)
 class _Locater:
-    """Options of `LocaterOptions`."""
+    """Options of `train_locater`."""
 
     text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")]
     held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
@@ -222,10 +222,9 @@ def locater_command(
     Example: theodolite train locater --text train.txt --held-out test.txt --out grid --side-by-side 2
     """
     with one_line_errors():
-        from theodolite.papers.localization.locater_command import LocaterOptions, train_locater
+        from theodolite.papers.localization.locater_command import train_locater
 
-        lines = train_locater(out, LocaterOptions(**vars(options)), _quiet_screen())
-        _say(lines, out, as_json)
+        _say(train_locater(out, console=_quiet_screen(), **vars(options)), out, as_json)
 
 
 def _quiet_screen() -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,9 @@ from theodolite.papers.catch_tag_release.no_op_option import is_no_op_folder, no
 from theodolite.papers.localization.locater_figures import grid_provenance
 from theodolite.papers.localization.locater_grid import is_grid
 
-
-@dataclass(frozen=True)
-class TrainingFolder:
-    """A kind of folder: the command that writes it, how it is recognised, and its provenance."""
-
-    command: str
-    is_there: Callable[[Path], bool]
-    provenance: Callable[[Path], dict[str, Any]]
+KINDS = {is_grid: grid_provenance, is_no_op_folder: no_op_provenance, is_few_shot: few_shot_provenance}
 
 
-KINDS = (
-    TrainingFolder("theodolite train locater", is_grid, grid_provenance),
-    TrainingFolder("theodolite train escape", is_no_op_folder, no_op_provenance),
-    TrainingFolder("theodolite train few-shot", is_few_shot, few_shot_provenance),
-)
-
-
-def training_folder_at(place: str | Path) -> TrainingFolder | None:
-    """What kind of training runs a folder holds, if any."""
-    return next((kind for kind in KINDS if kind.is_there(Path(place))), None)
+def provenance_reader(place: str | Path) -> Callable[[Path], dict[str, Any]] | None:
+    """What reads the provenance of the training runs in a folder; None where there are none."""
+    return next((read for is_there, read in KINDS.items() if is_there(place)), None)

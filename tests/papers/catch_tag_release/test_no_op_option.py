@@ -26,7 +26,7 @@ from theodolite.papers.catch_tag_release.no_op_option import (
 )
 from theodolite.papers.catch_tag_release.no_op_training import train_no_op_models
 from theodolite.papers.experiment import Study
-from theodolite.papers.training.embedded_model import NO_OPS
+from theodolite.papers.training.models import NO_OPS
 from theodolite.report.outcome import Outcome
 
 

@@ -13,7 +13,7 @@ from tests.papers.training.test_embedded_training import SMALL as ONE_LAYER
 from tests.papers.training.test_embedded_training import quiet, sources
 from theodolite.errors import UsageError
 from theodolite.papers.catch_tag_release.no_op_training import held_out_of, place_of, train_no_op_models
-from theodolite.papers.training.embedded_model import NO_OPS, build
+from theodolite.papers.training.models import NO_OPS, embedded_model
 
 SMALL = replace(ONE_LAYER, layers=2, steps=8, checkpoint_every=4)
 
@@ -44,7 +44,7 @@ def test_the_softmax_is_what_the_name_says():
     from theodolite.models.doors.transformers import tapped
 
     for no_op, null_term in (("none", 0.0), ("off-by-one", 1.0)):
-        model = build(replace(SMALL, no_op=no_op)).eval()
+        model = embedded_model(replace(SMALL, no_op=no_op)).eval()
         calls = []
 
         def note(module, inputs, calls=calls):
@@ -84,6 +84,6 @@ def test_another_text_or_an_unknown_no_op_is_refused(folder):
     with pytest.raises(UsageError, match="holds something else"):
         train_no_op_models(folder.parent, seeds=1, sources=sources(), config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="no_op is 'door'; choose none, off-by-one, learned"):
-        build(replace(SMALL, no_op="door"))
+        embedded_model(replace(SMALL, no_op="door"))
     with pytest.raises(UsageError, match="seeds is 0"):
         train_no_op_models(folder, seeds=0, sources=sources(), config=SMALL, console=quiet())

@@ -19,9 +19,10 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization import locater_command
 from theodolite.papers.localization import locater_grid as module
 from theodolite.papers.localization.grid_text import TextFiles
-from theodolite.papers.localization.locater_command import LocaterOptions, train_locater
-from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, steps_of, train_grid
+from theodolite.papers.localization.locater_command import train_locater
+from theodolite.papers.localization.locater_grid import Grid, Job, read_grid, train_grid
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
+from theodolite.system.checksums import read_notes
 
 RECIPE = Recipe(length=16, batch=2, vocabulary=None, measure_every=2, measured_windows=3, checkpoint_every=2)
 SETTINGS = [Setting(width=8), Setting(width=8, scale=100.0, mean=1.0), Setting(width=8, seed=1)]
@@ -42,6 +43,10 @@ def console() -> Console:
 def hashes(folder: Path) -> dict[str, str]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def step_of(folder: Path) -> int:
+    return int(read_notes(folder / "checkpoint.safetensors")["step"])
 
 
 def test_the_published_grid() -> None:
@@ -72,7 +77,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     module._claim(job)
     asked = iter([False] * 12 + [True] * 99)
     assert module._train_all(SETTINGS, job, lambda: next(asked), lambda line: None) == []
-    reached = [steps_of(job.folder / "points" / setting.name) for setting in SETTINGS]
+    reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
     assert max(reached) - min(reached) <= 2
     screen = console()
@@ -107,6 +112,17 @@ def test_one_failure_leaves_the_others(
     assert finished == [True, False, True]
 
 
+def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: the folder, and the message that names the file."""
+    train_grid(Job(tmp_path / "g", RECIPE, 1, "cpu"), SETTINGS[:2], files, console())
+    damaged, other = (tmp_path / "g/points" / setting.name for setting in SETTINGS[:2])
+    checkpoint = damaged / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
+    with pytest.raises(WorkError, match=f"{checkpoint} is damaged .* remove {damaged} to start over"):
+        train_grid(Job(tmp_path / "g", RECIPE, 3, "cpu"), SETTINGS[:2], files, console())
+    assert step_of(other) == 3
+
+
 def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the folder, while its lock is held here."""
     place = tmp_path / "g/points" / SETTINGS[0].name
@@ -116,7 +132,7 @@ def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path
         train_grid(Job(tmp_path / "g", RECIPE, 2, "cpu"), SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
     assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert steps_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
+    assert step_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
 
 
 def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
@@ -141,10 +157,8 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path) -> None:
 def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder, and the perplexity that the summaries have."""
     monkeypatch.setattr(locater_command, "Recipe", lambda: RECIPE)
-    options = LocaterOptions(
-        files.train, files.held_out, widths="8,4", means="1", decays="", seeds=1, steps=2
-    )
-    lines = train_locater(tmp_path / "g", options, console())
+    options = {"widths": "8,4", "means": "1", "decays": "", "seeds": 1, "steps": 2}
+    lines = train_locater(tmp_path / "g", files.train, files.held_out, console(), **options)
     points = read_grid(tmp_path / "g")[1]
     assert {(p.setting.width, p.setting.scale, p.setting.mean) for p in points} == {(8, 100, 1), (4, 100, 1)}
     for line, point in zip(lines, points, strict=True):
@@ -165,6 +179,7 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_the_command_refuses(change: dict[str, Any], words: str, files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the messages."""
-    options = replace(LocaterOptions(files.train, files.held_out, vocabulary="words"), **change)
     with pytest.raises(UsageError, match=words):
-        train_locater(tmp_path / "g", options, console())
+        train_locater(
+            tmp_path / "g", files.train, files.held_out, console(), **{"vocabulary": "words"} | change
+        )

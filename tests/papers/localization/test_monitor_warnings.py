@@ -19,7 +19,7 @@ NEVER = np.nan
 
 def runs(healthy: float, failing: list[tuple[float, float]]) -> pd.DataFrame:
     """One healthy training with its first alarm, and failing ones with the first alarm and when the loss notices."""
-    rows = [(HEALTHY.name, healthy, NEVER), *(("too high", *moments) for moments in failing)]
+    rows = [(HEALTHY, healthy, NEVER), *(("too high", *moments) for moments in failing)]
     table = pd.DataFrame(rows, columns=["pace", "first_alarm", "loss_notices"])
     table["lead"] = table["loss_notices"] - table["first_alarm"]
     return table

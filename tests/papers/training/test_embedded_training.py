@@ -21,7 +21,8 @@ from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.training import embedded_training, training_loop
 from theodolite.papers.training.embedded_text import Source, Streams, bigram_loss, split_sources
-from theodolite.papers.training.embedded_training import EmbeddedConfig, learning_rate, train_embedded_model
+from theodolite.papers.training.embedded_training import EmbeddedConfig, train_embedded_model
+from theodolite.papers.training.training_loop import LearningRate
 
 SMALL = EmbeddedConfig(
     layers=1,
@@ -104,24 +105,22 @@ def test_the_same_seed_gives_the_same_bytes(
 def test_a_killed_training_goes_on_and_ends_with_the_same_bytes(
     trained: tuple[Path, embedded_training.EmbeddedResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(config: EmbeddedConfig, step: int) -> float:
+    at = LearningRate.at
+
+    def killed(self: LearningRate, step: int) -> float:
         if step == 5:
             raise KeyboardInterrupt
-        return learning_rate(config, step)
+        return at(self, step)
 
     def train(out: Path, config: EmbeddedConfig = SMALL) -> None:
         train_embedded_model(out, sources=sources(), config=config, threads=1, console=quiet())
 
-    monkeypatch.setattr(embedded_training, "learning_rate", killed)
+    monkeypatch.setattr(LearningRate, "at", killed)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     steps: list[int] = []
-    monkeypatch.setattr(
-        embedded_training,
-        "learning_rate",
-        lambda config, step: steps.append(step) or learning_rate(config, step),
-    )
+    monkeypatch.setattr(LearningRate, "at", lambda self, step: steps.append(step) or at(self, step))
     with pytest.raises(UsageError, match="holds a training run of other settings or text; remove it"):
         train(tmp_path / "model", replace(SMALL, steps=7))
     train(tmp_path / "model")
@@ -134,10 +133,10 @@ def test_a_training_without_a_checkpoint_is_not_taken_over(
 ) -> None:
     """Oracle: the words, and a folder of only the settings and their text's hash."""
 
-    def killed(config: EmbeddedConfig, step: int) -> float:
+    def killed(self: LearningRate, step: int) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embedded_training, "learning_rate", killed)
+    monkeypatch.setattr(LearningRate, "at", killed)
     with pytest.raises(KeyboardInterrupt):
         train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
     assert [path.name for path in (tmp_path / "m.partial").iterdir()] == ["identity.json"]
@@ -228,7 +227,7 @@ def test_batches_follow_from_seed_and_step_and_keep_the_shares() -> None:
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth() -> None:
     config = EmbeddedConfig(steps=1000, learning_rate=1.0)
-    rates = [learning_rate(config, step) for step in range(1000)]
+    rates = [config.rate.at(step) for step in range(1000)]
     assert rates[0] == pytest.approx(1 / 40)
     assert max(rates) == rates[39] == rates[40] == 1.0
     assert rates[40:] == sorted(rates[40:], reverse=True)
@@ -260,10 +259,11 @@ def test_no_sources_an_existing_folder_a_broken_loss_and_a_full_disk(
         train_embedded_model(tmp_path / "m", sources=[], config=SMALL, console=quiet())
     with pytest.raises(UsageError, match="exists; give another folder"):
         train_embedded_model(tmp_path, sources=sources(), config=SMALL, console=quiet())
-    monkeypatch.setattr(embedded_training, "learning_rate", lambda config, step: math.nan)
+    at = LearningRate.at
+    monkeypatch.setattr(LearningRate, "at", lambda self, step: math.nan)
     with pytest.raises(WorkError, match="loss was nan at step 1"):
         train_embedded_model(tmp_path / "m", sources=sources(), config=SMALL, threads=1, console=quiet())
-    monkeypatch.setattr(embedded_training, "learning_rate", learning_rate)
+    monkeypatch.setattr(LearningRate, "at", at)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

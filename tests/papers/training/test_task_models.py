@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
-from theodolite.papers.training import command, task_models
+from theodolite.papers.training import command
 from theodolite.papers.training.command import train_addition, train_characters, train_embedded
-from theodolite.papers.training.task_models import PUBLISHED, learning_rate, train_task_model
+from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import IGNORED, Additions, Characters
+from theodolite.papers.training.training_loop import LearningRate
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
 
@@ -153,12 +154,14 @@ def test_the_same_seed_gives_the_same_bytes_also_after_a_kill(
 
     run(tmp_path / "a")
 
-    def killed(config: task_models.TaskModelConfig, step: int) -> float:
+    at = LearningRate.at
+
+    def killed(self: LearningRate, step: int) -> float:
         if step == 5:
             raise KeyboardInterrupt
-        return learning_rate(config, step)
+        return at(self, step)
 
-    monkeypatch.setattr(task_models, "learning_rate", killed)
+    monkeypatch.setattr(LearningRate, "at", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b")
     monkeypatch.undo()
@@ -212,12 +215,12 @@ def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: 
 def test_rates_are_as_published() -> None:
     """Closed forms: 100 steps up, then a cosine to a tenth, or a line to nothing."""
     characters, addition = PUBLISHED["characters"], PUBLISHED["addition"]
-    assert learning_rate(characters, 0) == pytest.approx(1e-5)
-    assert learning_rate(characters, 99) == learning_rate(characters, 100) == 1e-3
-    assert learning_rate(characters, 2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
-    assert learning_rate(addition, 5050) == pytest.approx(0.5e-4)
-    assert learning_rate(addition, 9999) == pytest.approx(1e-4 / 9900)
-    assert math.isclose(learning_rate(addition, 50), 0.51e-4)
+    assert characters.rate.at(0) == pytest.approx(1e-5)
+    assert characters.rate.at(99) == characters.rate.at(100) == 1e-3
+    assert characters.rate.at(2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+    assert addition.rate.at(5050) == pytest.approx(0.5e-4)
+    assert addition.rate.at(9999) == pytest.approx(1e-4 / 9900)
+    assert math.isclose(addition.rate.at(50), 0.51e-4)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +228,7 @@ def test_rates_are_as_published() -> None:
     [
         (None, {"positions": "alibi"}, "choose learned or rotary"),
         (None, {"steps": 0}, "steps is 0; it must be positive"),
+        (None, {"warm_up": 0}, "warm_up is 0; it must be positive"),
         ("missing.txt", {}, "cannot be read as UTF-8 text"),
     ],
 )

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 from theodolite.errors import UsageError
-from theodolite.papers.training import task_models
-from theodolite.papers.training.task_models import PUBLISHED, learning_rate, train_task_model
+from theodolite.papers.training.task_models import PUBLISHED, train_task_model
 from theodolite.papers.training.tasks import Additions
+from theodolite.papers.training.training_loop import LearningRate
 from theodolite.system.checksums import read_notes
 
 SERIES = replace(
@@ -44,14 +44,15 @@ def adder(out: Path, **change: object) -> None:
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
     """Do `act` in the middle of a step, once its learning rate is asked; gives the steps that begin."""
     begun: list[int] = []
+    at = LearningRate.at
 
-    def rate(config: task_models.TaskModelConfig, step: int) -> float:
+    def rate(self: LearningRate, step: int) -> float:
         begun.append(step)
         if step == wanted:
             act()
-        return learning_rate(config, step)
+        return at(self, step)
 
-    monkeypatch.setattr(task_models, "learning_rate", rate)
+    monkeypatch.setattr(LearningRate, "at", rate)
     return begun
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from theodolite.papers.training.training_loop import CLIP, threads
+from theodolite.papers.training.training_loop import CLIP, threads, updates
 from theodolite.theory.averaging import mean_after
 
 LENGTH = 20
@@ -274,23 +274,22 @@ def train_averaging(
     with threads(1):  # more are slower at this size, and sums would depend on their number
         model = build(recipe, generators)
         initial = copy.deepcopy(model)
-        optimizer = torch.optim.Adam(model.parameters(), recipe.rate)
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = recipe.rate * _share_of_rate(step, steps)
+
+        def loss(step: int) -> Tensor:
             numbers, places = draw(generators, recipe.batch)
             forward_pass = model(numbers, places)
             errors = (forward_pass.output - mean_after(numbers, places)).square().mean(-1)
             losses[:, step] = errors.detach()
-            optimizer.zero_grad()
-            (errors.sum() + (sink_penalty(forward_pass, places) if recipe.penalised else 0)).backward()
-            _clip(model)
-            optimizer.step()
+            return errors.sum() + (sink_penalty(forward_pass, places) if recipe.penalised else 0)
+
+        def rate(step: int) -> float:
+            cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+            return recipe.rate * (min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine))
+
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in updates(model, optimizer, loss, rate, range(steps), clip=_clip):
+            pass
     return TrainedModels(recipe, tuple(seeds), initial, model, losses.unflatten(-1, (-1, RECORDED)).mean(-1))
-
-
-def _share_of_rate(step: int, steps: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-    return min(1.0, (step + 1) / WARM_UP) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
 def sink_penalty(forward_pass: ForwardPass, separator: Places) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
 from theodolite.evaluate.few_shot import right_answers
-from theodolite.papers.training.task_models import TaskModelConfig
+from theodolite.papers.training.models import TaskModelConfig
 from theodolite.papers.training.tasks import IGNORED, QUICK_TEST, Batch
 
 DEFAULT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")

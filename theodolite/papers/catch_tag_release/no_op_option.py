@@ -29,7 +29,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.papers.catch_tag_release.no_op_training import CLAIM, held_out_of, place_of
 from theodolite.papers.experiment import Study, experiment, of_trainings
-from theodolite.papers.training.embedded_model import NO_OPS
+from theodolite.papers.training.models import NO_OPS
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.measures import ZHANG
 from theodolite.report.outcome import Outcome

@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console
 
 from theodolite.errors import UsageError
-from theodolite.papers.training.embedded_model import NO_OPS, EmbeddedConfig, NoOp
 from theodolite.papers.training.embedded_text import Source, python_sources, split_sources
 from theodolite.papers.training.embedded_training import train_embedded_model
-from theodolite.papers.training.training_loop import check_numbers, partial_of
+from theodolite.papers.training.model_folder import partial_of
+from theodolite.papers.training.models import NO_OPS, EmbeddedConfig, NoOp
+from theodolite.papers.training.training_loop import check_numbers
 from theodolite.system.files import disk_errors, folder_purpose, write_text
 
 DEFAULT = EmbeddedConfig(layers=4, length=128, steps=2000, learning_rate=3e-3)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 from rich.console import Console
 
@@ -19,82 +18,69 @@ from theodolite.train.penalty import Gradient
 PUBLISHED_STEPS = 50_000
 WORDS = "words"
 
-Value = TypeVar("Value", int, float)
 
+def train_locater(
+    out: Path,
+    text: Path,
+    held_out: Path,
+    console: Console,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    gradient: str = "exact",
+    vocabulary: str | None = None,
+    side_by_side: int = 1,
+    device: str = "cpu",
+    **numbers: str | None,
+) -> list[str]:
+    """Train what is missing of the grid; returns a line on each training run.
 
-@dataclass(frozen=True)
-class LocaterOptions:
-    """As given on the command line; numbers joined by commas; None: as published (`Grid`, `Recipe`).
-
-    Attributes:
+    Args:
         text, held_out: files to train on and to judge on.
-        layers, widths: depths and sizes d.
-        means: κ₂. decays: weight decays without LocAteR. An empty text: none of them.
+        seeds, steps: how many of each.
         gradient: exact or published.
         vocabulary: tokens of the BPE, or `words`.
-        seeds, steps: how many of each.
-        side_by_side: processes, a core for each.
-        device: of all of them.
-    """
-
-    text: Path
-    held_out: Path
-    layers: str | None = None
-    widths: str | None = None
-    means: str | None = None
-    decays: str | None = None
-    gradient: str = "exact"
-    vocabulary: str | None = None
-    seeds: int = 3
-    steps: int | None = None
-    side_by_side: int = 1
-    device: str = "cpu"
-
-
-def train_locater(out: Path, options: LocaterOptions, console: Console) -> list[str]:
-    """Train what is missing of the grid; returns a line on each training run.
+        side_by_side: processes, a core for each; device: of all of them.
+        numbers: layers, widths, means (κ₂) and decays of `Grid`, joined by commas; an empty text: none of them.
+            None, here and above: as published.
 
     Raises:
         UsageError: an option is wrong, or as `train_grid`.
         WorkError: as `train_grid`.
     """
-    if options.gradient not in get_args(Gradient):
-        raise UsageError(f"--gradient is '{options.gradient}'; choose {' or '.join(get_args(Gradient))}.")
-    if options.seeds < 1:
-        raise UsageError(f"--seeds is {options.seeds}; give 1 or more.")
-    recipe = replace(Recipe(), vocabulary=_vocabulary(options.vocabulary))
-    published = Grid()
-    grid = Grid(
-        layers=_numbers("layers", options.layers, int, published.layers),
-        widths=_numbers("widths", options.widths, int, published.widths),
-        seeds=options.seeds,
-        means=_numbers("means", options.means, float, published.means),
-        weight_decays=_numbers("decays", options.decays, float, published.weight_decays),
-        gradient=cast(Gradient, options.gradient),
-    )
-    files = TextFiles(options.text, options.held_out, recipe.length, recipe.batch, recipe.vocabulary)
-    steps = PUBLISHED_STEPS if options.steps is None else options.steps
-    settings = grid.settings()
-    train_grid(Job(out, recipe, steps, options.device), settings, files, console, options.side_by_side)
-    names = {setting.name for setting in settings}
-    unfinished = names - {
-        run.setting.name
-        for run in read_grid(out)[1]
-        if run.summary is not None and run.summary["step"] >= steps
+    if gradient not in get_args(Gradient):
+        raise UsageError(f"--gradient is '{gradient}'; choose {' or '.join(get_args(Gradient))}.")
+    if seeds < 1:
+        raise UsageError(f"--seeds is {seeds}; give 1 or more.")
+    recipe = replace(Recipe(), vocabulary=_vocabulary(vocabulary))
+    lists: dict[str, Any] = {
+        name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
+    settings = Grid(seeds=seeds, gradient=cast(Gradient, gradient), **lists).settings()
+    files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
+    steps = PUBLISHED_STEPS if steps is None else steps
+    train_grid(Job(out, recipe, steps, device), settings, files, console, side_by_side)
+    names = {setting.name for setting in settings}
+    summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
+    unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
     if unfinished:
         raise WorkError(
             f"{len(unfinished)} of {len(names)} training runs are not at step {steps}; another process is working on "
             "them: wait for it, then rerun the command"
         )
-    return _lines(out, names)
+    lines = []
+    for name, summary in summaries.items():
+        if name in names:
+            perplexity = math.exp(summary["held_out_loss"])
+            error = perplexity * summary["held_out_loss_se"]
+            lines.append(
+                f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
+            )
+    return lines
 
 
-def _numbers(
-    name: str, given: str | None, kind: Callable[[str], Value], published: tuple[Value, ...]
-) -> tuple[Value, ...]:
-    if given is None:
-        return published
+def _numbers(name: str, given: str) -> tuple[Any, ...]:
+    kind = int if name in ("layers", "widths") else float
     try:
         return tuple(dict.fromkeys(kind(part) for part in given.split(",") if part.strip()))
     except ValueError:
@@ -109,15 +95,3 @@ def _vocabulary(given: str | None) -> int | None:
     if not given.isdecimal():
         raise UsageError(f"--vocabulary is '{given}'; give a number of tokens, or {WORDS}.")
     return int(given)
-
-
-def _lines(out: Path, names: set[str]) -> list[str]:
-    lines = []
-    for run in read_grid(out)[1]:
-        if run.setting.name in names and run.summary is not None:
-            loss, error = run.summary["held_out_loss"], run.summary["held_out_loss_se"]
-            lines.append(
-                f"{run.setting.name}: step {run.summary['step']}, held-out perplexity {math.exp(loss):.2f} "
-                f"(± {math.exp(loss) * error:.2f} over contexts)"
-            )
-    return lines

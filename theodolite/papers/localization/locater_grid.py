@@ -34,7 +34,6 @@ from theodolite.models.loading import hide_progress_bars
 from theodolite.papers.localization.grid_text import TextFiles, kept_text, load_text
 from theodolite.papers.localization.locater_training import LocaterTraining, Recipe, Setting
 from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.checksums import CorruptFile, read_notes
 from theodolite.system.files import disk_errors, folder_purpose
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.train.penalty import Gradient
@@ -55,7 +54,7 @@ class Grid:
         seeds: 0 … seeds − 1.
         scale: κ₁ of every LocAteR training run.
         means: κ₂ of the LocAteR training runs.
-        weight_decays: of the training runs without LocAteR; 0.01 is the published one.
+        decays: of the training runs without LocAteR; 0.01 is the published one.
         gradient: of the second term of LocAteR (`locater_penalty`).
     """
 
@@ -64,7 +63,7 @@ class Grid:
     seeds: int = 3
     scale: float = 100.0
     means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
-    weight_decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
+    decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
     gradient: Gradient = "exact"
 
     def settings(self) -> list[Setting]:
@@ -75,7 +74,7 @@ class Grid:
             settings += [
                 Setting(**place, scale=self.scale, mean=mean, gradient=self.gradient) for mean in self.means
             ]
-            settings += [Setting(**place, weight_decay=decay) for decay in self.weight_decays]
+            settings += [Setting(**place, weight_decay=decay) for decay in self.decays]
         return settings
 
 
@@ -145,7 +144,7 @@ def _train_all(
                 folder = job.folder / RUN_FOLDERS / setting.name
                 if stop():
                     return []
-                if setting in failed or (steps_of(folder) >= target and target < job.steps):
+                if setting in failed:
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
@@ -155,25 +154,16 @@ def _train_all(
                         first_step = training.step
                         if training.advance(target, stop) and target == job.steps:
                             training.finish()
-                        _say_progress(training, first_step, time.perf_counter() - began, say)
+                        steps = training.step - first_step
+                        if steps:
+                            pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
+                            say(f"{setting.name}: {training.progress()}, {pace}")
                 except Timeout:
                     say(f"{setting.name}: another process is training it; skipped")
                 except TheodoliteError as error:
                     failed[setting] = str(error)
                     say(f"{setting.name}: {error}")
     return list(failed.values())
-
-
-def _say_progress(
-    training: LocaterTraining, first_step: int, seconds: float, say: Callable[[str], None]
-) -> None:
-    if training.step == first_step:
-        return
-    last = training.tables()[0].iloc[-1]
-    say(
-        f"{training.setting.name}: step {training.step}, held-out loss {last['held_out_loss']:.4f} at step "
-        f"{int(last['step'])}, {(training.step - first_step) / seconds:.1f} steps per second"
-    )
 
 
 def _train_in_processes(
@@ -242,17 +232,6 @@ def _worker(share: list[Setting], job: Job, stop: Any, parent: int, send: Connec
         send.send(("failed", str(error)))
 
 
-def steps_of(folder: Path) -> int:
-    """The step of a training run's checkpoint; 0 where there is none."""
-    place = folder / "checkpoint.safetensors"
-    if not place.exists():
-        return 0
-    try:
-        return int(read_notes(place)["step"])
-    except CorruptFile as error:
-        raise UsageError(f"{place} is damaged ({error}): remove {folder} to start it over.") from error
-
-
 @dataclass(frozen=True)
 class GridRun:
     """What one training run of a grid has given so far.
@@ -288,14 +267,12 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
         recipe = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.") from error
-    runs = [_grid_run(place) for place in sorted((folder / RUN_FOLDERS).glob("*")) if _readable(place)]
+    places = sorted((folder / RUN_FOLDERS).glob("*"))
+    # The last file of the first save.
+    runs = [_grid_run(place) for place in places if (place / "propagation.safetensors").exists()]
     if not runs:
         raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
     return recipe, runs
-
-
-def _readable(folder: Path) -> bool:
-    return (folder / "propagation.safetensors").exists()  # the last file of the first save
 
 
 def _grid_run(folder: Path) -> GridRun:

@@ -1,8 +1,7 @@
 """One training run of Bao et al. 2024 (section 7, appendix D): with LocAteR, without it, or with another weight decay.
 
 A training run lives in a folder and resumes from its checkpoint to whatever step is asked for next; the learning rate
-is
-fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
+is fixed, so no step depends on how many will follow. What is random in a step follows from (seed, step), hence the same
 seed gives the same bytes on a processor, stopped and begun again or not; and training runs of one seed see the same
 batches, initial weights and dropout, which pairs them. Which training runs make up a grid is not known here.
 """
@@ -26,8 +25,14 @@ from transformers import PreTrainedTokenizerFast
 from theodolite.errors import UsageError, WorkError
 from theodolite.papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite.papers.localization.grid_text import GridText
-from theodolite.papers.training.training_loop import SEEDS, read_checkpoint
-from theodolite.system.checksums import write_checked
+from theodolite.papers.training.training_loop import (
+    CHECKPOINT,
+    another_training_run,
+    check_numbers,
+    load_checkpoint,
+    save_checkpoint,
+    updates,
+)
 from theodolite.system.files import disk_errors, folder_purpose, write_atomically, write_text
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
@@ -91,8 +96,7 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if min(self.scale, self.mean, self.weight_decay) < 0:
             raise UsageError(f"{self.name}: a strength is negative; give 0 or more.")
-        if not 0 <= self.seed < SEEDS:
-            raise UsageError(f"seed is {self.seed}; it must be from 0 to {SEEDS - 1}.")
+        check_numbers(self.seed)
 
 
 def published_rate(width: int) -> float:
@@ -119,12 +123,10 @@ class LocaterTraining:
         self.model = Decoder(shape).to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=published_rate(setting.width),
             betas=BETAS,
             weight_decay=setting.weight_decay,
             fused=True,
         )
-        self.step = 0
         self.summed = torch.zeros(
             (), dtype=torch.float64, device=self.device
         )  # loss since the last measurement
@@ -134,7 +136,13 @@ class LocaterTraining:
             "heads": torch.zeros(0, setting.layers, len(HEADS), dtype=torch.float64),
             "propagation": torch.zeros(0, setting.layers, recipe.length),
         }
-        self._restore()
+        known = asdict(setting)
+        if folder_purpose(folder / "setting.json", known) != known:
+            raise another_training_run(folder)
+        self.step, kept = load_checkpoint(self._checkpoint, self.model, self.optimizer)
+        if kept:
+            self.summed.copy_(kept["summed"])
+            self.history = {name: kept[f"history/{name}"] for name in self.history}
 
     def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train on to step `until`, saving on the way and at the end; False where `stop` ended it before.
@@ -145,8 +153,16 @@ class LocaterTraining:
         if self.step == 0 and not len(self.history["steps"]):
             self._record()
         began = self.step
+        steps = updates(
+            self.model,
+            self.optimizer,
+            self._loss,
+            lambda step: published_rate(self.setting.width),
+            range(began, until),
+            seed=self.setting.seed,
+        )
         while self.step < until and not stop():
-            self._update()
+            self.step, _ = next(steps)
             if measured(self.step, self.recipe.measure_every):
                 self._record()
             if self.step % self.recipe.checkpoint_every == 0 and self.step < until:
@@ -154,6 +170,11 @@ class LocaterTraining:
         if self.step > began or not self._checkpoint.exists():
             self.save()
         return self.step >= until
+
+    def progress(self) -> str:
+        """The step, and the loss on held-out text when it was last measured."""
+        last = self.tables()[0].iloc[-1]
+        return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
     def finish(self) -> None:
         """Write the model as `transformers` opens it, and its loss on all held-out text, unless that is done.
@@ -193,12 +214,6 @@ class LocaterTraining:
         """
         tensors = {f"history/{name}": values for name, values in self.history.items()}
         tensors["summed"] = self.summed
-        for name, parameter in self.model.named_parameters():
-            tensors[name] = parameter.detach()
-            state = self.optimizer.state[parameter]
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}/{key}"] = state[key] if state else torch.zeros_like(parameter)
-        metadata = {"step": str(self.step)}
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             losses, heads = self.tables()
@@ -208,8 +223,8 @@ class LocaterTraining:
             write_atomically(self.folder / "heads.parquet", lambda path: heads.to_parquet(path, index=False))
             curves = {name: self.history[name] for name in ("steps", "propagation")}
             write_atomically(self.folder / "propagation.safetensors", lambda path: save_file(curves, path))
-            # Last: a training run killed before this resumes from an older one, and writes all of them again.
-            write_atomically(self._checkpoint, lambda path: write_checked(path, tensors, metadata))
+        # Last: a training run killed before this resumes from an older one, and writes all of them again.
+        save_checkpoint(self._checkpoint, self.model, self.optimizer, {"step": str(self.step)}, tensors)
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """What was measured: losses by step; head measures by step and layer."""
@@ -224,41 +239,18 @@ class LocaterTraining:
 
     @property
     def _checkpoint(self) -> Path:
-        return self.folder / "checkpoint.safetensors"
+        return self.folder / CHECKPOINT
 
-    def _restore(self) -> None:
-        setting = asdict(self.setting)
-        if folder_purpose(self.folder / "setting.json", setting) != setting:
-            raise UsageError(
-                f"{self.folder} holds a training run of other settings; remove it to start over."
-            )
-        if not self._checkpoint.exists():
-            return
-        tensors, notes = read_checkpoint(self._checkpoint)
-        self.step = int(notes["step"])
-        self.summed.copy_(tensors["summed"])
-        self.history = {name: tensors[f"history/{name}"] for name in self.history}
-        for name, parameter in self.model.named_parameters():
-            parameter.data.copy_(tensors[name])
-            moments = {key: tensors[f"{name}/{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
-            count = torch.tensor(float(self.step), device=self.device)
-            self.optimizer.state[parameter] = {"step": count, **moments}
-
-    def _update(self) -> None:
-        self.model.train()
+    def _loss(self, step: int) -> Tensor:
         setting, recipe = self.setting, self.recipe
-        torch.manual_seed((setting.seed << 32) + self.step)  # of dropout
-        window = self.text.batch(self.step, recipe.batch, setting.seed).to(self.device)
+        window = self.text.batch(step, recipe.batch, setting.seed).to(self.device)
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         loss = self.model.loss(window[:, :-1], window[:, 1:], dtype)
         self.summed += loss.detach()
         if setting.scale or setting.mean:
             w_q, w_k = self._factors()
             loss = loss + locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.step += 1
+        return loss
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         pairs = [block.factors() for block in self.model.blocks]  # type: ignore[operator]

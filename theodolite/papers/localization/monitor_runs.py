@@ -7,24 +7,31 @@ the healthy run with the same seed, which nobody has in practice. Nothing is dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
-from theodolite.papers.localization.monitored_training import LearningRate, MonitoredRun, train_with_monitor
+from theodolite.papers.training.models import gpt2
 from theodolite.papers.training.tasks import Characters
+from theodolite.papers.training.training_loop import BETAS, LearningRate, updates
+from theodolite.train.monitor import CONTEXTS, GeometryMonitor, GeometryWarning
 
-HEALTHY = LearningRate("healthy", 1e-3)
-LEARNING_RATES = (
-    HEALTHY,
-    LearningRate("30 times too high", 3e-2),
-    LearningRate("rising to 100 times too high", 1e-1, warm_up=300),
-)
+HEALTHY = "healthy"
+LEARNING_RATES = {
+    HEALTHY: LearningRate(1e-3),
+    "30 times too high": LearningRate(3e-2),
+    "rising to 100 times too high": LearningRate(1e-1, warm_up=300),
+}
 """One learning rate that is well chosen for this model, one far too high from the first step on, and one whose
 warm-up leads into failure: the loss falls as it should before it fails."""
 
+LAYERS, HEADS, WIDTH, BATCH = 3, 4, 64, 16
 STEPS, EVERY, SEEDS, LENGTH = 400, 10, (0, 1, 2), 64
 
 SMOOTHED = 20
@@ -58,37 +65,22 @@ class LossThresholds:
         )
 
 
-MAY_BE_NEVER = (
-    "first_alarm",
-    "first_entropy_alarm",
-    "loss_rises",
-    "loss_stalls",
-    "loss_notices",
-    "lead",
-    "lead_at_least",
-    "behind_healthy",
-)
-
-ShowProgress = Callable[[str, int], None]
-"""Called with the name of the learning rate and the seed before each training run."""
-
-
 def compare_learning_rates(
     task: Characters,
     *,
-    learning_rates: Sequence[LearningRate] = LEARNING_RATES,
+    learning_rates: Mapping[str, LearningRate] = LEARNING_RATES,
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
     every: int = EVERY,
-    show_progress: ShowProgress = lambda learning_rate, seed: None,
+    show_progress: Callable[[str, int], None] = lambda pace, seed: None,
 ) -> dict[str, pd.DataFrame]:
     """Train at every learning rate with every seed, and compare.
 
     Args:
         task: the characters, in contexts of `LENGTH`.
-        learning_rates: the first one is the healthy one.
+        learning_rates: by name, `HEALTHY` among them.
         seeds, steps, every: of each training run; `every` is the monitor's interval in steps.
-        show_progress: called before each training run.
+        show_progress: called with the name of the learning rate and the seed before each training run.
 
     Returns:
         runs: one row per training run: first_alarm and first_kind, first_entropy_alarm, loss_rises, loss_stalls,
@@ -98,29 +90,76 @@ def compare_learning_rates(
         losses: pace, seed, step, loss, smoothed. looks: pace, seed, step and the numbers of `scalars`.
         alarms: pace, seed, step, kind, layer, head, value, slope.
     """
-    tables: dict[str, list[pd.DataFrame]] = {"losses": [], "looks": [], "alarms": []}
-    traces: dict[tuple[str, int], MonitoredRun] = {}
+    trained: dict[tuple[str, int], dict[str, pd.DataFrame]] = {}
     for seed in seeds:
-        for learning_rate in learning_rates:
-            show_progress(learning_rate.name, seed)
-            trace = traces[learning_rate.name, seed] = train_with_monitor(
-                task, learning_rate, seed, steps, every
-            )
-            place = {"pace": learning_rate.name, "seed": seed}
-            smooth = smoothed(np.array(trace.losses))
-            losses = pd.DataFrame(
-                {"step": np.arange(1, len(smooth) + 1), "loss": trace.losses, "smoothed": smooth}
-            )
-            for name, table in (("losses", losses), ("looks", trace.looks), ("alarms", trace.alarms)):
-                tables[name].append(pd.DataFrame(place, index=table.index).join(table))
-    signs = LossThresholds.beyond([np.array(traces[learning_rates[0].name, seed].losses) for seed in seeds])
+        for pace, rate in learning_rates.items():
+            show_progress(pace, seed)
+            trained[pace, seed] = train_with_monitor(task, rate, seed, steps, every)
+    losses = {place: tables["losses"]["loss"].to_numpy() for place, tables in trained.items()}
+    signs = LossThresholds.beyond([losses[HEALTHY, seed] for seed in seeds])
     runs = [
-        {"pace": learning_rate, "seed": seed}
-        | _compared(trace, traces[learning_rates[0].name, seed], signs, steps)
-        for (learning_rate, seed), trace in traces.items()
+        {"pace": pace, "seed": seed}
+        | _compared(losses[pace, seed], losses[HEALTHY, seed], tables["alarms"], signs, steps)
+        for (pace, seed), tables in trained.items()
     ]
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
-    return {"runs": pd.DataFrame(runs).astype(dict.fromkeys(MAY_BE_NEVER, "float64"))} | joined
+    joined = {
+        name: pd.concat(
+            [
+                pd.DataFrame({"pace": pace, "seed": seed}, index=tables[name].index).join(tables[name])
+                for (pace, seed), tables in trained.items()
+            ],
+            ignore_index=True,
+        )
+        for name in ("losses", "looks", "alarms")
+    }
+    table = pd.DataFrame(runs)
+    may_be_never = table.columns.drop(["pace", "seed", "first_kind"])
+    return {"runs": table.astype(dict.fromkeys(may_be_never, "float64"))} | joined
+
+
+def train_with_monitor(
+    task: Characters, learning_rate: LearningRate, seed: int, steps: int, every: int
+) -> dict[str, pd.DataFrame]:
+    """Train for `steps` updates, or until the loss is no number, and measure every `every` steps.
+
+    GPT-2's architecture, AdamW without weight decay, and no clipping of gradients, which would hide a failure. The
+    same seed gives the same tables on the same machine and number of threads: `losses`, `looks` and `alarms` of
+    `compare_learning_rates`, without pace and seed.
+    """
+    torch.manual_seed(seed)
+    model = gpt2(len(task.characters), task.length, LAYERS, HEADS, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
+    held_out = torch.from_numpy(task.validation[: CONTEXTS * task.length]).view(CONTEXTS, task.length)
+    monitor = GeometryMonitor(model, held_out, every=every)
+    losses: list[float] = []
+    looks: list[dict[str, float]] = []
+
+    def look(step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GeometryWarning)  # they are among the alarms
+            numbers = monitor(step)
+        if numbers:
+            looks.append({"step": step, **numbers})
+
+    def loss_of(step: int) -> Tensor:
+        inputs, targets = task.batch(step, BATCH, seed)
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    look(0)
+    for step, loss in updates(model, optimizer, loss_of, learning_rate.at, range(steps)):
+        losses.append(loss.item())
+        look(step)
+        if not math.isfinite(losses[-1]):
+            break
+    columns = ["step", "kind", "layer", "head", "value", "slope"]
+    return {
+        "losses": pd.DataFrame(
+            {"step": range(1, len(losses) + 1), "loss": losses, "smoothed": smoothed(np.array(losses))}
+        ),
+        "looks": pd.DataFrame(looks).drop(columns="time_share"),
+        "alarms": pd.DataFrame([alarm.as_dict() for alarm in monitor.alarms], columns=columns),
+    }
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
@@ -160,29 +199,23 @@ def behind(losses: np.ndarray, healthy: np.ndarray) -> int | None:
 
 
 def _compared(
-    trace: MonitoredRun, healthy: MonitoredRun, signs: LossThresholds, steps: int
+    losses: np.ndarray, healthy: np.ndarray, alarms: pd.DataFrame, signs: LossThresholds, steps: int
 ) -> dict[str, object]:
-    losses = np.array(trace.losses)
-    alarms = trace.alarms
-    first = None if alarms.empty else int(alarms["step"].iloc[0])
+    first = alarms["step"].min()  # NaN where there is none, as all that is reckoned from it
     entropy = alarms.loc[alarms["kind"] == "entropy collapse", "step"]
     rise, stall = rises(losses, signs), stalls(losses, signs)
     notices = min((step for step in (rise, stall) if step is not None), default=None)
-    known = first is not None and notices is not None
     return {
         "first_alarm": first,
-        "first_kind": None
-        if first is None
-        else ", ".join(alarms.loc[alarms["step"] == first, "kind"].unique()),
-        "first_entropy_alarm": None if entropy.empty else int(entropy.iloc[0]),
+        "first_kind": ", ".join(alarms.loc[alarms["step"] == first, "kind"].unique()) or None,
+        "first_entropy_alarm": entropy.min(),
         "loss_rises": rise,
         "loss_stalls": stall,
         "loss_notices": notices,
-        "lead": notices - first if known else None,  # type: ignore[operator]
-        "lead_at_least": steps - first if first is not None and notices is None else None,
-        "behind_healthy": behind(losses, np.array(healthy.losses)),
+        "lead": None if notices is None else notices - first,
+        "lead_at_least": steps - first if notices is None else None,
+        "behind_healthy": behind(losses, healthy),
         "final_loss": float(losses[-SMOOTHED:].mean()),
-        "time_share": trace.time_share,
     }
 
 

@@ -42,7 +42,7 @@ IN_NONE = Criterion("at most", 0.0, "none of them (ours)")
 
 def judge_warnings(outcome: Outcome, runs: pd.DataFrame) -> None:
     """On `runs` of `compare_learning_rates`: the lead over the loss, and the false alarms."""
-    failing, healthy = runs[runs["pace"] != HEALTHY.name], runs[runs["pace"] == HEALTHY.name]
+    failing, healthy = runs[runs["pace"] != HEALTHY], runs[runs["pace"] == HEALTHY]
     warned = failing["first_alarm"].notna()
     late = warned & (failing["first_alarm"] >= failing["loss_notices"])  # False where the loss never notices
     unnoticed = warned & failing["loss_notices"].isna()
@@ -83,7 +83,7 @@ def monitor(study: Study, outcome: Outcome) -> None:
             f"training run {next(numbers)} of {len(seeds) * len(LEARNING_RATES)}: {name}, seed {seed}"
         ),
     )
-    runs = comparison["runs"].drop(columns="time_share")  # two calls give the same bytes but for the times
+    runs = comparison["runs"]
     for pace, rows in runs.groupby("pace", sort=False):
         outcome.read(
             str(pace),
@@ -103,9 +103,7 @@ def _steps(values: pd.Series) -> str:
 
 
 def _draw_moments(outcome: Outcome, runs: pd.DataFrame) -> None:
-    runs = runs.sort_values(
-        "pace", key=lambda names: names.map([pace.name for pace in LEARNING_RATES].index), kind="stable"
-    )
+    runs = runs.sort_values("pace", key=lambda names: names.map(list(LEARNING_RATES).index), kind="stable")
     rows = [f"{row.pace}, seed {row.seed}" for row in runs.itertuples()]
     columns = ("first_alarm", "loss_notices", "behind_healthy")
     steps = [runs[name].to_numpy(dtype=np.float64) for name in columns]
@@ -126,7 +124,7 @@ def _draw_course(outcome: Outcome, looks: pd.DataFrame, losses: pd.DataFrame) ->
         losses[["pace", "seed", "step", "smoothed"]], how="left", on=["pace", "seed", "step"]
     )
     looks_with_loss["loss"] = looks_with_loss["smoothed"]
-    names = [pace.name for pace in LEARNING_RATES]
+    names = list(LEARNING_RATES)
     shown: dict[str, list[tuple[Floats, Floats, Floats]]] = {name: [] for name, _ in SHOWN}
     steps = []
     for pace in names:

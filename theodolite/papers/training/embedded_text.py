@@ -56,6 +56,11 @@ class Streams:
             rows.append(stream[start : start + window].astype(np.int64))
         return torch.from_numpy(np.stack(rows))
 
+    def held_out(self) -> dict[str, Int[Tensor, "contexts window"]]:
+        """The validation windows of every source that has some."""
+        windows = zip(self.names, self.validation, strict=True)
+        return {name: contexts for name, contexts in windows if len(contexts)}
+
     def sha256(self) -> str:
         """Hash of every training and validation token."""
         digest = hashlib.sha256()

@@ -1,20 +1,17 @@
 """The seeded trainer that made the embedded model, and can make others like it.
 
-`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`embedded_model.py`) on it with plain
-PyTorch,
-and writes a folder that `transformers` opens. It is made for a few
-million parameters on a few processor cores: no distribution, no other architectures, no options beyond
-`EmbeddedConfig`. The same seed gives the same bytes on the same machine, number of threads and package versions,
-also when the run was killed and resumed in between: the order of batches follows from (seed, step)
-alone.
+`train_embedded_model` takes text, trains a byte-level BPE tokenizer and a model (`models.py`) on it with plain PyTorch,
+and writes a folder that `transformers` opens. It is made for a few million parameters on a few processor cores: no
+distribution, no other architectures, no options beyond `EmbeddedConfig`. The same seed gives the same bytes on the
+same machine, number of threads and package versions, also when the run was killed and resumed in between: the order
+of batches follows from (seed, step) alone.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import platform
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -25,8 +22,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from theodolite import __version__
 from theodolite.errors import UsageError
-from theodolite.papers.training.embedded_model import EmbeddedConfig, build
 from theodolite.papers.training.embedded_text import (
     END_OF_TEXT,
     Source,
@@ -37,24 +34,71 @@ from theodolite.papers.training.embedded_text import (
     token_streams,
     train_tokenizer,
 )
-from theodolite.papers.training.model_card import EmbeddedResult, card
-from theodolite.papers.training.training_loop import (
-    CHECKPOINT,
-    TrainingLoop,
-    check_numbers,
-    fit,
-    partial_of,
-    phase,
-    publish,
-    refuse_existing,
-    share_of_peak,
-)
-from theodolite.papers.training.training_loop import threads as using
-from theodolite.system.files import disk_errors
+from theodolite.papers.training.model_folder import ModelTraining, check_training, phase, train_into
+from theodolite.papers.training.models import EmbeddedConfig, embedded_model
 
-WARM_UP = 0.04  # share of the steps
 SHOWN_CONTEXTS = 64  # a source, for the losses shown during training; the final ones use every context
 TRAIN_LOSS_BATCHES = 16
+
+PYTHON_TEXT = """\
+The text is what CPython {python} carries: the topics of its language reference (`pydoc_data.topics`), and the
+docstrings and source files of its standard library without tests, generated tables and installed packages. It
+is under the [Python Software Foundation License Version 2](https://docs.python.org/3/license.html).
+"""
+
+CARD = """\
+---
+license: {license}
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+# A small GPT-2-architecture model
+
+{parameters:,} parameters: {layers} layers, {heads} heads per layer, width {width}, {length} learned positions,
+tied embeddings, and a byte-level BPE vocabulary of {vocabulary:,} tokens trained on the same text.
+
+## Training
+{data}
+Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
+{batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
+AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
+{weight_decay:g} on matrices, products in {products}. The same command gives the same weights on the same
+machine, Python and torch.
+
+## Losses
+Nats per token, in float32. Held-out documents share no label and no long paragraph with the training text. The
+bigram is the best interpolated bigram model of the same training tokens, on the same held-out tokens.
+
+| text | training tokens | held-out tokens | loss | bigram |
+| --- | ---: | ---: | ---: | ---: |
+{rows}
+
+Training text, windows drawn as in training: {train_loss:.3f}.
+
+## Limits
+It exists to be measured. It is small, knows one kind of text, and has no other use: what it writes looks like
+that text and is mostly wrong. It was trained without a beginning-of-sequence token.
+"""
+
+
+@dataclass(frozen=True)
+class EmbeddedResult:
+    """The result of a training run. Losses are in nats per token, measured in float32, by source where held out.
+
+    `train_loss` is of windows of the training text, drawn as in training. `bigram_loss` is of the best
+    interpolated bigram model of the same training tokens, on the same validation tokens as `validation_loss`.
+    """
+
+    folder: Path
+    threads: int
+    parameters: int
+    tokens_seen: int
+    training_tokens: dict[str, int]  # to draw from, each counted once
+    validation_tokens: dict[str, int]
+    train_loss: float
+    validation_loss: dict[str, float]
+    bigram_loss: dict[str, float]
 
 
 def train_embedded_model(
@@ -67,70 +111,44 @@ def train_embedded_model(
 ) -> EmbeddedResult:
     """Train a tokenizer and a model on `sources` (default: `python_sources()`), and write the folder `out`.
 
-    A training run that was killed resumes from its last checkpoint (in `<out>.partial`) when it is called again
-    with the same arguments. Raises `UsageError` when `out` exists, when a size, the seed or `threads` is
-    impossible, when the text is too short, or when `<out>.partial` belongs to another training run; `WorkError`
-    when the loss is no longer a number or a file cannot be written.
+    A training run that was killed resumes when it is called again with the same arguments.
+
+    Raises:
+        UsageError: there is too little text, or as `check_training` and `train_into`.
+        WorkError, KeyboardInterrupt: as `train_into`.
     """
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
-    python_text = sources is None
-    check_numbers(config.seed, threads)
+    check_training(out, config, threads)
     if sources is None:
         with phase("reading Python's text", console):
-            sources = python_sources()
-    partial = partial_of(out)
-    refuse_existing(out, partial / CHECKPOINT, config.steps)
-    _check(sources, config)
+            texts: Sequence[Source] = python_sources()
+    else:
+        texts = sources
+    if not texts or any(source.share <= 0 for source in texts):
+        raise UsageError("There must be at least one source of text, each with a positive share.")
     with phase("splitting the text", console):
-        training, validation = split_sources(sources, config.seed)
+        training, validation = split_sources(texts, config.seed)
     with phase("training the tokenizer", console):
         tokenizer = train_tokenizer(training, config.vocabulary, config.seed)
     with phase("tokenizing", console):
         streams = token_streams(tokenizer, training, validation, config.length)
-    with using(threads):
-        torch.manual_seed(config.seed)
-        model = build(config)
-        fit(model, _loop(model, streams, config, partial, console), console)
-        with phase("measuring losses", console):
-            result = _result(out, model, streams, config, threads)
-    _save(partial, out, model, _fast_tokenizer(tokenizer, config), card(result, config, python_text))
-    return result
 
-
-def _check(sources: Sequence[Source], config: EmbeddedConfig) -> None:
-    if not sources or any(source.share <= 0 for source in sources):
-        raise UsageError("There must be at least one source of text, each with a positive share.")
-    for name, value in asdict(config).items():
-        if name not in ("seed", "weight_decay", "bfloat16", "no_op") and value <= 0:
-            raise UsageError(f"{name} is {value}; it must be positive.")
-    if config.width % config.heads:
-        raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
-
-
-def _loop(
-    model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, partial: Path, console: Console
-) -> TrainingLoop:
-    def shown(step: int, loss: float) -> None:
+    def progress(model: PreTrainedModel, loss: float) -> str:
         losses = _validation_loss(model, streams, config, SHOWN_CONTEXTS)
         held_out = "".join(f", {name} {value:.3f}" for name, value in losses.items())
-        console.print(f"step {step}: training {loss:.3f}; held out{held_out or ': nothing'}")
+        return f"training {loss:.3f}; held out{held_out or ': nothing'}"
 
-    return TrainingLoop(
-        steps=config.steps,
-        seed=config.seed,
-        weight_decay=config.weight_decay,
-        checkpoint=partial / CHECKPOINT,
-        checkpoint_every=config.checkpoint_every,
-        identity={"config": json.dumps(asdict(config)), "data": streams.sha256()},
-        loss=lambda step: _losses(model, _batch(streams, config, step), config).mean(),
-        rate=lambda step: learning_rate(config, step),
-        saved=shown,
+    run = ModelTraining(
+        config=config,
+        build=lambda: embedded_model(config),
+        tokenizer=_fast_tokenizer(tokenizer, config),
+        data={"data": streams.sha256()},
+        loss=lambda model, step: _losses(model, _batch(streams, config, step), config).mean(),
+        progress=progress,
+        measure=lambda model: _result(out, model, streams, config, threads),
+        page=lambda result: ("README.md", card(result, config, sources is None)),
     )
-
-
-def learning_rate(config: EmbeddedConfig, step: int) -> float:
-    """Linear warm-up, then a cosine from `config.learning_rate` down to `FINAL_RATE` of it."""
-    return config.learning_rate * share_of_peak(step, max(1, round(WARM_UP * config.steps)), config.steps)
+    return train_into(out, run, threads, console)
 
 
 def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Int[Tensor, "batch window"]:
@@ -154,12 +172,12 @@ def _validation_loss(
     model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
     """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
-    losses = {}
-    for name, contexts in zip(streams.names, streams.validation, strict=True):
-        if len(contexts):
-            batches = contexts[:most].split(config.batch)
-            losses[name] = float(torch.cat([_losses(model, batch, config) for batch in batches]).mean())
-    return losses
+    return {
+        name: float(
+            torch.cat([_losses(model, batch, config) for batch in ids[:most].split(config.batch)]).mean()
+        )
+        for name, ids in streams.held_out().items()
+    }
 
 
 def _result(
@@ -169,22 +187,19 @@ def _result(
     beyond = range(config.steps, config.steps + TRAIN_LOSS_BATCHES)  # windows that no step was trained on
     with torch.no_grad():
         train = [_losses(model, _batch(streams, config, step), exact).mean() for step in beyond]
-    held_out = dict(zip(streams.names, streams.validation, strict=True))
+    held_out = streams.held_out()
     return EmbeddedResult(
         folder=out,
         threads=threads,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        steps=config.steps,
         tokens_seen=config.steps * config.batch * config.length,
         training_tokens={name: len(ids) for name, ids in zip(streams.names, streams.train, strict=True)},
-        validation_tokens={name: contexts[:, 1:].numel() for name, contexts in held_out.items()},
+        validation_tokens={
+            name: ids[:, 1:].numel() for name, ids in zip(streams.names, streams.validation, strict=True)
+        },
         train_loss=float(torch.stack(train).mean()),
         validation_loss=_validation_loss(model, streams, exact),
-        bigram_loss={
-            name: bigram_loss(streams, contexts, config.vocabulary)
-            for name, contexts in held_out.items()
-            if len(contexts)
-        },
+        bigram_loss={name: bigram_loss(streams, ids, config.vocabulary) for name, ids in held_out.items()},
     )
 
 
@@ -201,14 +216,42 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
     )
 
 
-def _save(
-    partial: Path, out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str
-) -> None:
-    """Write the finished folder next to the checkpoint, rename it to `out`, drop the checkpoint."""
-    finished = partial / "finished"
-    with disk_errors(out):
-        shutil.rmtree(finished, ignore_errors=True)
-        model.save_pretrained(finished)
-        tokenizer.save_pretrained(finished)
-        (finished / "README.md").write_text(readme, encoding="utf-8")
-        publish(finished, out, partial / CHECKPOINT)
+def card(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+    """The card in Markdown; `python_text` says that the text was `python_sources()`."""
+    python = platform.python_version()
+    return CARD.format(
+        license="psfl" if python_text else "unknown",
+        data=PYTHON_TEXT.format(python=python) if python_text else "The text was supplied by the user.\n",
+        command=command(result, config, python_text),
+        theodolite=__version__,
+        torch=torch.__version__,
+        rows="\n".join(_row(result, name) for name in result.training_tokens),
+        parameters=result.parameters,
+        tokens_seen=result.tokens_seen,
+        train_loss=result.train_loss,
+        products="bfloat16" if config.bfloat16 else "float32",
+        **{field.name: getattr(config, field.name) for field in fields(config)},
+    )
+
+
+def command(result: EmbeddedResult, config: EmbeddedConfig, python_text: bool) -> str:
+    """The call that repeats the training run: on the command line where that has the options, else in Python."""
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if getattr(config, field.name) != field.default
+    }
+    if python_text and changed.keys() <= {"steps", "seed"}:
+        options = {"out": result.folder.name, **changed, "threads": result.threads}
+        return "theodolite train embedded " + " ".join(f"--{name} {value}" for name, value in options.items())
+    settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    text = "" if python_text else "sources=…, "
+    arguments = f"{text}config=EmbeddedConfig({settings}), threads={result.threads}"
+    return f"train_embedded_model({result.folder.name!r}, {arguments})"
+
+
+def _row(result: EmbeddedResult, name: str) -> str:
+    losses = [result.validation_loss.get(name), result.bigram_loss.get(name)]
+    shown = ["–" if loss is None else f"{loss:.3f}" for loss in losses]
+    sizes = [f"{counts[name]:,}" for counts in (result.training_tokens, result.validation_tokens)]
+    return f"| {name} | {' | '.join(sizes + shown)} |"

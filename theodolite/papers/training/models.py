@@ -1,0 +1,204 @@
+"""The architectures of the toy models and their sizes: GPT-2, GPT-NeoX for rotary positions, gpt-oss for a no-op.
+
+A no-op option is a term in every softmax that carries no value. gpt-oss has one, a learned sink logit per head; fixed
+at 0 it is the softmax off by one, with 1 + Σ eˣ in the denominator; fixed far below all other logits it has no effect.
+So the three are one architecture with the same number of weights, but for the sink logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
+
+from theodolite.errors import UsageError
+from theodolite.papers.training.training_loop import LearningRate
+
+NoOp = Literal["none", "off-by-one", "learned"]
+NO_OPS: tuple[NoOp, ...] = ("none", "off-by-one", "learned")
+
+ABSENT_LOGIT = -1e4
+"""A logit whose weight in a softmax is 0 in every dtype: no other logit comes near."""
+
+ATTENTION = "eager"
+"""On a CPU, the backward pass of `sdpa` in bfloat16 takes a quarter of a task model's step, this one little; and it
+is the one that has gpt-oss's learned logit on every processor."""
+
+WARM_UP = 0.04  # share of the steps of a model of text
+
+GATED_WIDTH = 3
+"""Width of gpt-oss's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
+
+
+@dataclass(frozen=True)
+class EmbeddedConfig:
+    """Sizes and schedule of a model of text. The defaults made the embedded model."""
+
+    layers: int = 6
+    heads: int = 4
+    width: int = 128
+    length: int = 256  # tokens per context, and learned positions
+    vocabulary: int = 2048
+    batch: int = 16  # contexts per step
+    steps: int = 7000
+    learning_rate: float = 2e-3  # the peak
+    weight_decay: float = 0.1  # on matrices only
+    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
+    checkpoint_every: int = 500  # steps
+    seed: int = 0
+    no_op: NoOp | None = None  # else gpt-oss, whose contexts all begin with the end-of-text token
+
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then a cosine."""
+        warm_up = max(1, round(WARM_UP * self.steps))
+        return LearningRate(self.learning_rate, warm_up, "cosine", self.steps)
+
+
+@dataclass(frozen=True)
+class TaskModelConfig:
+    """Sizes and schedule of a model of a task. `task_models.PUBLISHED` has the settings of the paper."""
+
+    layers: int
+    heads: int
+    width: int
+    batch: int  # contexts per step
+    steps: int
+    learning_rate: float  # the peak
+    schedule: Literal["cosine", "linear"]  # to FINAL_RATE of the peak, or to 0
+    dropout: float = 0.0
+    positions: str = "learned"  # or "rotary"
+    warm_up: int = 100  # steps
+    weight_decay: float = 0.1  # on matrices only
+    bfloat16: bool = True  # products in bfloat16 (torch.autocast); weights and optimizer stay in float32
+    checkpoint_every: int = 250  # steps
+    series: bool = False  # keep the weights of the steps of SERIES
+    seed: int = 0
+
+    @property
+    def rate(self) -> LearningRate:
+        """Linear warm-up, then the cosine or the line of `schedule`."""
+        return LearningRate(self.learning_rate, self.warm_up, self.schedule, self.steps)
+
+
+ModelConfig = EmbeddedConfig | TaskModelConfig
+
+
+def gpt2(
+    vocabulary: int,
+    length: int,
+    layers: int,
+    heads: int,
+    width: int,
+    *,
+    dropout: float = 0.0,
+    special_token: int | None = None,
+    **options: Any,
+) -> GPT2LMHeadModel:
+    """An untrained model, its weights drawn from torch's global generator.
+
+    Args:
+        vocabulary, length: tokens and learned positions.
+        dropout: on embeddings, attention and what each sublayer adds.
+        special_token: id that begins and ends a text, if any. options: further ones of `GPT2Config`.
+    """
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=length,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=special_token,
+            eos_token_id=special_token,
+            **options,
+        )
+    )
+
+
+def embedded_model(config: EmbeddedConfig) -> PreTrainedModel:
+    """An untrained GPT-2, or gpt-oss with `config.no_op`.
+
+    Raises:
+        UsageError: `config.no_op` is none of `NO_OPS`.
+    """
+    if config.no_op is None:
+        return gpt2(
+            config.vocabulary, config.length, config.layers, config.heads, config.width, special_token=0
+        )
+    if config.no_op not in NO_OPS:
+        raise UsageError(f"no_op is '{config.no_op}'; choose {', '.join(NO_OPS)}.")
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=config.vocabulary,
+            max_position_embeddings=config.length,
+            hidden_size=config.width,
+            intermediate_size=GATED_WIDTH * config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            head_dim=config.width // config.heads,
+            num_local_experts=1,
+            num_experts_per_tok=1,
+            layer_types=["full_attention"] * config.layers,
+            sliding_window=config.length,  # read even where no layer has one
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+        )
+    )
+    model.set_attn_implementation(ATTENTION)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.constant_(parameter, ABSENT_LOGIT if config.no_op == "none" else 0.0)
+            parameter.requires_grad_(config.no_op == "learned")
+    return model
+
+
+def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrainedModel:
+    """An untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
+    if config.positions == "learned":
+        model: PreTrainedModel = gpt2(
+            vocabulary,
+            length,
+            config.layers,
+            config.heads,
+            config.width,
+            dropout=config.dropout,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one step
+        )
+    else:
+        model = GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=vocabulary,
+                max_position_embeddings=length,
+                hidden_size=config.width,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                intermediate_size=4 * config.width,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                use_parallel_residual=False,
+                hidden_dropout=config.dropout,
+                attention_dropout=config.dropout,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+    model.set_attn_implementation(ATTENTION)
+    return model
