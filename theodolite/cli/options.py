@@ -37,6 +37,13 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION), or several; the embedded model if left out.",
+        show_default=False,
+    ),
+]
 Contexts = Annotated[int | None, typer.Option(help="Maximum number of contexts.")]
 Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [default: 4096 tokens].")]
 RunFolder = Annotated[
