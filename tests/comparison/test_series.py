@@ -1,5 +1,7 @@
-"""A series of checkpoints and an untrained baseline, by the command. Oracles: pandas on each run's own tables, Chromium-free
-reading of the page, and transformers' own initialisation."""
+"""A series of checkpoints and an untrained baseline, by the command.
+
+Oracles: pandas on each run's own tables, and transformers' own initialisation.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def _survey(*arguments: object) -> str:
     return result.stdout
 
 
-def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series, tmp_path):
+def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series):
     out, folders = series
     rows = json.loads(_survey(*folders.values(), "--out", out, "--json"))["models"]
     assert [row["step"] for row in rows] == [3, 20, 100]
@@ -83,7 +85,6 @@ def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series, tmp_path):
         assert row["induction_max"] == pytest.approx(heads["induction"].max())
         assert row["previous_token_max"] == pytest.approx(heads["previous_token"].max())
         assert row["rank"] == pytest.approx(layers["rank"].mean())
-        # A causal query sees its own position and those before it, position 0 left out of the mean or not.
         assert 0 < row["entropy_share"] <= 1
     page = (out / "report" / "series" / "index.html").read_text()
     assert "Over training" in page
