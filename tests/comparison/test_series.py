@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests import checkpoints
@@ -58,9 +59,13 @@ def series(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
     """Three checkpoints, named out of order, and the folder of their surveys."""
     root = tmp_path_factory.mktemp("series")
     folders = {}
-    for seed, name in enumerate(("checkpoint-20", "checkpoint-3", "checkpoint-100")):
-        torch.manual_seed(seed)
+    for sharpness, name in enumerate(("checkpoint-20", "checkpoint-3", "checkpoint-100")):
         folders[name] = checkpoints.write("gpt2", root / name)
+        weights = load_file(folders[name] / "model.safetensors")
+        for key in weights:
+            if key.endswith("c_attn.weight"):  # so that each attends in its own way
+                weights[key] = weights[key] * (1 + 20 * sharpness)
+        save_file(weights, folders[name] / "model.safetensors", {"format": "pt"})
     return root / "out", folders
 
 
@@ -76,6 +81,7 @@ def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series):
     assert [row["step"] for row in rows] == [3, 20, 100]
     table = pd.read_csv(out / "series.csv")
     assert table["name"].tolist() == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
+    assert len({row["entropy"] for row in rows}) == 3
     for row in rows:
         heads = pd.read_parquet(out / row["name"] / "heads.parquet")
         layers = pd.read_parquet(out / row["name"] / "layers.parquet")

@@ -19,7 +19,7 @@ from theodolite.report.key_numbers import MEASURES, summary_row
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
-from theodolite.system.wording import listed, visible
+from theodolite.system.wording import listed, number, visible
 
 HEADING = Heading("series", "Surveys of a series of models", "")
 PAGE, CSV = "report", "series.csv"
@@ -78,6 +78,9 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
             "The step is read from each folder's name.",
             wide=True,
         )
+    for name, title in shown.items():
+        values = [number(value) for value in table[name]]
+        outcome.read(f"{title}, first and last model", f"{values[0]} → {values[-1]}")
     last = runs[str(table["name"].iloc[-1])].provenance
     names = [visible(name, 40) for name in table["name"]]
     model = {**last["model"], "id": f"{len(names)} models: {listed(names, 4)}"}

@@ -32,7 +32,7 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = type(model.hf)(copy.deepcopy(model.hf.config))
-    hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
+    hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     structure = find_structure(hf, small_input(hf, 1))
     source = f"{model.sha256 or model.revision or model.id} untrained {seed}"
     return OpenModel.of(

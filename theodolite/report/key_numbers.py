@@ -17,17 +17,17 @@ UNTRAINED = "untrained"
 
 OVER_LAYERS = {
     "rank": "positional rank, mean over layers",
-    "relative_norm": "relative norm of the positional basis, mean over layers",
-    "low_frequency_10": "smoothness of the positional basis, mean over layers",
+    "relative_norm": "norm of the positional basis, mean over layers",
+    "low_frequency_10": "positional smoothness, mean over layers",
     "incoherence_mean": "incoherence, mean over layers",
-    "similarity_within": "within-label cosine similarity, mean over layers",
+    "similarity_within": "within-label cosine, mean over layers",
 }
 OVER_HEADS = {
     "entropy": "attention entropy in nats, mean over heads",
-    "entropy_share": "entropy relative to its maximum, mean over heads",
+    "entropy_share": "entropy over its maximum, mean over heads",
     "propagation": "signal propagation ρ, mean over heads",
-    "sink_first": "share of contexts with a first-token sink, mean over heads",
-    "sink_later": "share of contexts with a later sink, mean over heads",
+    "sink_first": "first-token sink, share of contexts",
+    "sink_later": "later sink, share of contexts",
 }
 STRONGEST = {
     "previous_token_max": (PREVIOUS_TOKEN.column, "previous-token score, strongest head"),

@@ -19,7 +19,7 @@ def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure
 
     Args:
         table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
-        measures: column → its title, in order.
+        measures: column → its title, and after a comma what it is of, in order.
     """
     shown = []
     for name, title in measures.items():
@@ -35,5 +35,6 @@ def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure
             hover="%{text}, step %{x}: %{y:.4g}<extra></extra>",
             showlegend=False,
         )
-        shown.append(Panel(title, traces, "step", ""))
+        short, _, of = title.partition(", ")
+        shown.append(Panel(short, traces, "step", of))
     return panels(shown, ACROSS, height=210, gaps=(0.09, 0.13 if len(shown) <= 2 * ACROSS else 0.09))
