@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from theodolite.comparison import compare as compare
     from theodolite.corpus.corpus import Corpus as Corpus
     from theodolite.errors import TheodoliteError as TheodoliteError
+    from theodolite.explore.one_head import view_head as view_head
     from theodolite.logits.constituents import constituents as constituents
     from theodolite.models import OpenModel as OpenModel
     from theodolite.models import open_model as open_model
@@ -43,6 +44,7 @@ _HOMES = {
     "spectra": "theodolite.passes.survey",
     "survey": "theodolite.passes.survey",
     "trace_sinks": "theodolite.sinks.trace",
+    "view_head": "theodolite.explore.one_head",
     "write_report": "theodolite.report.page",
 }
 

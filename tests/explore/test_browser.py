@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -186,6 +187,33 @@ def test_load_type_and_click_through(shown_page):
     page.click("#measure input")
     opened.after(MAP, lambda: page.get_by_role("option", name="the text · previous token").click())
     assert changed(opened.picture(MAP), before) > OTHER
+
+
+def test_the_address_keeps_prompt_and_head(chromium, serving, sharp):
+    address = serving(sharp)
+    first = Opened(chromium, address)
+    prompt = "a cat & a <b>dog</b> sat; 100 % of #1?\n𝔘nd so on + on"
+    first.after(".side .plot[data-picks]", lambda: first.look(prompt))
+    first.after(".side .plot[data-picks]", lambda: first.click_head(1, 0))
+    first.page.wait_for_function("location.search.includes('layer=1&head=0')")
+    kept = first.page.url
+    # Oracle: the standard library's reading of the address.
+    assert parse_qs(urlsplit(kept).query) == {"prompt": [prompt], "layer": ["1"], "head": ["0"]}
+    first.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    first.page.click(".copy-link")
+    first.page.wait_for_function("document.querySelector('.copied').textContent === 'Copied.'")
+    assert first.page.evaluate("navigator.clipboard.readText()") == kept
+    again = Opened(chromium, kept)
+    assert again.page.input_value("#prompt textarea") == prompt
+    assert again.page.input_value("#head input") == "L1H0"
+    assert "L1H0" in again.page.inner_text(".head-panel")
+    refused = Opened(chromium, f"{address}/?layer=9&head=<b>1</b>")
+    assert "is not a head" in refused.page.inner_text("#message")
+    assert refused.page.locator("#message b").count() == 0
+    for opened in (first, again, refused):
+        assert not opened.broken
+        assert all(url.startswith((address, "data:", "blob:")) for url in opened.asked)
+        opened.page.close()
 
 
 def test_a_figure_has_a_name_and_its_numbers(shown_page, sharp):

@@ -42,6 +42,13 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION), or several; the embedded model if left out.",
+        show_default=False,
+    ),
+]
 
 
 def contexts_help(default: int) -> str:

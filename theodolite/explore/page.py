@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlencode
 
 import gradio as gr
 
@@ -93,10 +94,11 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         prompts = offered_prompts(subjects)
         prompt, preset, run_button = _prompt_row(prompts)
         message = _html(elem_id="message")
+        link = _link()
         controls = _control_row(subjects)
         with gr.Row(elem_classes="sides"):
             sides = [_side(subject, alone=len(subjects) == 1) for subject in subjects]
-        _wire(page, subjects, prompts, (prompt, preset, run_button, message), controls, sides)
+        _wire(page, subjects, prompts, (prompt, preset, run_button, message, link), controls, sides)
     return page
 
 
@@ -179,11 +181,11 @@ def _wire(
     page: gr.Blocks,
     subjects: Sequence[Subject],
     prompts: dict[str, str],
-    prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML],
+    prompt_row: tuple[gr.Textbox, gr.Dropdown, gr.Button, gr.HTML, gr.HTML],
     controls: _Controls,
     sides: list[_ModelPanels],
 ) -> None:
-    prompt, preset, run_button, message = prompt_row
+    prompt, preset, run_button, message, link = prompt_row
     quick_panels = [panel for side in sides for panel in side.quick]
     slow_panels = [panel for side in sides for panel in side.slow]
     inputs = controls.all()
@@ -194,10 +196,12 @@ def _wire(
         choices = panels.windows(ids)
         window = gr.Dropdown(choices=choices, value=1, visible=len(choices) > 1)
         name = next((name for name, prompt_text in prompts.items() if prompt_text == text), None)
-        yield from (ids, window, name, *_quick(subjects, _Settings.of(*[ids, *values[1:5], 1])))
+        settings = _Settings.of(*[ids, *values[1:5], 1])
+        yield from (ids, window, name, _query(settings, text), *_quick(subjects, settings))
 
     def show(*values: Any) -> Iterator[Any]:
-        yield from _quick(subjects, _Settings.of(*values))
+        settings = _Settings.of(*values)
+        yield from (_query(settings), *_quick(subjects, settings))
 
     def parts(*values: Any) -> Iterator[Any]:
         yield from _slow(subjects, _Settings.of(*values))
@@ -212,23 +216,58 @@ def _wire(
 
     def choose(evt: gr.EventData, *values: Any) -> Iterator[Any]:
         head = str(evt._data["head"])
-        yield from (head, *_quick(subjects, _Settings.of(values[0], head, *values[2:])))
+        yield from (head, *show(values[0], head, *values[2:]))
 
-    reads = [controls.ids, controls.window, preset, *quick_panels]
-    for trigger in (run_button.click, prompt.submit, page.load):
+    def from_link(request: gr.Request) -> list[Any]:
+        """What the page's address asks for, which anybody may have written: checked like what is typed."""
+        asked = dict(request.query_params)
+        try:
+            head = _head_asked(subjects, asked)
+        except TheodoliteError as error:
+            return [panel_html.message(str(error)), gr.skip(), asked.get("prompt") or gr.skip()]
+        return ["", head or gr.skip(), asked.get("prompt") or gr.skip()]
+
+    reads = [controls.ids, controls.window, preset, link, *quick_panels]
+    for trigger in (run_button.click, prompt.submit):
         on(trigger, read, [prompt, *inputs], reads).then(**_then(message, parts, inputs, slow_panels))
+    page.load(
+        from_link, None, [message, controls.head, prompt], show_progress="hidden", api_visibility="private"
+    ).then(**_then(message, read, [prompt, *inputs], reads)).then(
+        **_then(message, parts, inputs, slow_panels)
+    )
     preset.input(prompts.__getitem__, preset, prompt, show_progress="hidden", api_visibility="private").then(
         **_then(message, read, [prompt, *inputs], reads, first=True)
     ).then(**_then(message, parts, inputs, slow_panels))
-    on(controls.head.input, show, inputs, quick_panels).then(**_then(message, parts, inputs, slow_panels))
+    on(controls.head.input, show, inputs, [link, *quick_panels]).then(
+        **_then(message, parts, inputs, slow_panels)
+    )
     for side in sides:
-        on(side.map.select, choose, inputs, [controls.head, *quick_panels]).then(
+        on(side.map.select, choose, inputs, [controls.head, link, *quick_panels]).then(
             **_then(message, parts, inputs, slow_panels)
         )
     on(controls.measure.input, maps, inputs, [side.map for side in sides])
     for switch in (controls.log, controls.hide):
         on(switch.input, attention, inputs, [side.attention for side in sides])
     on(controls.window.input, parts, inputs, slow_panels)
+
+
+def _query(settings: _Settings, text: str | None = None) -> str:
+    """What is shown, as the page's address keeps it; without a text the prompt in it stays."""
+    place = {"layer": settings.selection.layer, "head": settings.selection.head}
+    return urlencode(place if text is None else {"prompt": text.encode("utf-8", "replace"), **place})
+
+
+def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
+    """The head that an address names, as `L3H5`; None where it names none.
+
+    Raises:
+        UsageError: it is no head of the models.
+    """
+    if "layer" not in asked and "head" not in asked:
+        return None
+    layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
+    subjects[0].model.check_place(layer, head)
+    return head_name(layer, head)
 
 
 def _quick(subjects: Sequence[Subject], settings: _Settings) -> Iterator[str]:
@@ -293,6 +332,18 @@ def _html(value: str = "", **more: Any) -> gr.HTML:
         js_on_load=_START.replace("{what}", "words"),
         apply_default_css=False,
         **more,
+    )
+
+
+def _link() -> gr.HTML:
+    """Keeps prompt and head in the page's address, and copies it."""
+    return gr.HTML(
+        "",
+        html_template='<button type="button" class="copy-link">Copy link to this prompt and head</button>'
+        '<span class="copied" role="status"></span>',
+        js_on_load=_START.replace("{what}", "link"),
+        apply_default_css=False,
+        elem_id="link",
     )
 
 

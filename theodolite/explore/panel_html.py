@@ -54,7 +54,7 @@ class Token:
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
     """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
     rows = evidence(run, measured, view.layer, view.head)
-    return _render(
+    return render(
         "head.html.j2",
         name=head_name(view.layer, view.head),
         roles=roles_of(rows),
@@ -86,14 +86,14 @@ def sinks_html(view: HeadView, most: float) -> str:
     `most`: what the deepest shade means.
     """
     shades = np.nan_to_num(view.received) / most
-    tokens = [_token(view, position, f"--a:{shade:.2f}") for position, shade in enumerate(shades)]
+    tokens = [token(view, position, f"--a:{shade:.2f}") for position, shade in enumerate(shades)]
     learned = float(view.learned.mean())
-    return _render(
+    return render(
         "sinks.html.j2",
         tokens=tokens,
         most=number(most, 2),
         threshold=SINK_THRESHOLD,
-        sinks=[_sink_sentence(view, index) for index in range(len(view.sinks))],
+        sinks=[sink_sentence(view, index) for index in range(len(view.sinks))],
         learned=f"{learned:.2f}" if learned > 0 else "",
         uncaught=int((view.group == UNCAUGHT).sum()),
     )
@@ -101,8 +101,8 @@ def sinks_html(view: HeadView, most: float) -> str:
 
 def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, reason: str) -> str:
     """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
-    tokens = [_token(view, position, _background(colour)) for position, colour in enumerate(colours)]
-    return _render(
+    tokens = [token(view, position, _background(colour)) for position, colour in enumerate(colours)]
+    return render(
         "tags.html.j2",
         tokens=tokens,
         reason=visible(reason),
@@ -112,7 +112,7 @@ def tags_html(view: HeadView, tags: Tags | None, colours: np.ndarray, reason: st
 
 def message(text: str) -> str:
     """One line that says why nothing changed; empty for none."""
-    return _render("message.html.j2", text=visible(text))
+    return render("message.html.j2", text=visible(text))
 
 
 def escaped(text: str) -> str:
@@ -130,7 +130,7 @@ def title(names: list[str], runs: list[Run]) -> str:
         }
         for name, run in zip(names, runs, strict=True)
     ]
-    return _render("title.html.j2", models=models)
+    return render("title.html.j2", models=models)
 
 
 def _shape(run: Run) -> str:
@@ -149,7 +149,8 @@ def _row(evidence: Evidence) -> Row:
     )
 
 
-def _token(view: HeadView, position: int, style: str) -> Token:
+def token(view: HeadView, position: int, style: str) -> Token:
+    """A token of the prompt in running text: marked as a sink, or with the number of the one that caught it."""
     text = flowing(view.tokens[position])
     line = text.rstrip("\n")
     sinks = [sink.position for sink in view.sinks]
@@ -163,7 +164,8 @@ def _token(view: HeadView, position: int, style: str) -> Token:
     return Token(line, text[len(line) :], hint, mark, str(group + 1) if caught else "", style)
 
 
-def _sink_sentence(view: HeadView, index: int) -> tuple[str, str]:
+def sink_sentence(view: HeadView, index: int) -> tuple[str, str]:
+    """A sink's mark, and what it receives and catches."""
     sink = view.sinks[index]
     name = "the learned column" if sink.position < 0 else f"token {sink.position} “{_token_of(view, sink)}”"
     local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
@@ -203,5 +205,6 @@ def _environment() -> jinja2.Environment:
     return environment("theodolite.explore", "static")
 
 
-def _render(template: str, /, **values: object) -> str:
+def render(template: str, /, **values: object) -> str:
+    """One of the templates in `static/`, which escape every string."""
     return _environment().get_template(template).render(values)

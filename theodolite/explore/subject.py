@@ -83,7 +83,9 @@ class Subject:
         """
         self.model.check_place(layer, head)
         with self._lock:
-            return head_view(self.read(ids), self._caught(ids, layer), layer, head)
+            read = self.read(ids)
+            caught = self._caught(ids, layer)
+            return head_view(read.tokens, read.layers[layer].inputs, caught, layer, head, read.trailing)
 
     def constituents_and_tags(self, ids: tuple[int, ...], layer: int, head: int) -> ConstituentsAndTags:
         """A layer's constituents on the prompt, and what the head writes."""
@@ -104,7 +106,8 @@ class Subject:
         return read_prompt(self.model, torch.tensor(ids))
 
     def _catch(self, ids: tuple[int, ...], layer: int) -> LayerCatch:
-        return catch_layer(self.read(ids), layer)
+        read = self.read(ids)
+        return catch_layer(read.layers[layer].inputs, read.trailing)
 
     def _split(self, ids: tuple[int, ...], layer: int) -> Constituents:
         return split_logits(self.model, self.read(ids), layer, self.run)
@@ -120,9 +123,9 @@ def _or_error(work: Any) -> tuple[Any, str]:
         return None, str(error)
 
 
-def longest_prompt(subjects: Sequence[Subject]) -> int:
+def longest_prompt(models: Sequence[OpenModel]) -> int:
     """Tokens of a prompt at most."""
-    return min([MOST_TOKENS, *(s.model.longest for s in subjects if s.model.longest is not None)])
+    return min([MOST_TOKENS, *(model.longest for model in models if model.longest is not None)])
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
@@ -131,13 +134,19 @@ def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
     Raises:
         UsageError: in one line, why it cannot be shown.
     """
+    models = [subject.model for subject in subjects]
+    return ids_of_text(models, prompt, [subject.name for subject in subjects])
+
+
+def ids_of_text(models: Sequence[OpenModel], prompt: str, names: Sequence[str] = ()) -> tuple[int, ...]:
+    """As `prompt_ids`; `names`: of the models."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
     text = prompt.encode("utf-8", "replace").decode()
-    first, *others = (_ids(subject.model, text) for subject in subjects)
+    first, *others = (_ids(model, text) for model in models)
     if any(ids != first for ids in others):
-        raise UsageError(_DIFFERENT.format(*(subject.name for subject in subjects)))
-    most = longest_prompt(subjects)
+        raise UsageError(_DIFFERENT.format(*names))
+    most = longest_prompt(models)
     if len(first) > most:
         reason = "" if most == MOST_TOKENS else ", the number of positions of the model"
         raise UsageError(f"the prompt is {len(first)} tokens long: at most {most} can be shown{reason}")
@@ -184,7 +193,7 @@ def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
     Too long for the models, or for the surveys, which have means of so many positions.
     """
     surveyed = (subject.run.arrays["positional_basis"].shape[1] for subject in subjects)
-    most = min(longest_prompt(subjects), *surveyed)
+    most = min(longest_prompt([subject.model for subject in subjects]), *surveyed)
     return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.catches import Catches, attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.constituents import constituents_of_pass
@@ -124,11 +125,20 @@ def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """
     layers: list[LayerPass] = []
     visit_layers(model, ids[None], range(model.layers), layers.append)
-    if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
-        raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
+    refuse_not_finite(layers)
     trailing = trailing_special_tokens(model.tokenizer, ids[None])
     measured = _measured(model, ids, layers, trailing)
     return PromptPass(ids, tuple(token_texts(model, ids)), trailing, tuple(layers), measured)
+
+
+def refuse_not_finite(layers: Sequence[LayerPass]) -> None:
+    """Refuse streams with NaN or infinite values.
+
+    Raises:
+        WorkError: there are some.
+    """
+    if not all(bool(torch.isfinite(layer_pass.stream).all()) for layer_pass in layers):
+        raise WorkError("hidden states hold NaN or infinite values on this prompt: try --dtype float32")
 
 
 def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], trailing: int) -> Run:
@@ -149,19 +159,33 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
     return Run(empty, pd.DataFrame(head_names | columns), empty, empty, empty, arrays, {})
 
 
-def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
-    """Attend once more with a layer's kept inputs, to see whom its sinks catch."""
+def catch_layer(inputs: AttentionInputs, trailing: int) -> LayerCatch:
+    """Attend once more with a layer's kept inputs, to see whom its sinks catch; `trailing` special tokens end them."""
     with torch.inference_mode():
-        output, catches = attend_and_catch(read.layers[layer].inputs, stretches=True, trailing=read.trailing)
+        output, catches = attend_and_catch(inputs, stretches=True, trailing=trailing)
     return LayerCatch(catches.to(torch.device("cpu")), output[0])
 
 
-def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
-    """One head's attention and sinks."""
-    inputs = chosen_heads(read.layers[layer].inputs, [head])
+def head_view(
+    tokens: tuple[str, ...],
+    inputs: AttentionInputs,
+    caught: LayerCatch,
+    layer: int,
+    head: int,
+    trailing: int,
+) -> HeadView:
+    """One head's attention and sinks.
+
+    Args:
+        tokens: the prompt's, as text.
+        inputs, caught: of the head's layer.
+        layer, head: which.
+        trailing: special tokens at the prompt's end.
+    """
+    inputs = chosen_heads(inputs, [head])
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
-    positions, group = groups_of(caught.catches, head, len(read.ids), read.trailing)
+    positions, group = groups_of(caught.catches, head, len(tokens), trailing)
     rows = (caught.catches.head == head).nonzero().flatten()
     sinks = [
         Sink(
@@ -172,11 +196,11 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
         )
         for position, row in zip(positions.tolist(), rows.tolist(), strict=True)
     ]
-    learned = 1 - weights.sum(dim=-1) if inputs.sink is not None else torch.zeros(len(read.ids))
+    learned = 1 - weights.sum(dim=-1) if inputs.sink is not None else torch.zeros(len(tokens))
     return HeadView(
         layer=layer,
         head=head,
-        tokens=read.tokens,
+        tokens=tokens,
         attention=weights.masked_fill(~visible, torch.nan).numpy(),
         learned=learned.double().numpy(),
         received=received.numpy(),

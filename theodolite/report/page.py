@@ -22,6 +22,7 @@ from theodolite.passes.run import Run
 from theodolite.report import content, style
 from theodolite.report.exhibit import Exhibit, Option
 from theodolite.report.exhibits import exhibits, measure_glossary
+from theodolite.report.key_numbers import beside_untrained, untrained_run
 from theodolite.report.measures import TITLES, XIAO, ZHANG
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
@@ -62,6 +63,8 @@ class Block:
 def write_report(run: Run, folder: str | Path) -> Path:
     """Write `folder`/index.html and Plotly's script, and return the page's path; existing files are replaced.
 
+    Where the run's folder has the survey of an untrained model (`--baseline untrained`), its numbers stand beside.
+
     Raises:
         WorkError: the folder cannot be written.
     """
@@ -85,6 +88,7 @@ def render(run: Run) -> str:
     blocks = {
         section: [block_of(exhibit.of(run)) for exhibit in exhibits(run, section)] for section in SECTIONS
     }
+    untrained = untrained_run(run)
     tiles, findings = content.tiles(run), summarise(run)
     checks = [finding for finding in findings if finding.topic == HEALTH]
     flagged = [finding for finding in checks if finding.status == "flagged"]
@@ -107,6 +111,7 @@ def render(run: Run) -> str:
             "passed": [finding for finding in checks if finding.status == "passed"],
             "topics": _topics([finding for finding in findings if finding.topic != HEALTH], shown),
             "tiles": tiles,
+            "untrained": beside_untrained(run, untrained) if untrained else None,
             "blocks": blocks,
             "glossary": measure_glossary(run),
             "sink_texts": sinks[0],

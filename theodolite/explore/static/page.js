@@ -121,6 +121,27 @@ window.theodolite = (() => {
     show();
   }
 
+  // The address keeps what is shown, so that it can be copied and opened again.
+  function link(element, props, watch) {
+    const keep = () => {
+      if (!props.value) return;
+      const address = new URL(location);
+      for (const [name, value] of new URLSearchParams(props.value)) address.searchParams.set(name, value);
+      history.replaceState(history.state, "", address);
+    };
+    const status = element.querySelector(".copied");
+    element.querySelector(".copy-link").onclick = async () => {
+      try {
+        await navigator.clipboard.writeText(location.href);
+        status.textContent = "Copied.";
+      } catch {
+        status.textContent = "The browser refused: copy the address above.";
+      }
+    };
+    watch("value", keep);
+    keep();
+  }
+
   whenReady(() => document.body, () => {
     let dark = isDark();
     new MutationObserver(() => {
@@ -129,5 +150,5 @@ window.theodolite = (() => {
       figures.forEach((_, plot) => draw(plot));
     }).observe(document.body, { attributes: true, attributeFilter: ["class"] });
   });
-  return { figure, words };
+  return { figure, words, link };
 })();

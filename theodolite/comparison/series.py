@@ -1,0 +1,91 @@
+"""A series of checkpoints, or any models: the key numbers of each survey in one table, and as curves over training.
+
+Each model is surveyed by itself; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from theodolite.errors import UsageError
+from theodolite.passes.run import Run
+from theodolite.report.drawing.series import over_training
+from theodolite.report.key_numbers import MEASURES, summary_row
+from theodolite.report.outcome import Heading, Outcome
+from theodolite.report.outcome_page import write_index, write_outcome
+from theodolite.system.files import disk_errors, write_text
+from theodolite.system.wording import listed, number, visible
+
+HEADING = Heading("series", "Surveys of a series of models", "")
+PAGE, CSV = "report", "series.csv"
+
+_STEP = re.compile(r"(?:checkpoint|ckpt|ck|step|iter|epoch|global_step)[-_]?(\d+)", re.IGNORECASE)
+
+
+def step_of(name: str) -> int | None:
+    """The training step in a checkpoint's name: `checkpoint-1000`, `step1000`, `ck_1000`, else its last number."""
+    numbers = _STEP.findall(name) or re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def names_of(models: list[str]) -> dict[str, str]:
+    """A folder name for each model: the last part of its path or hub name, revision included.
+
+    Raises:
+        UsageError: two of them have the same.
+    """
+    names = {model: Path(model.rstrip("/")).name.replace("@", "-") for model in models}
+    doubled = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
+    if doubled or len(names) < len(models):
+        raise UsageError(
+            f"models called alike cannot be told apart: {listed(doubled or sorted(set(models)))}; rename a folder"
+        )
+    return names
+
+
+def series_table(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """One row per run, ordered by step: `name`, `step` (missing where a name has none), and `summary_row`."""
+    rows: list[dict[str, Any]] = [
+        {"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()
+    ]
+    table = pd.DataFrame(rows).astype({"step": "Int64"})
+    return table.sort_values(["step", "name"], kind="stable", na_position="last", ignore_index=True)
+
+
+def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path]:
+    """Write `out`/series.csv and a page with curves below `out`/report; returns the table and the page's path.
+
+    Curves need a step in each name, and no two alike; without, the page has the table alone.
+
+    Raises:
+        WorkError: they cannot be written.
+    """
+    table = series_table(runs)
+    shown = {name: title for name, title in MEASURES.items() if table[name].notna().any()}
+    outcome = Outcome(tables={"models": table})
+    if bool(table["step"].notna().all()) and table["step"].is_unique:
+        outcome.figure(
+            "curves",
+            "Over training",
+            over_training(table, shown),
+            "Each point is the survey of one checkpoint. Whiskers are standard errors; means over heads have none.",
+            "which measures move early, which late, and whether any collapses or jumps.",
+            "The step is read from each folder's name.",
+            wide=True,
+        )
+    for name, title in shown.items():
+        values = [number(value) for value in table[name]]
+        outcome.read(f"{title}, first and last model", f"{values[0]} → {values[-1]}")
+    last = runs[str(table["name"].iloc[-1])].provenance
+    names = [visible(name, 40) for name in table["name"]]
+    model = {**last["model"], "id": f"{len(names)} models: {listed(names, 4)}"}
+    page = write_outcome(HEADING, outcome, {**last, "model": model}, out / PAGE)
+    write_index(out / PAGE)
+    with disk_errors(out):
+        write_text(out / CSV, table.to_csv(index=False))
+    return table, page

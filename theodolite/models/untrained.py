@@ -1,0 +1,46 @@
+"""The same architecture with the random weights of its config's own initialisation: what training starts from."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import torch
+from transformers import PreTrainedModel
+
+from theodolite.errors import UsageError
+from theodolite.models.head_weights import capture_calls
+from theodolite.models.open import OpenModel, small_input
+from theodolite.models.structure import find_structure
+from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
+
+
+def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
+    """A model of the same class and config with random weights; the global random state stays as it is.
+
+    Args:
+        model: from `open_model`; its device, dtype and tokenizer are taken over.
+        seed: of the weights.
+
+    Raises:
+        UsageError: it is no `transformers` model, so that nothing says how its weights begin.
+    """
+    if not isinstance(model.hf, PreTrainedModel):
+        raise UsageError(
+            f"{model.id} has no config that says how its weights begin: it has no untrained baseline"
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = type(model.hf)(copy.deepcopy(model.hf.config))
+    hf = made.to(device=model.device, dtype=model.hf.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
+    structure = find_structure(hf, small_input(hf, 1))
+    source = f"{model.sha256 or model.revision or model.id} untrained {seed}"
+    return OpenModel.of(
+        hf,
+        structure,
+        capture_calls(hf, structure, small_input(hf, 1)),
+        verify_attention(hf, structure, small_input(hf, VERIFIED_LENGTH)),
+        tokenizer=model.tokenizer,
+        id=f"{model.id}, untrained",
+        sha256=hashlib.sha256(source.encode()).hexdigest(),
+    )
