@@ -27,8 +27,9 @@ from theodolite.papers.hidden_geometry import addition_check
 from theodolite.papers.hidden_geometry import prompt_logits as experiment
 from theodolite.papers.hidden_geometry.attribution import share_grids
 from theodolite.papers.hidden_geometry.positional_logits import _PositionalLogits, rough_verdict
-from theodolite.papers.hidden_geometry.prompt_logits import _mean_verdict, _retained_rows
+from theodolite.papers.hidden_geometry.prompt_logits import _judge_mean, _retained_rows
 from theodolite.passes.survey import survey
+from theodolite.report.outcome import Outcome
 from theodolite.theory.decomposition import PARTS
 
 LENGTH = 24
@@ -144,11 +145,12 @@ def test_the_mean_changes_the_largest_constituent_or_not(run):
     """Oracle: a table; μ × pos of 0.5 lifts pos-pos above a cvec-cvec of 0.4."""
     calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 20
     moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 3
-    assert _mean_verdict(_shares(run, calm)).answer == HOLDS
-    verdict = _mean_verdict(_shares(run, calm[3:] + moved))
-    assert verdict.answer == FAILS
-    assert ": 0.850" in verdict.evidence
-    assert _mean_verdict(replace(run, constituents=pd.DataFrame())).answer == UNTESTABLE
+    outcome = Outcome()
+    nothing = replace(run, constituents=pd.DataFrame())
+    for surveyed in (_shares(run, calm), _shares(run, calm[3:] + moved), nothing):
+        _judge_mean(outcome, surveyed)
+    assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, UNTESTABLE]
+    assert ": 0.850" in outcome.verdicts[1].evidence
 
 
 @pytest.mark.parametrize("family", ["llama3", "bloom"])
