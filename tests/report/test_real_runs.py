@@ -26,12 +26,12 @@ def assert_shown(run: Run, page: Reader) -> None:
     for table, names in ((run.heads, ["trace", "entropy"]), (run.layers, ["rank", "norm"])):
         for name in names if len(table) else ():
             for value in table[name].dropna() if name in table else ():
-                assert np.isclose(cells, value, rtol=1e-6, atol=0).any(), f"{name} {value} is not on the page"
+                assert np.isclose(cells, value, rtol=1e-3, atol=0).any(), f"{name} {value} is not on the page"
     figures = {name.removeprefix("data-"): data for name, data in page.data().items() if name[:5] == "data-"}
     assert figures.keys() == {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
     for name, figure in figures.items():
         assert figure["data"], name
-    assert {finding.topic for finding in summarise(run)} > {"Health"}
+    assert {finding.topic for finding in summarise(run)} >= {"Health"}
 
 
 @pytest.mark.parametrize(("family", "labels"), CASES)

@@ -151,7 +151,11 @@ def test_the_terminal_is_spared(tmp_path, capsys):
     assert "geometry" not in printed
 
 
-def without_dropout(trained: GPT2LMHeadModel) -> GPT2LMHeadModel:
+def sharp(trained: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """Without dropout, and with weights so large that attention, and what is learned, is far from uniform."""
+    for name, parameter in trained.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 20 if "c_attn" in name else 5
     for module in trained.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -160,8 +164,8 @@ def without_dropout(trained: GPT2LMHeadModel) -> GPT2LMHeadModel:
 
 def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
     """The model before the first step and after every second one, trained on the rows in order without a Trainer."""
-    trained = without_dropout(model()).train()
-    optimizer = torch.optim.AdamW(trained.parameters(), options["learning_rate"], weight_decay=0.0)
+    trained = sharp(model()).train()
+    optimizer = torch.optim.SGD(trained.parameters(), options["learning_rate"])
     parts, start = options.get("gradient_accumulation_steps", 1), 0
     models = [copy.deepcopy(trained)]
     for step in range(options["max_steps"]):
@@ -171,7 +175,8 @@ def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
             start = (start + 4) % len(DATA)
             with torch.autocast("cpu", torch.bfloat16, enabled=options.get("bf16", False)):
                 loss = trained(input_ids=rows, labels=rows).loss
-            (loss / parts).backward()
+            # The Trainer divides by the number of labels, of which each row predicts all but the first.
+            (loss * 15 / 16 / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 2:
@@ -186,19 +191,20 @@ def plain_loop(options: dict[str, Any]) -> list[GPT2LMHeadModel]:
 )
 def test_it_works_under_the_options_of_a_trainer(tmp_path, options):
     """Oracle: a plain loop over the same rows under the same option, and the entropy of its own eager attention."""
-    options |= {"train_sampling_strategy": "sequential", "max_steps": 4, "learning_rate": 0.1}
+    options |= {"train_sampling_strategy": "sequential", "max_steps": 4, "learning_rate": 0.3, "optim": "sgd"}
     run = trainer(tmp_path, GeometryCallback(BATCH, every=2), max_grad_norm=0.0, **options)
-    without_dropout(run.model)
+    sharp(run.model)
     run.train()
     logged = [entry for entry in run.state.log_history if "geometry/entropy_mean" in entry]
     assert [entry["step"] for entry in logged] == [0, 2, 4]
+    tolerance = 5e-4 if "bf16" in options else 1e-4  # bfloat16 itself moves it by 3e-3
     for entry, same in zip(logged, plain_loop(options), strict=True):
         same.set_attn_implementation("eager")
         with torch.no_grad():
             attention = torch.stack(same.eval()(BATCH, output_attentions=True).attentions)
         expected = torch.special.entr(attention.double()).sum(-1).mean().item()
-        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=1e-5)
-    assert abs(logged[0]["geometry/entropy_mean"] / logged[2]["geometry/entropy_mean"] - 1) > 1e-3
+        assert entry["geometry/entropy_mean"] == pytest.approx(expected, rel=tolerance)
+    assert abs(logged[0]["geometry/entropy_mean"] / logged[2]["geometry/entropy_mean"] - 1) > 10 * tolerance
 
 
 def test_a_resumed_training_goes_on_with_the_record(tmp_path):
