@@ -227,11 +227,12 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     `source` names the row in errors, `number` counts it from 1. Raises `UsageError` when there is no such column or
     it does not hold text.
     """
-    for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
+    for wanted, advice in (
+        (columns.text, "choose with --text-column"),
+        (columns.label, "choose with --label-column"),
+    ):
         if wanted is not None and wanted not in row:
-            raise UsageError(
-                f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
-            )
+            raise UsageError(f"{source} has no column '{wanted}' (it has: {', '.join(row)}); {advice}.")
     text = row[columns.text]
     if text is None:
         return None

@@ -103,12 +103,8 @@ class Run:
             UsageError: no run there, a damaged one, or one of a newer schema.
         """
         folder = Path(folder)
-        provenance = provenance_at(folder)
+        provenance = provenance_at(folder, SCHEMA_VERSION)
         version = int(provenance["schema_version"])
-        if version > SCHEMA_VERSION:
-            raise UsageError(
-                f"{folder} has schema {version}, this theodolite reads up to {SCHEMA_VERSION}: upgrade theodolite"
-            )
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def check_run(folder: str | Path) -> None:
         raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
 
 
-def provenance_at(folder: str | Path) -> dict[str, Any]:
-    """The provenance of a run folder, with its `schema_version` and its `model`.
+def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any]:
+    """The provenance of a run folder, with its `schema_version`, at most `newest`, and its `model`.
 
     Raises:
-        UsageError: no run there, or a damaged one.
+        UsageError: no run there, a damaged one, or one of a newer schema.
     """
     check_run(folder)
     try:
@@ -49,6 +50,10 @@ def provenance_at(folder: str | Path) -> dict[str, Any]:
         version = int(provenance["schema_version"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+    if version > newest:
+        raise UsageError(
+            f"{folder} has schema {version}, this theodolite reads up to {newest}: upgrade theodolite"
+        )
     if version < 1 or not isinstance(provenance.get("model"), dict):
         raise UsageError(f"{folder}/run.json is damaged: run the survey again")
     result: dict[str, Any] = provenance
