@@ -1,8 +1,8 @@
 """Where the measured numbers in the prose come from: `python -m tools.numbers` counts them, and prints new ones.
 
-A measured number is a decimal, a percentage, one beside ±, a count out of a count (“3 of 8”), or alone in the cell of a
-table. docs/results/prose.json has those of `PAGES`, paragraph by paragraph and row by row in the order of reading, each
-with its source, which is one of
+A measured number is a decimal, a percentage, one beside ±, a count out of a count (“3 of 8”), an end of a range, so many
+“times”, or alone in the cell of a table. docs/results/prose.json has those of `PAGES`, paragraph by paragraph and row by
+row in the order of reading, each with its source, which is one of
 
 - an experiment of the gallery (`geometry/table1`), whose evidence there has the number;
 - a file of docs/results (`theory`), with values out of a `result.json` and what made them;
@@ -33,7 +33,7 @@ NUMBER = re.compile(
     rf"(?<![\w.])[−-]?(?:{_PLAIN})(?:e[+-]?\d+| ?· ?10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)?(?:[ \u00a0]?%)?(?![\w]|\.\d)"
 )
 _NAMED = re.compile(r"(?:section|Theorem|Version|Python|CPython|theodolite|torch) $")
-_RANGE = re.compile(r" ±|(?: of | to |–)[−\d]")
+_RANGE = re.compile(r" ±|(?: of (?:its |the )?| to |–)[−\d]| (?:or more )?times")
 _ALONE = re.compile(r"[−-]?\d+(?: %)?")
 _NOT_PROSE = re.compile(
     r"^---\n.*?^---\n|```.*?```|<!--.*?-->|^#.*?$|!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)|`[^`]*`", re.M | re.S
@@ -70,7 +70,7 @@ def measured(unit: str) -> list[str]:
                 re.search(r"[.%e·]", number[0])
                 or before.endswith("± ")
                 or _RANGE.match(after)
-                or re.search(r"\d(?: of | to |–)$", before)
+                or re.search(r"\d(?: of (?:its |the )?| to |–)$", before)
                 or (row and _ALONE.fullmatch(part.strip()))
             ):
                 continue
