@@ -1,8 +1,8 @@
 """Where the measured numbers in the prose come from: `python -m tools.numbers` counts them, and prints new ones.
 
-A measured number is a decimal, a percentage, one beside ±, a count out of a count (“3 of 8”), an end of a range, so many
-“times”, or alone in the cell of a table. docs/results/prose.json has those of `PAGES`, paragraph by paragraph and row by
-row in the order of reading, each with its source, which is one of
+A measured number is a decimal, a percentage, one beside ±, a count out of a count (“3 of 8”), an end of a range, so
+many “times”, or alone in the cell of a table. docs/results/prose.json has those of `PAGES`, paragraph by paragraph and
+row by row in the order of reading, each with its source, which is one of
 
 - an experiment of the gallery (`geometry/table1`), whose evidence there has the number;
 - a file of docs/results (`theory`), with values out of a `result.json` and what made them;
