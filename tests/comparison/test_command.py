@@ -260,7 +260,7 @@ def test_no_term_is_taken_out_of_a_factored_checkpoint(damaged, tmp_path):
 def test_a_look_at_each_model_is_its_own(damaged, monkeypatch):
     monkeypatch.setattr(PROMPT_IDS, lambda model, prompt, shipped: IDS[0])
     candidates = candidates_of([str(damaged()), str(damaged("destroyed"))])
-    seen = trace_head(candidates, open_model, None, 0, 2)
+    seen = trace_head(candidates, open_model, None, [(0, 2)])
     expected = planted.attention(IDS[0].numpy(), 2)
     torch.testing.assert_close(
         seen.traces["planted"].attention, torch.from_numpy(expected), atol=1e-6, rtol=0

@@ -16,13 +16,14 @@ from tests import checkpoints
 from tests.explore.conftest import PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import figures, panel_html, panels
-from theodolite.explore.evidence import evidence, opening_head, roles_of, shares_line, spectrum_line
+from theodolite.explore.evidence import evidence, roles_of, shares_line, spectrum_line
 from theodolite.explore.panels import PROMPT as ON_PROMPT
 from theodolite.explore.panels import TEXT, Selection, Switches
 from theodolite.explore.subject import check_pair, offered_prompts, prompt_ids
 from theodolite.explore.view import tag_colours
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
+from theodolite.report.data import opening_head
 
 
 def place(layer: int = 0, head: int = 0) -> Selection:
