@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 from theodolite.explore.view import HeadView
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import evenly
 from theodolite.report.drawing.heads import head_map
 from theodolite.system.wording import for_plotly, shown_token
 
@@ -90,7 +89,7 @@ def _axis(tokens: Sequence[str], sinks: Sequence[int]) -> dict[str, Any]:
     for sink in sorted(sinks):  # of those side by side, as in a stretch, the first has the label
         if not marked or sink - marked[-1] >= spacing:
             marked.append(sink)
-    unmarked = [i for i in evenly(len(tokens), LABELLED) if all(abs(i - sink) >= spacing for sink in marked)]
+    unmarked = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in marked)]
     ticks = sorted({*unmarked, *marked})
     return {
         "type": "category",

@@ -105,7 +105,7 @@ def maps(
         square: cells as wide as high, rows from top to bottom, as a matrix is written.
     """
     largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
-    first_of_scale = {name in signed: name for name in reversed(pictures)}
+    first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
     both = len(first_of_scale) > 1
     bare: dict[str, Any] = {"showgrid": False, "zeroline": False}
     shown = []
