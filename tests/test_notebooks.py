@@ -66,7 +66,9 @@ def test_a_notebook_is_kept_with_its_outputs_under_its_title(name: str) -> None:
     nbformat.validate(notebook)
     assert notebook.cells[0].source.splitlines()[0] == f"# {TITLES[name]}"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]  # run once, from top to bottom
+    assert [cell.execution_count for cell in code] == [
+        *range(1, len(code) + 1)
+    ]  # run once, from top to bottom
     outputs = [output for cell in code for output in cell.outputs]
     assert outputs
     assert not any(output.output_type == "error" for output in outputs)
